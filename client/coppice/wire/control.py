@@ -1,0 +1,58 @@
+"""Pause, resume, status and health."""
+
+from typing import Literal
+
+from coppice.wire.base import AnswerModel, RequestModel
+
+PauseMode = Literal["abort", "wait", "keep"]
+Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
+
+
+class PauseRequest(RequestModel):
+    """abort ends running samples, wait lets them finish, keep freezes them until resume."""
+
+    mode: PauseMode = "keep"
+
+
+class PauseAnswer(AnswerModel):
+    paused: bool
+
+
+class HealthAnswer(AnswerModel):
+    """Answer of the probes when all is well; otherwise they answer a problem."""
+
+    status: Literal["ok"] = "ok"
+    stage: Stage
+
+
+class EngineStatus(AnswerModel):
+    """Facts of the running engine."""
+
+    model: str
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    max_sequences: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    cpu_threads: int | None
+    vllm_version: str
+
+
+class StatusAnswer(AnswerModel):
+    """GET /v1/status."""
+
+    version: str
+    stage: Stage
+    paused: bool
+    weights_version: str
+    weights_sequence: int
+    rollouts_running: int
+    samples_running: int
+    uptime_seconds: float
+    engine: EngineStatus | None

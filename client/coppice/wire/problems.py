@@ -1,0 +1,74 @@
+"""Errors as RFC 9457 problem documents, from one table.
+
+The server raises by kind and the client maps a kind back to an exception, so both read this table.
+"""
+
+from typing import NamedTuple
+
+from coppice.wire.base import AnswerModel
+
+TYPE_PREFIX = "urn:coppice:problem:"
+
+
+class ProblemKind(NamedTuple):
+    """One row of the table. A retryable problem may go away when the same request is sent again."""
+
+    code: str
+    status: int
+    title: str
+    retryable: bool = False
+
+    @property
+    def type(self) -> str:
+        return TYPE_PREFIX + self.code
+
+
+class Problem(AnswerModel):
+    """application/problem+json."""
+
+    type: str
+    title: str
+    status: int
+    code: str
+    detail: str | None = None
+    request_id: str | None = None
+    retry_after_seconds: float | None = None
+    errors: list[dict[str, str]] | None = None
+
+
+_TABLE = (
+    ProblemKind("invalid_json", 400, "The body is not JSON"),
+    ProblemKind("forbidden_host", 400, "The Host header names another server"),
+    ProblemKind("not_found", 404, "There is nothing at this address"),
+    ProblemKind("rollout_not_found", 404, "No such rollout is running"),
+    ProblemKind("version_not_found", 404, "No such weights version is known"),
+    ProblemKind("method_not_allowed", 405, "This address does not answer this method"),
+    ProblemKind("not_acceptable", 406, "None of the accepted media types can be served"),
+    ProblemKind("version_superseded", 409, "This weights version is not served any more"),
+    ProblemKind("version_conflict", 409, "The weights version is in another state than this needs"),
+    ProblemKind("rollback_refused", 409, "Going back to older weights needs allow_rollback"),
+    ProblemKind("body_too_large", 413, "The body is larger than this server takes"),
+    ProblemKind("unsupported_media_type", 415, "The body's media type is not understood"),
+    ProblemKind("invalid_request", 422, "The request does not say what it must"),
+    ProblemKind("prompt_too_long", 422, "The prompt leaves no room for a token"),
+    ProblemKind(
+        "no_chat_template", 422, "The model has no chat template that renders these messages"
+    ),
+    ProblemKind("weights_refused", 422, "The weights do not fit the served model"),
+    ProblemKind(
+        "digest_mismatch", 422, "The bytes that came are not the bytes that were announced"
+    ),
+    ProblemKind("path_refused", 422, "The path is not inside a configured weights directory"),
+    ProblemKind("internal", 500, "The server failed"),
+    ProblemKind(
+        "activation_failed", 500, "The weights could not be loaded; the previous ones serve on"
+    ),
+    ProblemKind("not_ready", 503, "The engine is starting", retryable=True),
+    ProblemKind("engine_dead", 503, "The engine has stopped working", retryable=True),
+    ProblemKind(
+        "version_unavailable", 503, "The weights version is not served yet", retryable=True
+    ),
+    ProblemKind("insufficient_storage", 507, "The weights directory has no room"),
+)
+
+PROBLEMS: dict[str, ProblemKind] = {kind.code: kind for kind in _TABLE}

@@ -1,0 +1,50 @@
+"""The records of a streamed rollout, one JSON object a line.
+
+The first names the rollout, the last carries its outcome; a stream that lacks it has failed.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from coppice.wire.base import AnswerModel
+from coppice.wire.problems import Problem
+from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, Usage
+
+
+class StartRecord(AnswerModel):
+    type: Literal["start"] = "start"
+    id: str
+
+
+class SampleRecord(AnswerModel):
+    type: Literal["sample"] = "sample"
+    group: int
+    sample: SampleAnswer
+
+
+class GroupRecord(AnswerModel):
+    type: Literal["group"] = "group"
+    group: GroupHead
+
+
+class ProgressRecord(AnswerModel):
+    """Sent at least every 15 s, so that neither side takes a long sample for a dead connection."""
+
+    type: Literal["progress"] = "progress"
+    samples: int
+    samples_done: int
+
+
+class EndRecord(AnswerModel):
+    type: Literal["end"] = "end"
+    outcome: Outcome
+    usage: Usage
+    problem: Problem | None = None
+
+
+Record = Annotated[
+    StartRecord | SampleRecord | GroupRecord | ProgressRecord | EndRecord,
+    Field(discriminator="type"),
+]
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -1,0 +1,132 @@
+"""POST /v1/rollouts: groups of prompts in, groups of samples out."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from coppice.wire.base import AnswerModel, Label, RequestModel, TokenId
+
+MAX_GROUPS = 4096
+MAX_SAMPLES_PER_GROUP = 1024
+MAX_TOKENS = 1_048_576
+
+FinishReason = Literal["stop", "length", "aborted", "version_changed", "error"]
+Outcome = Literal["done", "partial", "failed", "cancelled"]
+
+
+class Message(RequestModel):
+    """One turn of a conversation, rendered by the model's own chat template."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Annotated[str, Field(max_length=16 * 2**20)]
+
+
+class Prompt(RequestModel):
+    """Exactly one of token ids, text or messages."""
+
+    token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
+    text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [part for part in (self.token_ids, self.text, self.messages) if part is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of token_ids, text and messages")
+        return self
+
+
+class GroupRequest(RequestModel):
+    """One prompt and the n samples wanted from it."""
+
+    prompt: Prompt
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] = 1
+    id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+
+
+class Sampling(RequestModel):
+    """The distribution that tokens are drawn from, and where a sample ends."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = []
+    ignore_eos: bool = False
+
+
+class Policy(RequestModel):
+    """Which weights may answer: exactly one version, or any from one version on."""
+
+    exact_version: Label | None = None
+    min_version: Label | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.exact_version is None) == (self.min_version is None):
+            raise ValueError("give exactly one of exact_version and min_version")
+        return self
+
+
+class RolloutRequest(RequestModel):
+    """The body of POST /v1/rollouts."""
+
+    groups: Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
+    sampling: Sampling = Sampling()
+    policy: Policy | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    stream: bool = False
+
+
+class VersionSpan(AnswerModel):
+    """Tokens start..end (end excluded) were sampled under this weights version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class SampleAnswer(AnswerModel):
+    """One finished sample. logprobs[i] belongs to token_ids[i]."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str | None = None
+    finish_reason: FinishReason
+    versions: list[VersionSpan]
+
+
+class GroupHead(AnswerModel):
+    """What there is to say of a group beside its samples."""
+
+    id: str
+    index: int
+    outcome: Outcome
+    exact: bool = True
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class GroupAnswer(GroupHead):
+    """One prompt's samples, in order of their index."""
+
+    samples: list[SampleAnswer]
+
+
+class Usage(AnswerModel):
+    """Token counts of a whole rollout; a group's prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    samples: int
+
+
+class RolloutAnswer(AnswerModel):
+    """The answer of POST /v1/rollouts in its default mode."""
+
+    id: str
+    outcome: Outcome
+    groups: list[GroupAnswer]
+    usage: Usage

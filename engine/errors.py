@@ -1,0 +1,33 @@
+"""Everything that an engine can raise.
+
+EngineError
+|- EngineDead          the engine process is gone or can no longer be trusted; start a new one
+|- RequestRefused      the engine refuses this sample's parameters; nothing was started
+|- CheckpointRefused   the weights do not fit the model; nothing was touched
+|- LoadFailed          loading broke off after the check; the previous weights serve on
+`- StartFailed         the engine could not be started with these settings
+"""
+
+
+class EngineError(Exception):
+    """Base of all engine errors."""
+
+
+class EngineDead(EngineError):
+    """The engine process is gone or can no longer be trusted."""
+
+
+class RequestRefused(EngineError):
+    """The engine refuses this sample's parameters."""
+
+
+class CheckpointRefused(EngineError):
+    """The weights do not fit the model. The message names what is wrong, never a path."""
+
+
+class LoadFailed(EngineError):
+    """Loading broke off after the check; the previous weights were put back."""
+
+
+class StartFailed(EngineError):
+    """The engine could not be started with these settings."""

@@ -1,0 +1,135 @@
+"""The engine as the service sees it: samples in, completions out, no vLLM type in sight.
+
+One engine serves one model. Every method runs on the service's event loop. The fake engine of the
+tests and the real one obey the same contract tests.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+PauseMode = Literal["abort", "wait", "keep"]
+ActivationMode = Literal["keep", "recompute", "wait", "abort"]
+EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
+EngineFinish = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The distribution that tokens are drawn from, and where a sample ends."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample to draw. `id` is the server's own and never repeats."""
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    seed: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens start..end (end excluded) were sampled under this weights version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished sample: exactly one logprob and one version for every token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: EngineFinish
+    versions: tuple[VersionSpan, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a running engine is; fixed from its start to its end."""
+
+    model: str
+    model_path: Path
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    max_sequences: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    cpu_threads: int | None
+    vllm_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A sign of life: what the engine is doing and for how long it has given no other sign."""
+
+    stage: EngineStage
+    alive: bool
+    age_seconds: float
+    reason: str | None = None
+
+
+class Engine(Protocol):
+    """Contract.
+
+    start/stop: once each; stop is idempotent and leaves no process and no shared memory behind.
+    submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
+        holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
+        entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
+    abort: the samples' awaitables finish at once with finish="abort" and the tokens so far;
+        unknown and finished ids are ignored.
+    pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
+        wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
+    check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
+        for seconds, so it is to be called off the loop.
+    swap_weights: to be called while paused; the caller resumes. Loads checked files, forgets every
+        cached prefix and stamps `version` on every token sampled from then on. LoadFailed: the
+        previous weights are back. EngineDead: they are not, and the engine must not be resumed.
+    """
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    def pulse(self) -> Pulse: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
+
+    async def abort(self, sample_ids: Sequence[str]) -> None: ...
+
+    async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def check_weights(self, path: Path) -> None: ...
+
+    async def swap_weights(self, path: Path, version: str) -> None: ...
