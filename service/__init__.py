@@ -1,0 +1,5 @@
+"""The HTTP service."""
+
+from importlib.metadata import version
+
+__version__ = version("coppice-rl")

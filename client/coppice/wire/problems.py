@@ -38,7 +38,6 @@ class Problem(AnswerModel):
 
 _TABLE = (
     ProblemKind("invalid_json", 400, "The body is not JSON"),
-    ProblemKind("forbidden_host", 400, "The Host header names another server"),
     ProblemKind("not_found", 404, "There is nothing at this address"),
     ProblemKind("rollout_not_found", 404, "No such rollout is running"),
     ProblemKind("version_not_found", 404, "No such weights version is known"),

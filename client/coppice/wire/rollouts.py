@@ -46,10 +46,13 @@ class GroupRequest(RequestModel):
 
 
 class Sampling(RequestModel):
-    """The distribution that tokens are drawn from, and where a sample ends."""
+    """The distribution that tokens are drawn from, and where a sample ends.
+
+    At temperature 0 the likeliest token is taken, and logprobs are the model's own, untruncated.
+    """
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = []

@@ -1,0 +1,56 @@
+"""From our settings to vLLM's engine arguments, field by field."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from engine.settings import GIB, EngineSettings
+
+DEFAULT_CPU_CACHE_BYTES = GIB
+WORKER_EXTENSION = "engine.worker.WorkerExtension"
+
+
+def engine_arguments(
+    settings: EngineSettings, model: Path, *, on_cpu: bool, worker_extension: str = WORKER_EXTENSION
+) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=str(model),
+        served_model_name=settings.model,
+        load_format="safetensors",
+        trust_remote_code=False,
+        dtype=settings.dtype,
+        max_model_len=settings.max_context_tokens,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_sequences,
+        max_num_batched_tokens=settings.max_batched_tokens,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        # The probability that a token was really drawn with: temperature and truncation applied.
+        logprobs_mode="processed_logprobs",
+        # The model's own sampling defaults would silently change what a trainer asked for.
+        generation_config="vllm",
+        worker_extension_cls=worker_extension,
+        disable_log_stats=False,
+        **_memory(settings, on_cpu=on_cpu),
+        **_weight_transfer(settings),
+    )
+
+
+def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    cache_bytes = settings.cache_bytes or (DEFAULT_CPU_CACHE_BYTES if on_cpu else None)
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes}
+    if not on_cpu:
+        memory["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return memory
+
+
+def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
+    if settings.weight_transfer is None:
+        return {}
+    from vllm.config import WeightTransferConfig
+
+    return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}

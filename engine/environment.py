@@ -1,0 +1,93 @@
+"""The environment that vLLM and its processes are started with: set around the spawn only.
+
+vLLM reads much of its configuration from the environment, and its own code writes there (LD_PRELOAD
+among others). All of it happens inside `spawning`, which puts the service's environment back.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from engine.settings import EngineSettings
+
+MARK = "COPPICE_ENGINE"
+LAST_RESORT_STEP_SECONDS = 60
+
+
+def started_by_coppice() -> bool:
+    """Whether this process belongs to a Coppice engine: the plugin is inert in any other vLLM."""
+    return os.environ.get(MARK) == "1"
+
+
+@contextmanager
+def spawning(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
+    """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
+    before, affinity = dict(os.environ), os.sched_getaffinity(0)
+    os.environ.update(_shared())
+    if on_cpu:
+        os.environ.update(_threads(settings, sorted(affinity)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        # A second OpenMP runtime that vLLM preloads can pin the service to one processor.
+        os.sched_setaffinity(0, affinity)
+
+
+def _shared() -> dict[str, str]:
+    return {
+        MARK: "1",
+        "VLLM_PLUGINS": "coppice",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "0",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LAST_RESORT_STEP_SECONDS),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+
+
+def _threads(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
+    """Explicit threads: vLLM's own choice changes as soon as a KV connector is configured."""
+    shares = [_share(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)]
+    preload = _intel_openmp()
+    threads = {"LD_PRELOAD": _joined(preload)} if preload else {}
+    if settings.num_ranks > 1:
+        binding = "|".join(",".join(map(str, share)) for share in shares)
+        return threads | {"VLLM_CPU_OMP_THREADS_BIND": binding}
+    # One rank computes inside EngineCore, where vLLM ignores its own binding variable.
+    threads |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(len(shares[0]))}
+    return threads | (_pinned_intel(shares[0]) if preload else _pinned_gnu(shares[0]))
+
+
+def _share(rank: int, num_threads: int, cpus: list[int]) -> list[int]:
+    return [cpus[(rank * num_threads + thread) % len(cpus)] for thread in range(num_threads)]
+
+
+def _pinned_intel(cpus: list[int]) -> dict[str, str]:
+    places = ",".join(map(str, cpus))
+    return {
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{places}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+
+
+def _pinned_gnu(cpus: list[int]) -> dict[str, str]:
+    return {"GOMP_CPU_AFFINITY": " ".join(map(str, cpus))}
+
+
+def _intel_openmp() -> Path | None:
+    try:
+        files = distribution("intel-openmp").files or []
+    except PackageNotFoundError:
+        return None
+    return next((Path(str(f.locate())).resolve() for f in files if f.name == "libiomp5.so"), None)
+
+
+def _joined(library: Path) -> str:
+    return ":".join(filter(None, [os.environ.get("LD_PRELOAD", ""), str(library)]))

@@ -1,0 +1,71 @@
+"""Is the engine making progress? EngineCore is asked every second, its processes are looked at.
+
+A ping goes through EngineCore's own loop, so an answer means that steps are being taken; a worker
+that hangs in a step holds EngineCore up and is seen the same way. A stopped or dead worker is seen
+in its process state, also when nothing runs. While the engine starts or loads weights its loop is
+busy for long: those stages have bounds of their own.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from engine.protocol import EngineStage, Pulse
+
+INTERVAL_SECONDS = 1.0
+_STOPPED = "TtZX"
+
+
+class Heartbeat:
+    """Owned by the engine; `run` is its one task. Read `pulse` from the event loop."""
+
+    def __init__(
+        self, *, bounds: dict[EngineStage, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bounds = bounds
+        self._clock = clock
+        self._stage: EngineStage = "starting"
+        self._last_sign = clock()
+        self._dead: str | None = None
+
+    @property
+    def stage(self) -> EngineStage:
+        return "dead" if self._dead else self._stage
+
+    def enter(self, stage: EngineStage) -> None:
+        self._stage = stage
+        self._last_sign = self._clock()
+
+    def died(self, reason: str) -> None:
+        self._dead = self._dead or reason
+
+    def pulse(self) -> Pulse:
+        age = self._clock() - self._last_sign
+        late = age > self._bounds.get(self._stage, float("inf"))
+        reason = self._dead or (f"no sign of life for {age:.1f} s" if late else None)
+        return Pulse(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
+
+    async def run(
+        self, ping: Callable[[], Awaitable[object]], processes: Callable[[], dict[int, str]]
+    ) -> None:
+        """Until cancelled. Each beat counts only if every process of the engine is running."""
+        while self._dead is None:
+            await ping()
+            stopped = [name for name, state in _states(processes()).items() if state in _STOPPED]
+            if not stopped:
+                self._last_sign = self._clock()
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+
+def _states(processes: dict[int, str]) -> dict[str, str]:
+    return {name: _state(pid) for pid, name in processes.items()}
+
+
+def _state(pid: int) -> str:
+    """The letter of proc_pid_stat(5); X for a process that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]

@@ -1,0 +1,270 @@
+"""The engine protocol over vLLM's AsyncLLM, which lives inside the service's process.
+
+A sample is one single-sample engine request: vLLM would fan a larger n out the same way, and one
+request a sample can be aborted, versioned and drafted for alone. Siblings share their prompt's
+cache through prefix caching, and enter in one turn of the loop, to be scheduled side by side.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from engine import shared_memory
+from engine.arguments import WORKER_EXTENSION, engine_arguments
+from engine.environment import spawning
+from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
+from engine.facts import gather_facts
+from engine.heartbeat import Heartbeat
+from engine.model_files import locate
+from engine.protocol import (
+    Completion,
+    EngineFacts,
+    PauseMode,
+    Pulse,
+    SampleRequest,
+    VersionSpan,
+)
+from engine.settings import EngineSettings
+from engine.weights.check import check
+from engine.weights.checkpoint import Checkpoint, read_served
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 30.0
+
+
+class VllmEngine:
+    """Contract: engine.protocol.Engine. Started and driven from one event loop."""
+
+    def __init__(
+        self, settings: EngineSettings, *, worker_extension: str = WORKER_EXTENSION
+    ) -> None:
+        self._settings = settings
+        self._worker_extension = worker_extension
+        self._heart = Heartbeat(
+            bounds={
+                "starting": settings.start_seconds,
+                "serving": settings.step_seconds,
+                "activating": settings.activation_seconds,
+            }
+        )
+        self._heart_task: asyncio.Task[None] | None = None
+        self._llm: AsyncLLM | None = None
+        self._facts: EngineFacts | None = None
+        self._first: Checkpoint | None = None
+        self._serving_path: Path | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        assert self._facts is not None, "the engine has not started"
+        return self._facts
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM itself, for benchmarks and tests; the service never touches it."""
+        if self._llm is None:
+            raise EngineDead("the engine is not running")
+        return self._llm
+
+    def pulse(self) -> Pulse:
+        return self._heart.pulse()
+
+    # Start and stop
+
+    async def start(self, version: str) -> None:
+        shared_memory.sweep()
+        self._serving_path = await asyncio.to_thread(
+            locate, self._settings.model, self._settings.revision
+        )
+        self._first = await asyncio.to_thread(read_served, self._serving_path)
+        self._llm = await asyncio.to_thread(self._start_vllm, self._serving_path)
+        await self._verify_plugin()
+        self._facts = gather_facts(self._llm, self._settings, self._serving_path)
+        await self._warm_up()
+        await self._llm.update_weight_version(version)
+        self._heart.enter("serving")
+        self._heart_task = asyncio.create_task(self._beat(), name="engine-heartbeat")
+
+    def _start_vllm(self, model: Path) -> AsyncLLM:
+        """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
+        on_cpu = current_platform.is_cpu()
+        arguments = engine_arguments(
+            self._settings, model, on_cpu=on_cpu, worker_extension=self._worker_extension
+        )
+        try:
+            with spawning(self._settings, on_cpu=on_cpu):
+                return AsyncLLM.from_engine_args(arguments)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise StartFailed(f"vLLM did not start: {error}") from error
+
+    async def _verify_plugin(self) -> None:
+        """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
+        try:
+            await self.llm.engine_core.call_utility_async("coppice_ping")
+        except Exception as error:
+            raise StartFailed("the Coppice plugin is not active in the engine process") from error
+
+    async def _warm_up(self) -> None:
+        """The first generation compiles for seconds; nobody should have to wait for that."""
+        token = self.facts.eos_token_ids[0] if self.facts.eos_token_ids else 0
+        params = SamplingParams(
+            max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        async for _ in self.llm.generate(tokens_input([token] * 4), params, "warm-up"):
+            pass
+
+    async def _beat(self) -> None:
+        core = self.llm.engine_core
+        try:
+            await self._heart.run(lambda: core.call_utility_async("coppice_ping"), _processes)
+        except EngineDeadError:
+            self._heart.died("the engine process died")
+
+    async def stop(self) -> None:
+        self._heart.enter("stopping")
+        if self._heart_task is not None:
+            self._heart_task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._heart_task
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+
+    # Tokens and text
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self.llm.get_tokenizer().encode(text))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer: Any = self.llm.get_tokenizer()
+        try:
+            tokens = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's and raises what it likes
+            raise RequestRefused(
+                "the model's chat template does not render these messages"
+            ) from error
+        return list(tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.llm.get_tokenizer().decode(list(token_ids), skip_special_tokens=True))
+
+    # Samples
+
+    async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
+        queues = []
+        try:
+            for sample in samples:
+                queues.append(
+                    await self.llm.add_request(
+                        sample.id,
+                        tokens_input(list(sample.prompt_token_ids)),
+                        _params(sample),
+                        priority=sample.priority,
+                    )
+                )
+        except EngineDeadError as error:
+            raise EngineDead("the engine process died") from error
+        except (VLLMClientError, ValueError) as error:
+            await self.abort([sample.id for sample in samples])
+            raise RequestRefused(str(error)) from error
+        return [_completion(queue) for queue in queues]
+
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        with suppress(EngineDeadError):
+            await self.llm.abort(list(sample_ids))
+
+    async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
+        await self.llm.pause_generation(mode=mode, clear_cache=recompute)
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    # Weights
+
+    def check_weights(self, path: Path) -> None:
+        assert self._first is not None, "the engine has not started"
+        check(self._first, path, dtype=self.facts.dtype)
+
+    async def swap_weights(self, path: Path, version: str) -> None:
+        self._heart.enter("activating")
+        previous = str(self._serving_path)
+        answers = await self.llm.collective_rpc("coppice_load_weights", args=(str(path), previous))
+        failed = [answer for answer in answers if not answer["ok"]]
+        if not all(answer["restored"] for answer in failed):
+            self._heart.died("the weights are half loaded")
+            raise EngineDead("loading failed and the previous weights could not be put back")
+        # After a restore as well: what was computed in between must not be found.
+        await self.llm.engine_core.call_utility_async("coppice_forget_prefixes")
+        if failed:
+            self._heart.enter("serving")
+            raise LoadFailed("loading broke off; the previous weights serve on")
+        await self.llm.update_weight_version(version)
+        self._serving_path = path
+        self._heart.enter("serving")
+
+
+def _processes() -> dict[int, str]:
+    """The engine's processes: every descendant of the service that vLLM has named."""
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return {child.pid: child.name() for child in children if child.name().startswith("VLLM")}
+
+
+def _params(sample: SampleRequest) -> SamplingParams:
+    """Field by field: nothing that a caller sends reaches the engine unnamed."""
+    sampling = sample.sampling
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sample.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def _completion(queue: Any) -> Completion:
+    try:
+        output = await queue.get()
+    except EngineDeadError as error:
+        raise EngineDead("the engine process died") from error
+    sample = output.outputs[0]
+    return Completion(
+        token_ids=list(sample.token_ids),
+        logprobs=_sampled_logprobs(sample.logprobs),
+        finish=sample.finish_reason,
+        versions=tuple(
+            VersionSpan(version=span.version, start=span.start, end=span.end)
+            for span in sample.weight_versions or ()
+        ),
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _sampled_logprobs(flat: Any) -> list[float]:
+    """vLLM puts the sampled token first at every position."""
+    return [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]

@@ -1,0 +1,158 @@
+"""Weights files on disk: uploads, and directories that the operator allows.
+
+An upload is written under a hidden name and renamed when it is whole, so that a version's directory
+never holds half a file. Only files below our own directory are ever deleted.
+"""
+
+import asyncio
+import base64
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from service.errors import DigestMismatch, InsufficientStorage, InvalidRequest, PathRefused
+
+_PREFIX = "weights-"
+_LOCK = ".owner"
+WRITE_BYTES = 4 * 2**20
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A whole file under its hidden name, to be kept or discarded."""
+
+    path: Path
+    num_bytes: int
+    sha256: str
+
+
+class Checkpoints:
+    """Owns one fresh folder below `directory`; `sources` are where weights may be taken from.
+
+    `open` and `close` are a pair. A folder whose owner was killed is swept by the next one to open.
+    """
+
+    def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
+        self._directory = directory
+        self._sources = [source.resolve() for source in sources]
+        self._home: Path | None = None
+        self._lock: BinaryIO | None = None
+
+    def open(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        self._home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._directory))
+        self._lock = (self._home / _LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        home, self._home = self._home, None
+        if home is not None:
+            shutil.rmtree(home, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+    def home(self, label: str) -> Path:
+        assert self._home is not None, "open first"
+        return self._home / label
+
+    async def receive(self, chunks: AsyncIterator[bytes], announced: str | None) -> Upload:
+        """Streams to disk in bounded memory, hashing on the way. `announced`: Content-Digest."""
+        expected = _expected_digest(announced)
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = await _write(file, chunks)
+            if expected not in (None, digest):
+                raise DigestMismatch()
+        except OSError as error:
+            path.unlink()
+            raise InsufficientStorage() from error
+        except BaseException:
+            path.unlink()
+            raise
+        return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
+
+    def keep(self, upload: Upload, label: str, name: str) -> Path:
+        home = self.home(label)
+        home.mkdir(exist_ok=True)
+        upload.path.rename(home / name)
+        return home
+
+    def discard(self, upload: Upload) -> None:
+        upload.path.unlink(missing_ok=True)
+
+    def delete(self, label: str) -> None:
+        shutil.rmtree(self.home(label), ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for stale in self._directory.glob(f"{_PREFIX}*"):
+            if _unlocked(stale / _LOCK):
+                shutil.rmtree(stale, ignore_errors=True)
+
+    def allowed(self, path: str) -> Path:
+        """Resolved before it is compared, so that neither `..` nor a link leads out."""
+        resolved = Path(path).resolve()
+        if not any(resolved.is_relative_to(source) for source in self._sources):
+            raise PathRefused()
+        if not resolved.exists():
+            raise PathRefused("there is nothing at that path")
+        return resolved
+
+
+def _unlocked(lock: Path) -> bool:
+    """A server holds its folder's lock for as long as it lives."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False  # being made or removed by its owner just now
+    except BlockingIOError:
+        return False
+    return True
+
+
+def checked_name(name: str) -> str:
+    if not _FILE_NAME.match(name) or not (name == INDEX or name.endswith(".safetensors")):
+        raise InvalidRequest(f"a checkpoint's files are {INDEX} and *.safetensors")
+    return name
+
+
+async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
+    """Writes and hashes off the loop, a few megabytes at a time; returns the SHA-256."""
+    sha256 = hashlib.sha256()
+
+    def flush(block: bytes) -> None:
+        file.write(block)
+        sha256.update(block)
+
+    block = bytearray()
+    async for chunk in chunks:
+        block += chunk
+        if len(block) >= WRITE_BYTES:
+            await asyncio.to_thread(flush, bytes(block))
+            block.clear()
+    await asyncio.to_thread(flush, bytes(block))
+    return sha256.digest()
+
+
+def _expected_digest(header: str | None) -> bytes | None:
+    """RFC 9530. An algorithm other than sha-256 is refused rather than left unchecked."""
+    if header is None:
+        return None
+    found = _DIGEST.search(header)
+    if found is None:
+        raise InvalidRequest("Content-Digest must hold sha-256=:...:")
+    return base64.b64decode(found.group(1))

@@ -1,0 +1,152 @@
+"""Everything the service answers with a problem document, one class a row of the table.
+
+ServiceError
+|- CallerError                        the request is at fault; sending it again changes nothing
+|  |- InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
+|  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
+|  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
+|  |- VersionSuperseded, VersionConflict, RollbackRefused
+|  `- WeightsRefused, DigestMismatch, PathRefused
+`- ServerSideError                    the server is at fault or not able just now
+   |- Internal, ActivationFailed, InsufficientStorage
+   `- NotReady, EngineGone, VersionUnavailable
+"""
+
+from typing import ClassVar
+
+from coppice.wire.problems import PROBLEMS, Problem, ProblemKind
+
+
+class ServiceError(Exception):
+    """Base of all. `detail` is for the caller: no path, no address, no traceback, no prompt."""
+
+    code: ClassVar[str]
+
+    def __init__(
+        self,
+        detail: str | None = None,
+        *,
+        errors: list[dict[str, str]] | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(detail or self.kind().title)
+        self.detail = detail
+        self.errors = errors
+        self.retry_after_seconds = retry_after_seconds
+
+    @classmethod
+    def kind(cls) -> ProblemKind:
+        return PROBLEMS[cls.code]
+
+    def problem(self, request_id: str | None = None) -> Problem:
+        kind = self.kind()
+        return Problem(
+            type=kind.type,
+            title=kind.title,
+            status=kind.status,
+            code=kind.code,
+            detail=self.detail,
+            request_id=request_id,
+            retry_after_seconds=self.retry_after_seconds,
+            errors=self.errors,
+        )
+
+
+class CallerError(ServiceError):
+    """The request is at fault."""
+
+
+class ServerSideError(ServiceError):
+    """The server is at fault or not able just now."""
+
+
+class InvalidJson(CallerError):
+    code = "invalid_json"
+
+
+class InvalidRequest(CallerError):
+    code = "invalid_request"
+
+
+class PromptTooLong(CallerError):
+    code = "prompt_too_long"
+
+
+class NoChatTemplate(CallerError):
+    code = "no_chat_template"
+
+
+class BodyTooLarge(CallerError):
+    code = "body_too_large"
+
+
+class UnsupportedMediaType(CallerError):
+    code = "unsupported_media_type"
+
+
+class NotAcceptable(CallerError):
+    code = "not_acceptable"
+
+
+class NotFound(CallerError):
+    code = "not_found"
+
+
+class MethodNotAllowed(CallerError):
+    code = "method_not_allowed"
+
+
+class RolloutNotFound(CallerError):
+    code = "rollout_not_found"
+
+
+class VersionNotFound(CallerError):
+    code = "version_not_found"
+
+
+class VersionSuperseded(CallerError):
+    code = "version_superseded"
+
+
+class VersionConflict(CallerError):
+    code = "version_conflict"
+
+
+class RollbackRefused(CallerError):
+    code = "rollback_refused"
+
+
+class WeightsRefused(CallerError):
+    code = "weights_refused"
+
+
+class DigestMismatch(CallerError):
+    code = "digest_mismatch"
+
+
+class PathRefused(CallerError):
+    code = "path_refused"
+
+
+class Internal(ServerSideError):
+    code = "internal"
+
+
+class ActivationFailed(ServerSideError):
+    code = "activation_failed"
+
+
+class InsufficientStorage(ServerSideError):
+    code = "insufficient_storage"
+
+
+class NotReady(ServerSideError):
+    code = "not_ready"
+
+
+class EngineGone(ServerSideError):
+    code = "engine_dead"
+
+
+class VersionUnavailable(ServerSideError):
+    code = "version_unavailable"

@@ -1,0 +1,53 @@
+"""Turns every failure of a request into a problem document, the framework's own included."""
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from coppice.wire.problems import Problem
+from service.errors import Internal, MethodNotAllowed, NotFound, ServiceError
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def problem_response(problem: Problem, *, headers: dict[str, str] | None = None) -> Response:
+    retry = problem.retry_after_seconds
+    sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
+    return Response(
+        problem.model_dump_json(exclude_none=True),
+        status_code=problem.status,
+        media_type=MEDIA_TYPE,
+        headers=sent | (headers or {}),
+    )
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return problem_response(error.problem(_request_id(request)))
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """Starlette raises for unknown addresses and methods only: every body is parsed by us."""
+    assert isinstance(error, HTTPException)
+    ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
+    headers = {key: value for key, value in (error.headers or {}).items() if key == "Allow"}
+    return problem_response(ours.problem(_request_id(request)), headers=headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("request failed", exc_info=error)
+    return problem_response(Internal().problem(_request_id(request)))
+
+
+def _request_id(request: Request) -> str | None:
+    request_id: str | None = request.scope.get("coppice.request_id")
+    return request_id

@@ -1,0 +1,59 @@
+"""Prompts to token ids and token ids to text, off the event loop.
+
+One thread does all of it: tokenizers are not safe to share between threads, and text is rare here.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from coppice.wire.rollouts import Prompt
+from engine.errors import RequestRefused
+from engine.protocol import Engine
+from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class Prompts:
+    """Owns the tokenizer's thread; `close` ends it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def token_ids(self, prompt: Prompt) -> list[int]:
+        tokens = await self._tokens(prompt)
+        facts = self._engine.facts
+        if not tokens:
+            raise InvalidRequest("a prompt has no token")
+        if len(tokens) >= facts.max_context_tokens:
+            raise PromptTooLong(
+                f"{len(tokens)} prompt tokens; the context holds {facts.max_context_tokens}, "
+                "one of them at least for the response"
+            )
+        if max(tokens) >= facts.vocab_size:
+            raise InvalidRequest(f"token ids must be below {facts.vocab_size}")
+        return tokens
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        return await self._off_loop(self._engine.decode, token_ids)
+
+    async def _tokens(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if prompt.text is not None:
+            return await self._off_loop(self._engine.encode_text, prompt.text)
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
+        try:
+            return await self._off_loop(self._engine.encode_messages, messages)
+        except RequestRefused as error:
+            raise NoChatTemplate() from error
+
+    async def _off_loop(self, function: Callable[[Given], Result], given: Given) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, given)

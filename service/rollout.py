@@ -1,0 +1,164 @@
+"""One request's groups, run side by side, and the log of what happened to them.
+
+The log only grows, and any number of readers may read it from the start, so a stream and a plain
+answer are two views of one run. A rollout ends exactly once: with an answer or with a problem.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from coppice.wire.records import (
+    EndRecord,
+    GroupRecord,
+    ProgressRecord,
+    Record,
+    SampleRecord,
+    StartRecord,
+)
+from coppice.wire.rollouts import (
+    GroupAnswer,
+    GroupHead,
+    Outcome,
+    RolloutAnswer,
+    SampleAnswer,
+    Usage,
+)
+from engine.errors import EngineDead, RequestRefused
+from engine.protocol import Engine
+from service.errors import EngineGone, Internal, InvalidRequest, NotReady, ServiceError
+from service.group import Ending, Group
+
+log = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 15.0
+
+
+class Rollout:
+    """Owned by the registry that runs it. Lives on one event loop."""
+
+    def __init__(self, rollout_id: str, groups: Sequence[Group]) -> None:
+        self.id = rollout_id
+        self.groups = groups
+        self.error: ServiceError | None = None
+        self._answers: dict[int, GroupAnswer] = {}
+        self._log: list[Record] = [StartRecord(id=rollout_id)]
+        self._grown = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def num_samples(self) -> int:
+        return sum(group.n for group in self.groups)
+
+    @property
+    def num_running(self) -> int:
+        return sum(group.num_running for group in self.groups)
+
+    async def run(self, engine: Engine) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in self.groups:
+                    tasks.create_task(self._run_group(engine, group))
+        except ExceptionGroup as failures:
+            self.error = _error(failures)
+        except asyncio.CancelledError:
+            self.error = NotReady("the server is stopping", retry_after_seconds=30)
+            raise
+        finally:
+            self._append(self._end_record())
+            self._ended.set()
+
+    async def end(self, engine: Engine, ending: Ending) -> None:
+        for group in self.groups:
+            await group.end(engine, ending)
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def answers(self) -> list[GroupAnswer]:
+        """Of the groups that have ended."""
+        return [self._answers[index] for index in sorted(self._answers)]
+
+    async def answer(self) -> RolloutAnswer:
+        """Waits for the end; raises the problem if that is how it ended."""
+        await self.wait()
+        if self.error is not None:
+            raise self.error
+        return RolloutAnswer(
+            id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self._usage()
+        )
+
+    async def records(self) -> AsyncIterator[Record]:
+        """The whole log from its start, as it grows; a progress record when it stands still."""
+        position = 0
+        while True:
+            for record in self._log[position:]:
+                position += 1
+                yield record
+            if position and isinstance(self._log[position - 1], EndRecord):
+                return
+            if not await self._wait_for_growth(position):
+                yield self._progress()
+
+    async def _run_group(self, engine: Engine, group: Group) -> None:
+        def sample_done(sample: SampleAnswer) -> None:
+            self._append(SampleRecord(group=group.index, sample=sample))
+
+        answer = await group.run(engine, sample_done)
+        self._answers[group.index] = answer
+        head = GroupHead.model_validate(answer.model_dump(exclude={"samples"}))
+        self._append(GroupRecord(group=head))
+
+    def _append(self, record: Record) -> None:
+        self._log.append(record)
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    async def _wait_for_growth(self, position: int) -> bool:
+        if len(self._log) > position:
+            return True
+        try:
+            async with asyncio.timeout(PROGRESS_SECONDS):
+                await self._grown.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _progress(self) -> ProgressRecord:
+        done = sum(group.num_done for group in self.groups)
+        return ProgressRecord(samples=self.num_samples, samples_done=done)
+
+    def _end_record(self) -> EndRecord:
+        problem = None if self.error is None else self.error.problem()
+        return EndRecord(outcome=self._outcome(), usage=self._usage(), problem=problem)
+
+    def _outcome(self) -> Outcome:
+        if self.error is not None:
+            return "failed"
+        outcomes = {answer.outcome for answer in self._answers.values()}
+        return outcomes.pop() if len(outcomes) == 1 else "partial"
+
+    def _usage(self) -> Usage:
+        answers = self._answers.values()
+        return Usage(
+            prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
+            completion_tokens=sum(len(s.token_ids) for a in answers for s in a.samples),
+            samples=sum(len(answer.samples) for answer in answers),
+        )
+
+
+def _error(failures: ExceptionGroup[Exception]) -> ServiceError:
+    """The problem that a rollout's callers see; what nobody foresaw is logged and stays inside."""
+    first: Exception = failures
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    if isinstance(first, EngineDead):
+        return EngineGone(retry_after_seconds=30)
+    if isinstance(first, RequestRefused):
+        return InvalidRequest(str(first))
+    log.error("rollout failed", exc_info=failures)
+    return Internal()

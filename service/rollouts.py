@@ -1,0 +1,160 @@
+"""Every rollout of this server: admits, runs, ends and forgets them.
+
+The gate is shut while weights are activated: what arrives then waits here, so that a policy is
+judged by the version that will really answer. Between judging a policy and running the rollout
+there is no await, so an activation sees either all of a rollout or nothing.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from coppice.wire.rollouts import GroupRequest, RolloutRequest
+from engine.protocol import Engine, Sampling
+from service.errors import InvalidRequest, RolloutNotFound
+from service.group import Group
+from service.prompts import Prompts
+from service.rollout import Rollout
+from service.versions import Versions
+
+Ended = Callable[[Rollout], None]
+
+
+class Rollouts:
+    """Owner of all running rollouts; leaving `running` ends every one of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        prompts: Prompts,
+        *,
+        max_samples_per_request: int,
+        ended: Ended,
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._prompts = prompts
+        self._max_samples = max_samples_per_request
+        self._ended = ended
+        self._running: dict[str, Rollout] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_samples_running(self) -> int:
+        return sum(rollout.num_running for rollout in self._running.values())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                yield
+            finally:
+                await self._cancel_all()
+                self._tasks = None
+
+    async def start(self, request: RolloutRequest) -> Rollout:
+        """Everything that can be refused is refused before the first sample enters the engine."""
+        num_samples = sum(group.n for group in request.groups)
+        if num_samples > self._max_samples:
+            raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
+        prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
+        await self._gate.wait()
+        exact_version = self._versions.admit(request.policy)
+        groups = [
+            self._group(request, group, index, prompts[index], exact_version)
+            for index, group in enumerate(request.groups)
+        ]
+        return self._run(Rollout(uuid.uuid4().hex, groups))
+
+    def get(self, rollout_id: str) -> Rollout:
+        if rollout_id not in self._running:
+            raise RolloutNotFound()
+        return self._running[rollout_id]
+
+    async def cancel(self, rollout: Rollout) -> None:
+        await rollout.end(self._engine, "cancelled")
+
+    async def end_bound_to_other_than(self, version: str) -> int:
+        """Ends the groups that are bound to another exact version; returns how many samples."""
+        bound = [
+            group
+            for rollout in self._running.values()
+            for group in rollout.groups
+            if group.exact_version not in (None, version)
+        ]
+        num_samples = sum(group.num_running for group in bound)
+        for group in bound:
+            await group.end(self._engine, "version_changed")
+        return num_samples
+
+    @asynccontextmanager
+    async def gate_shut(self) -> AsyncIterator[None]:
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    async def idle(self) -> None:
+        await self._idle.wait()
+
+    def _group(
+        self,
+        request: RolloutRequest,
+        group: GroupRequest,
+        index: int,
+        prompt_token_ids: list[int],
+        exact_version: str | None,
+    ) -> Group:
+        return Group(
+            id=group.id or str(index),
+            index=index,
+            n=group.n,
+            prompt_token_ids=prompt_token_ids,
+            sampling=self._sampling(request, len(prompt_token_ids)),
+            seed=group.seed,
+            priority=request.priority,
+            exact_version=exact_version,
+            decode=None if group.prompt.token_ids is not None else self._prompts.text,
+        )
+
+    def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
+        room = self._engine.facts.max_context_tokens - num_prompt_tokens
+        wanted = request.sampling
+        return Sampling(
+            max_tokens=min(wanted.max_tokens or room, room),
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            stop_token_ids=tuple(wanted.stop_token_ids),
+            ignore_eos=wanted.ignore_eos,
+        )
+
+    def _run(self, rollout: Rollout) -> Rollout:
+        assert self._tasks is not None, "start inside running()"
+        self._running[rollout.id] = rollout
+        self._idle.clear()
+        task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
+        task.add_done_callback(lambda _: self._forget(rollout))
+        return rollout
+
+    def _forget(self, rollout: Rollout) -> None:
+        del self._running[rollout.id]
+        if not self._running:
+            self._idle.set()
+        self._ended(rollout)
+
+    async def _cancel_all(self) -> None:
+        for rollout in list(self._running.values()):
+            await self.cancel(rollout)

@@ -1,0 +1,32 @@
+"""Pause, resume and status."""
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from coppice.wire.control import PauseAnswer, PauseRequest
+from service.bodies import read_json
+from service.routes.dependencies import AnyServer, ReadyServer
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/pause")
+async def pause(request: Request, server: ReadyServer) -> Response:
+    body = await read_json(request, PauseRequest, limit=server.settings.limits.max_body_bytes)
+    await server.in_background(server.activation.pause(body.mode))
+    return _json(PauseAnswer(paused=True))
+
+
+@router.post("/resume")
+async def resume(server: ReadyServer) -> Response:
+    await server.in_background(server.activation.resume())
+    return _json(PauseAnswer(paused=False))
+
+
+@router.get("/status")
+async def status(server: AnyServer) -> Response:
+    return _json(server.status())
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")

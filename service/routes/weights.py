@@ -1,0 +1,71 @@
+"""/v1/weights: upload or stage, look, activate, delete."""
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from coppice.wire.weights import ActivateRequest, StageRequest, VersionsAnswer
+from service.bodies import bounded, read_json
+from service.checkpoints import SINGLE, checked_name
+from service.parameters import label, sequence
+from service.routes.dependencies import ReadyServer
+from service.server import Server
+
+router = APIRouter(prefix="/v1/weights")
+
+
+@router.get("")
+async def known(server: ReadyServer) -> Response:
+    versions = [version.answer() for version in server.versions.all()]
+    return _json(VersionsAnswer(active=server.versions.active.label, versions=versions))
+
+
+@router.put("/{version}")
+async def upload(version: str, request: Request, server: ReadyServer) -> Response:
+    return await _receive(request, server, version, SINGLE, sharded=False)
+
+
+@router.put("/{version}/files/{name}")
+async def upload_file(version: str, name: str, request: Request, server: ReadyServer) -> Response:
+    return await _receive(request, server, version, checked_name(name), sharded=True)
+
+
+@router.post("/{version}")
+async def stage(version: str, request: Request, server: ReadyServer) -> Response:
+    body = await read_json(request, StageRequest, limit=server.settings.limits.max_body_bytes)
+    staged = await server.publisher.stage_path(label(version), body.path, sequence=body.sequence)
+    return _json(staged.answer(), status_code=201)
+
+
+@router.post("/{version}/activate")
+async def activate(version: str, request: Request, server: ReadyServer) -> Response:
+    body = await read_json(request, ActivateRequest, limit=server.settings.limits.max_body_bytes)
+    answer = await server.in_background(
+        server.activation.activate(label(version), body.mode, allow_rollback=body.allow_rollback)
+    )
+    server.metrics.activations.labels(body.mode).inc()
+    server.metrics.paused_seconds.observe(answer.paused_seconds)
+    return _json(answer)
+
+
+@router.delete("/{version}")
+async def delete(version: str, server: ReadyServer) -> Response:
+    await server.publisher.delete(label(version))
+    return Response(status_code=204)
+
+
+async def _receive(
+    request: Request, server: Server, version: str, name: str, *, sharded: bool
+) -> Response:
+    stored, new = await server.publisher.upload(
+        label(version),
+        name,
+        bounded(request, limit=server.settings.weights.max_upload_bytes),
+        sequence=sequence(request.query_params),
+        digest=request.headers.get("content-digest"),
+        sharded=sharded,
+    )
+    return _json(stored.answer(), status_code=201 if new else 200)
+
+
+def _json(answer: BaseModel, *, status_code: int = 200) -> Response:
+    return Response(answer.model_dump_json(), status_code, media_type="application/json")

@@ -1,0 +1,156 @@
+"""The parts of one server, put together: what each owns is started and ended here, in order."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coppice.wire.control import EngineStatus, StatusAnswer
+from engine.errors import EngineError
+from engine.protocol import Engine, Pulse
+from service import __version__
+from service.activation import Activation
+from service.checkpoints import Checkpoints
+from service.errors import EngineGone, NotReady
+from service.metrics import Metrics
+from service.prompts import Prompts
+from service.publisher import Publisher
+from service.rollout import Rollout
+from service.rollouts import Rollouts
+from service.settings import Settings
+from service.versions import Version, Versions
+
+log = logging.getLogger(__name__)
+
+STARTING_RETRY_SECONDS = 2.0
+Result = TypeVar("Result")
+
+
+class Server:
+    """Created before the event loop; alive inside `running`."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = Metrics()
+        self.versions = Versions(_first_version(settings))
+        self.checkpoints = Checkpoints(
+            settings.weights.directory, settings.weights.source_directories
+        )
+        self.prompts = Prompts(engine)
+        self.rollouts = Rollouts(
+            engine,
+            self.versions,
+            self.prompts,
+            max_samples_per_request=settings.limits.max_samples_per_request,
+            ended=self._count,
+        )
+        self.publisher = Publisher(
+            engine,
+            self.versions,
+            self.checkpoints,
+            retain_superseded=settings.weights.retain_superseded,
+        )
+        self.activation = Activation(engine, self.versions, self.publisher, self.rollouts)
+        self.start_failure: EngineError | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._started_at = time.monotonic()
+        self._started = False
+
+    @asynccontextmanager
+    async def running(
+        self, *, on_ready: Callable[[], None], on_failure: Callable[[], None]
+    ) -> AsyncIterator[None]:
+        """The engine starts in the background, so that the probes answer meanwhile."""
+        self.checkpoints.open()
+        starting = asyncio.create_task(self._start_engine(on_ready, on_failure))
+        try:
+            async with self.rollouts.running():
+                yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, *self._background, return_exceptions=True)
+            await self.engine.stop()
+            self.prompts.close()
+            self.checkpoints.close()
+
+    def check_ready(self) -> None:
+        """Raises the problem for which a request cannot be served now."""
+        pulse = self.engine.pulse()
+        if pulse.stage == "dead" or (self._started and not pulse.alive):
+            raise EngineGone(retry_after_seconds=30)
+        if not self._started:
+            raise NotReady("the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS)
+
+    def check_alive(self) -> Pulse:
+        pulse = self.engine.pulse()
+        if self.start_failure is not None or not pulse.alive:
+            raise EngineGone(pulse.reason)
+        return pulse
+
+    async def in_background(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Runs to its end even if the caller leaves: a change must not stop half-way."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return await asyncio.shield(task)
+
+    def status(self) -> StatusAnswer:
+        active = self.versions.active
+        return StatusAnswer(
+            version=__version__,
+            stage=self.engine.pulse().stage,
+            paused=self.activation.paused,
+            weights_version=active.label,
+            weights_sequence=active.sequence,
+            rollouts_running=self.rollouts.num_running,
+            samples_running=self.rollouts.num_samples_running,
+            uptime_seconds=time.monotonic() - self._started_at,
+            engine=self._engine_status() if self._started else None,
+        )
+
+    def observe(self) -> None:
+        """Levels are read when they are asked for, counters are counted when things happen."""
+        pulse = self.engine.pulse()
+        self.metrics.rollouts_running.set(self.rollouts.num_running)
+        self.metrics.samples_running.set(self.rollouts.num_samples_running)
+        self.metrics.weights_sequence.set(self.versions.active.sequence)
+        self.metrics.engine_up.set(self._started and pulse.alive)
+        self.metrics.heartbeat_age.set(pulse.age_seconds)
+
+    async def _start_engine(
+        self, on_ready: Callable[[], None], on_failure: Callable[[], None]
+    ) -> None:
+        try:
+            await self.engine.start(self.versions.active.label)
+        except EngineError as error:
+            self.start_failure = error
+            log.error("the engine did not start: %s", error)
+            on_failure()
+            return
+        self._started = True
+        on_ready()
+
+    def _count(self, rollout: Rollout) -> None:
+        for group in rollout.answers():
+            self.metrics.group_ended(group)
+
+    def _engine_status(self) -> EngineStatus:
+        facts = self.engine.facts
+        shown = EngineStatus.model_fields.keys()
+        return EngineStatus.model_validate({name: getattr(facts, name) for name in shown})
+
+
+def _first_version(settings: Settings) -> Version:
+    """The weights that the engine starts with: not ours to delete, never uploaded."""
+    return Version(
+        label=settings.weights.initial_version,
+        sequence=0,
+        state="active",
+        path=Path(settings.engine.model),
+        num_bytes=0,
+        owned=False,
+    )

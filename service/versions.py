@@ -1,0 +1,135 @@
+"""Which weights versions there are, which one serves, and what a policy makes of that.
+
+A version is its publisher's label with an integer sequence; the sequence orders versions on every
+replica alike. Exactly one version is active. Pure bookkeeping: no files, no engine.
+
+    incomplete -> staged -> active -> superseded -> active (a rollback) ...
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from coppice.wire.rollouts import Policy
+from coppice.wire.weights import VersionAnswer, VersionState
+from service.errors import (
+    RollbackRefused,
+    VersionConflict,
+    VersionNotFound,
+    VersionSuperseded,
+    VersionUnavailable,
+)
+
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """`owned`: the files were uploaded and are ours to delete."""
+
+    label: str
+    sequence: int
+    state: VersionState
+    path: Path
+    num_bytes: int
+    owned: bool
+    digests: Mapping[str, str] = field(default_factory=dict)
+    missing_files: tuple[str, ...] = ()
+
+    def answer(self) -> VersionAnswer:
+        return VersionAnswer(
+            version=self.label,
+            sequence=self.sequence,
+            state=self.state,
+            num_bytes=self.num_bytes,
+            sha256=next(iter(self.digests.values())) if len(self.digests) == 1 else None,
+            missing_files=list(self.missing_files),
+        )
+
+
+class Versions:
+    """The table of versions. Lives on one event loop; nothing here waits."""
+
+    def __init__(self, first: Version) -> None:
+        assert first.state == "active"
+        self._known = {first.label: first}
+        self._active = first.label
+
+    @property
+    def active(self) -> Version:
+        return self._known[self._active]
+
+    def all(self) -> list[Version]:
+        return sorted(self._known.values(), key=lambda version: version.sequence)
+
+    def get(self, label: str) -> Version:
+        if label not in self._known:
+            raise VersionNotFound()
+        return self._known[label]
+
+    def find(self, label: str) -> Version | None:
+        return self._known.get(label)
+
+    def next_sequence(self) -> int:
+        return max(version.sequence for version in self._known.values()) + 1
+
+    def check_sequence(self, label: str, sequence: int) -> None:
+        """Two labels never share a sequence: min_version could not tell them apart."""
+        holder = next((v for v in self._known.values() if v.sequence == sequence), None)
+        if holder is not None and holder.label != label:
+            raise VersionConflict(f"sequence {sequence} belongs to {holder.label!r}")
+
+    def put(self, version: Version) -> Version:
+        self.check_sequence(version.label, version.sequence)
+        self._known[version.label] = version
+        return version
+
+    def remove(self, label: str) -> Version:
+        version = self.get(label)
+        if version.state == "active":
+            raise VersionConflict("the active version cannot be deleted")
+        return self._known.pop(label)
+
+    def forget(self, label: str) -> None:
+        """A version that was never complete."""
+        self._known.pop(label, None)
+
+    def admit(self, policy: Policy | None) -> str | None:
+        """The exact version that a rollout is bound to, if it is; raises if it may not run now."""
+        if policy is None:
+            return None
+        if policy.exact_version is not None:
+            return self._admit_exact(policy.exact_version)
+        assert policy.min_version is not None
+        wanted = self.find(policy.min_version)
+        if wanted is None or wanted.sequence > self.active.sequence:
+            raise _not_yet(policy.min_version)
+        return None
+
+    def check_activation(self, label: str, *, allow_rollback: bool) -> Version:
+        version = self.get(label)
+        if version.state == "incomplete":
+            missing = ", ".join(version.missing_files)
+            raise VersionConflict(f"files are missing: {missing}")
+        if version.sequence < self.active.sequence and not allow_rollback:
+            raise RollbackRefused(
+                f"sequence {version.sequence} is older than the active {self.active.sequence}"
+            )
+        return version
+
+    def activated(self, label: str) -> None:
+        self._known[self._active] = replace(self.active, state="superseded")
+        self._active = label
+        self._known[label] = replace(self._known[label], state="active")
+
+    def _admit_exact(self, label: str) -> str:
+        if label == self._active:
+            return label
+        wanted = self.find(label)
+        if wanted is not None and wanted.sequence > self.active.sequence:
+            raise _not_yet(label)
+        raise VersionSuperseded(f"{self._active!r} is active")
+
+
+def _not_yet(label: str) -> VersionUnavailable:
+    return VersionUnavailable(f"{label!r} is not active yet", retry_after_seconds=RETRY_SECONDS)

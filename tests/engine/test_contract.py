@@ -1,0 +1,181 @@
+"""What the fake engine and the real one have in common: the protocol's contract."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine.protocol import Completion, Engine, PauseMode, SampleRequest, Sampling
+from tests.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_COUNT = iter(range(10**9))
+
+Gathered = asyncio.Future[list[Completion]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine and what it takes to let time pass in it."""
+
+    engine: Engine
+    advance: Callable[[], Awaitable[None]]
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["fake", pytest.param("real", marks=pytest.mark.engine)],
+)
+async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    made = _fake() if request.param == "fake" else _real()
+    await made.engine.start("v0")
+    yield made
+    await made.engine.stop()
+    await made.engine.stop()
+
+
+def _fake() -> Subject:
+    engine = FakeEngine(instant=False)
+
+    async def advance() -> None:
+        engine.step(2)
+        await asyncio.sleep(0)
+
+    return Subject(engine, advance)
+
+
+def _real() -> Subject:
+    from engine.vllm_engine import VllmEngine
+    from tests.engine.seedling import settings
+
+    async def advance() -> None:
+        await asyncio.sleep(0.05)
+
+    return Subject(VllmEngine(settings()), advance)
+
+
+def sample(max_tokens: int) -> SampleRequest:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return SampleRequest(id=f"c{next(_COUNT)}", prompt_token_ids=[1, 2, 3], sampling=sampling)
+
+
+async def submitted(subject: Subject, *samples: SampleRequest) -> Gathered:
+    return asyncio.gather(*await subject.engine.submit(samples))
+
+
+async def finished(subject: Subject, gathered: Gathered) -> list[Completion]:
+    async with asyncio.timeout(30):
+        while not gathered.done():
+            await subject.advance()
+    return list(gathered.result())
+
+
+def assert_whole(completion: Completion) -> None:
+    """One logprob and one version a token."""
+    assert len(completion.logprobs) == len(completion.token_ids)
+    covered = [span.end - span.start for span in completion.versions]
+    assert sum(covered) == len(completion.token_ids)
+
+
+async def test_each_sample_of_a_call_has_one_completion_in_order(subject: Subject) -> None:
+    pending = await submitted(subject, sample(4), sample(9))
+    short, long = await finished(subject, pending)
+    assert (len(short.token_ids), len(long.token_ids)) == (4, 9)
+    for completion in (short, long):
+        assert completion.finish == "length"
+        assert_whole(completion)
+        assert completion.versions[0].version == "v0"
+
+
+async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(subject: Subject) -> None:
+    ended, going_on = sample(400), sample(6)
+    pending = await subject.engine.submit([ended, going_on])
+    rest = asyncio.gather(*pending[1:])
+    for _ in range(2):
+        await subject.advance()
+    await subject.engine.abort([ended.id])
+    async with asyncio.timeout(1):
+        completion = await pending[0]
+    assert completion.finish == "abort"
+    assert len(completion.token_ids) < 400
+    assert_whole(completion)
+    (other,) = await finished(subject, rest)
+    assert other.finish == "length"
+
+
+async def test_abort_ignores_what_is_finished_or_unknown(subject: Subject) -> None:
+    done = sample(2)
+    await finished(subject, await submitted(subject, done))
+    await subject.engine.abort([done.id, "never seen"])
+    await subject.engine.abort([])
+
+
+async def test_nothing_is_sampled_between_pause_and_resume(subject: Subject) -> None:
+    before = await submitted(subject, sample(40))
+    await subject.engine.pause("keep")
+    await subject.engine.pause("keep")
+    during = await submitted(subject, sample(3))
+    for _ in range(4):
+        await subject.advance()
+    assert not before.done() and not during.done()
+    await subject.engine.resume()
+    await subject.engine.resume()
+    for gathered in (before, during):
+        (completion,) = await finished(subject, gathered)
+        assert completion.finish == "length"
+
+
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
+async def test_pause_ends_running_samples_or_lets_them_end(
+    subject: Subject, mode: PauseMode, finish: str
+) -> None:
+    pending = await submitted(subject, sample(40))
+    await subject.advance()
+    await subject.engine.pause(mode)
+    async with asyncio.timeout(1):
+        (completion,) = await pending
+    assert completion.finish == finish
+    assert_whole(completion)
+    await subject.engine.resume()
+
+
+async def test_pause_may_drop_the_cache_of_frozen_samples(subject: Subject) -> None:
+    pending = await submitted(subject, sample(40))
+    await subject.advance()
+    await subject.engine.pause("keep", recompute=True)
+    await subject.engine.resume()
+    (completion,) = await finished(subject, pending)
+    assert len(completion.token_ids) == 40
+
+
+async def test_swapped_weights_stamp_the_tokens_that_follow(
+    subject: Subject, tmp_path: Path
+) -> None:
+    engine = subject.engine
+    pending = await submitted(subject, sample(200))
+    await subject.advance()
+    await engine.pause("keep")
+    path = engine.facts.model_path
+    engine.check_weights(path)
+    await engine.swap_weights(path, "v1")
+    await engine.resume()
+    (completion,) = await finished(subject, pending)
+    assert [span.version for span in completion.versions] == ["v0", "v1"]
+    assert_whole(completion)
+
+
+async def test_the_pulse_says_what_the_engine_does(subject: Subject) -> None:
+    pulse = subject.engine.pulse()
+    assert (pulse.stage, pulse.alive) == ("serving", True)
+    assert pulse.age_seconds < 5
+
+
+async def test_text_becomes_tokens_and_back(subject: Subject) -> None:
+    tokens = subject.engine.encode_text("1+2=3")
+    assert max(tokens) < subject.engine.facts.vocab_size
+    assert "1+2=3" in subject.engine.decode(tokens)

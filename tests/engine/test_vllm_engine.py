@@ -1,0 +1,209 @@
+"""The real engine: what a group costs, what its logprobs are worth, where samples end."""
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+
+from engine.errors import CheckpointRefused, RequestRefused, StartFailed
+from engine.protocol import Completion, SampleRequest, Sampling
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+_COUNT = iter(range(10**9))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(settings())
+    await engine.start("v0")
+    yield engine
+    await engine.stop()
+
+
+async def run(
+    engine: VllmEngine,
+    prompt: list[int],
+    *,
+    n: int = 1,
+    seed: int | None = None,
+    **sampling: object,
+) -> list[Completion]:
+    wanted = Sampling(**({"max_tokens": 8} | sampling))
+    samples = [
+        SampleRequest(
+            id=f"t{next(_COUNT)}",
+            prompt_token_ids=prompt,
+            sampling=wanted,
+            seed=None if seed is None else seed + i,
+        )
+        for i in range(n)
+    ]
+    return list(await asyncio.gather(*await engine.submit(samples)))
+
+
+def prompt_of(length: int, *, first: int) -> list[int]:
+    """Prompts with different first tokens share no block."""
+    return [first + 10, *(10 + i % 60 for i in range(length - 1))]
+
+
+def computed_prompt_tokens() -> float:
+    """From vLLM's own counter."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    for sample in samples:
+        name, labels = sample.name, sample.labels
+        if (name, labels.get("source")) == ("vllm:prompt_tokens_by_source_total", "local_compute"):
+            return sample.value
+    raise AssertionError("vLLM no longer counts prompt tokens by source")
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 7])
+async def test_a_group_computes_its_prompt_once_and_each_sibling_its_tail(
+    engine: VllmEngine, length: int
+) -> None:
+    before = computed_prompt_tokens()
+    await run(engine, prompt_of(length, first=length % 50), n=8)
+    tail = length - BLOCK * ((length - 1) // BLOCK)
+    assert computed_prompt_tokens() - before == length + 7 * tail
+
+
+@pytest.mark.parametrize(
+    "distribution", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}], ids=["plain", "cut"]
+)
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    engine: VllmEngine, distribution: dict[str, Any]
+) -> None:
+    prompt = engine.encode_text("12*34+5")
+    samples = await run(engine, prompt, n=8, max_tokens=64, **distribution)
+    model = reference()
+    for sample in samples:
+        assert len(sample.logprobs) == len(sample.token_ids) > 0
+        wanted = teacher_forced(model, prompt, sample.token_ids, **distribution)
+        worst = max(abs(a - b) for a, b in zip(sample.logprobs, wanted, strict=True))
+        assert worst < 1e-3
+
+
+async def test_greedy_logprobs_are_the_models_own(engine: VllmEngine) -> None:
+    prompt = prompt_of(5, first=1)
+    (sample,) = await run(engine, prompt, temperature=0.0, top_p=0.1)
+    wanted = teacher_forced(reference(), prompt, sample.token_ids)
+    worst = max(abs(a - b) for a, b in zip(sample.logprobs, wanted, strict=True))
+    assert worst < 1e-3
+
+
+async def test_every_token_carries_its_version(engine: VllmEngine) -> None:
+    (sample,) = await run(engine, prompt_of(5, first=2), ignore_eos=True)
+    (span,) = sample.versions
+    assert (span.version, span.start, span.end) == ("v0", 0, 8)
+
+
+async def test_a_seed_fixes_each_samples_stream(engine: VllmEngine) -> None:
+    prompt = prompt_of(40, first=3)
+    one, two = [await run(engine, prompt, n=4, seed=5, max_tokens=24) for _ in range(2)]
+    assert [s.token_ids for s in one] == [s.token_ids for s in two]
+    assert len({tuple(s.token_ids) for s in one}) > 1
+
+
+async def test_a_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngine) -> None:
+    prompt = engine.encode_text("12+3")
+    eos = engine.facts.eos_token_ids[0]
+    (ended,) = await run(engine, prompt, temperature=0.0, max_tokens=256)
+    assert (ended.finish, ended.token_ids[-1]) == ("stop", eos)
+    (ignoring,) = await run(engine, prompt, temperature=0.0, max_tokens=256, ignore_eos=True)
+    assert (ignoring.finish, len(ignoring.token_ids)) == ("length", 256)
+    stop = ended.token_ids[1]
+    (stopped,) = await run(engine, prompt, temperature=0.0, stop_token_ids=(stop,))
+    assert stopped.finish == "stop"
+    assert stopped.token_ids == ended.token_ids[: ended.token_ids.index(stop) + 1]
+
+
+async def test_a_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
+    limit = engine.facts.max_context_tokens
+    prompt = prompt_of(limit - 3, first=4)
+    (sample,) = await run(engine, prompt, max_tokens=3, ignore_eos=True)
+    assert (len(sample.token_ids), sample.finish) == (3, "length")
+
+
+async def test_what_the_engine_refuses_enters_it_nowhere(engine: VllmEngine) -> None:
+    good = SampleRequest(
+        id="good", prompt_token_ids=[5, 6], sampling=Sampling(max_tokens=900, ignore_eos=True)
+    )
+    bad = SampleRequest(id="bad", prompt_token_ids=[5] * 2000, sampling=Sampling(max_tokens=4))
+    with pytest.raises(RequestRefused):
+        await engine.submit([good, bad])
+    ping = await engine.llm.engine_core.call_utility_async("coppice_ping")
+    assert (ping["num_running"], ping["num_waiting"]) == (0, 0)
+
+
+async def test_facts_are_those_of_the_model(engine: VllmEngine) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    facts = engine.facts
+    assert facts.vocab_size == config["vocab_size"]
+    per_head = config["num_hidden_layers"] * config["head_dim"]
+    assert facts.kv_bytes_per_token == 2 * 4 * per_head * config["num_key_value_heads"]
+    assert facts.num_blocks * BLOCK * facts.kv_bytes_per_token <= 2**27
+    assert facts.max_context_tokens == 1024
+
+
+async def test_weights_of_another_model_are_refused_by_name(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(CheckpointRefused, match=r"model\.safetensors"):
+        engine.check_weights(tmp_path)
+    engine.check_weights(MODEL)
+
+
+async def test_messages_are_rendered_by_the_models_own_template(engine: VllmEngine) -> None:
+    message = {"role": "user", "content": "12+3"}
+    rendered = engine.encode_messages([message])
+    assert engine.decode(rendered).count("12+3") == 1
+    assert all(token < engine.facts.vocab_size for token in rendered)
+
+
+async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
+    tmp_path: Path,
+) -> None:
+    """A temperature near zero in the model's config would make every sample the same."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    extra_end = 40
+    defaults = {"temperature": 0.01, "top_k": 1, "max_new_tokens": 1, "do_sample": True}
+    ends = {"eos_token_id": [json.loads((MODEL / "config.json").read_text())["eos_token_id"]]}
+    ends["eos_token_id"].append(extra_end)
+    (model / "generation_config.json").write_text(json.dumps(defaults | ends))
+    engine = VllmEngine(settings(model))
+    try:
+        await engine.start("v0")
+        assert extra_end in engine.facts.eos_token_ids
+        samples = await run(engine, prompt_of(4, first=5), n=16, temperature=2.0, max_tokens=40)
+        assert len({tuple(sample.token_ids) for sample in samples}) > 8
+        assert all(extra_end not in sample.token_ids[:-1] for sample in samples)
+        assert all(math.isfinite(p) for sample in samples for p in sample.logprobs)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "said"),
+    [
+        ("/no/such/directory", None, "no model directory"),
+        ("somebody/some-model", None, "pin its revision"),
+    ],
+)
+async def test_a_model_that_is_not_there_is_said_in_one_sentence(
+    model: str, revision: str | None, said: str
+) -> None:
+    engine = VllmEngine(settings(Path(model)).model_copy(update={"model": model}))
+    with pytest.raises(StartFailed, match=said):
+        await engine.start("v0")
+    await engine.stop()

@@ -1,0 +1,183 @@
+"""An engine without a model, for tests of the HTTP layer; it obeys the real one's contract tests.
+
+Time stands still in it: a sample's tokens appear when the test calls `step`, or at once if the
+engine is made with `instant=True`. Token i of a sample is its prompt's length plus i.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import CheckpointRefused, EngineDead, EngineError, RequestRefused
+from engine.protocol import (
+    Completion,
+    EngineFacts,
+    EngineFinish,
+    EngineStage,
+    PauseMode,
+    Pulse,
+    SampleRequest,
+    VersionSpan,
+)
+
+VOCAB_SIZE = 256
+EOS = 0
+
+
+@dataclass(eq=False)
+class _Running:
+    request: SampleRequest
+    done: asyncio.Future[Completion]
+    token_versions: list[str] = field(default_factory=list)
+
+
+class FakeEngine:
+    """Its public attributes make it misbehave; `calls` and `loaded` say what was asked of it."""
+
+    def __init__(self, *, max_context_tokens: int = 512, instant: bool = True) -> None:
+        self.instant = instant
+        self.max_context_tokens = max_context_tokens
+        self.start_error: EngineError | None = None
+        self.start_gate: asyncio.Event | None = None
+        self.refused_weights: dict[str, str] = {}
+        self.load_error: EngineError | None = None
+        self.alive = True
+        self.calls: list[str] = []
+        self.loaded: list[Path] = []
+        self.running: dict[str, _Running] = {}
+        self.version = ""
+        self.paused = False
+        self._stage: EngineStage = "starting"
+
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            model="fake",
+            model_path=Path("/nowhere"),
+            dtype="float32",
+            device="cpu",
+            block_size=32,
+            num_blocks=64,
+            kv_bytes_per_token=1024,
+            max_context_tokens=self.max_context_tokens,
+            max_sequences=8,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS,),
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            cpu_threads=1,
+            vllm_version="0",
+        )
+
+    def pulse(self) -> Pulse:
+        reason = None if self.alive else "stopped"
+        return Pulse(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
+
+    async def start(self, version: str) -> None:
+        if self.start_gate is not None:
+            await self.start_gate.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        self.version = version
+        self._stage = "serving"
+
+    async def stop(self) -> None:
+        self._stage = "stopping"
+        await self.abort(list(self.running))
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if any(message["role"] not in ("system", "user", "assistant") for message in messages):
+            raise RequestRefused("unknown role")
+        return list("".join(message["content"] for message in messages).encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("latin-1")
+
+    async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
+        if not self.alive:
+            raise EngineDead("dead")
+        loop = asyncio.get_running_loop()
+        added = [_Running(request=sample, done=loop.create_future()) for sample in samples]
+        self.running |= {sample.request.id: sample for sample in added}
+        if self.instant and not self.paused:
+            self.step(VOCAB_SIZE)
+        return [sample.done for sample in added]
+
+    def step(self, num_tokens: int = 1) -> None:
+        """Samples so many more tokens for everyone, up to each one's limit."""
+        if self.paused:
+            return
+        for sample in list(self.running.values()):
+            limit = sample.request.sampling.max_tokens
+            room = limit - len(sample.token_versions)
+            sample.token_versions += [self.version] * min(num_tokens, room)
+            if len(sample.token_versions) == limit:
+                self._finish(sample, "length")
+
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        for sample_id in sample_ids:
+            if sample_id in self.running:
+                self._finish(self.running[sample_id], "abort")
+
+    async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
+        self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
+        if mode == "abort":
+            await self.abort(list(self.running))
+        while mode == "wait" and self.running:
+            self.step()
+            await asyncio.sleep(0)
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused = False
+        if self.instant:
+            self.step(VOCAB_SIZE)
+
+    def check_weights(self, path: Path) -> None:
+        if path.name in self.refused_weights:
+            raise CheckpointRefused(self.refused_weights[path.name])
+
+    async def swap_weights(self, path: Path, version: str) -> None:
+        assert self.paused, "weights are swapped under a pause"
+        self.calls.append(f"swap {version}")
+        if isinstance(self.load_error, EngineDead):
+            self._stage = "dead"
+        if self.load_error is not None:
+            raise self.load_error
+        self.loaded.append(path)
+        self.version = version
+
+    def die(self) -> None:
+        self.alive, self._stage = False, "dead"
+        for sample in self.running.values():
+            sample.done.set_exception(EngineDead("dead"))
+        self.running.clear()
+
+    def _finish(self, sample: _Running, finish: EngineFinish) -> None:
+        del self.running[sample.request.id]
+        if sample.done.done():
+            return
+        length = len(sample.request.prompt_token_ids)
+        count = len(sample.token_versions)
+        completion = Completion(
+            token_ids=[(length + i) % VOCAB_SIZE for i in range(count)],
+            logprobs=[-0.5] * count,
+            finish=finish,
+            versions=_spans(sample.token_versions),
+            num_cached_tokens=0,
+        )
+        sample.done.set_result(completion)
+
+
+def _spans(versions: list[str]) -> tuple[VersionSpan, ...]:
+    changes = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+    ends = [*changes[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=versions[start], start=start, end=end)
+        for start, end in zip(changes, ends, strict=bool(changes))
+    )

@@ -1,0 +1,105 @@
+"""Probes, status, metrics and the contract itself."""
+
+import asyncio
+from pathlib import Path
+
+import yaml
+from fastapi.routing import APIRoute
+
+from engine.errors import StartFailed
+from service.app import create_app
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group
+from tests.serving import serving, settings_for
+
+CONTRACT = Path(__file__).parents[2] / "openapi.yaml"
+
+
+async def test_probes_answer_while_the_model_loads(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.start_gate = asyncio.Event()
+    async with serving(engine, tmp_path, wait=False) as served:
+        assert (await served.http.get("/livez")).json()["stage"] == "starting"
+        for path in ("/readyz", "/startupz", "/health"):
+            answer = await served.http.get(path)
+            assert (answer.status_code, answer.json()["code"]) == (503, "not_ready")
+            assert int(answer.headers["retry-after"]) >= 1
+        refused = await served.http.post("/v1/rollouts", json=body(group(1)))
+        assert refused.json()["code"] == "not_ready"
+        status = (await served.http.get("/v1/status")).json()
+        assert (status["stage"], status["engine"]) == ("starting", None)
+        engine.start_gate.set()
+        while (await served.http.get("/readyz")).status_code != 200:
+            await asyncio.sleep(0.001)
+
+
+async def test_an_engine_that_does_not_start_is_not_alive(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.start_error = StartFailed("no such model")
+    async with serving(engine, tmp_path, wait=False) as served:
+        while (await served.http.get("/livez")).status_code == 200:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_stopped_engine_turns_the_probes_false_and_back(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        engine.alive = False
+        assert (await served.http.get("/livez")).status_code == 503
+        assert (await served.http.get("/readyz")).status_code == 503
+        engine.alive = True
+        assert (await served.http.get("/livez")).status_code == 200
+
+
+async def test_status_tells_the_engines_facts(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        status = (await served.http.get("/v1/status")).json()
+    assert status["weights_version"] == "v0"
+    assert status["engine"]["block_size"] == 32
+    assert "model_path" not in status["engine"]
+
+
+async def test_metrics_count_groups_samples_tokens_and_requests(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        await served.http.post("/v1/rollouts", json=body(group(1, n=3)))
+        await served.http.get("/no/such/page")
+        text = (await served.http.get("/metrics")).text
+    for line in (
+        'coppice_groups_total{outcome="done"} 1.0',
+        'coppice_groups_total{outcome="failed"} 0.0',
+        'coppice_samples_total{finish_reason="length"} 3.0',
+        "coppice_completion_tokens_total 12.0",
+        "coppice_engine_up 1.0",
+        'coppice_requests_total{code="200",route="/v1/rollouts"} 1.0',
+        'coppice_requests_total{code="404",route="none"} 1.0',
+    ):
+        assert line in text
+
+
+async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        missing = await served.http.get("/no/such/page")
+        method = await served.http.patch("/v1/rollouts")
+    assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
+    assert (method.status_code, method.json()["code"]) == (405, "method_not_allowed")
+    assert method.headers["allow"] == "POST"
+    assert missing.json()["request_id"] == missing.headers["x-request-id"]
+
+
+async def test_the_contract_is_served_as_it_was_written(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await served.http.get("/openapi.yaml")
+    assert answer.content == CONTRACT.read_bytes()
+
+
+def test_the_contract_and_the_app_name_the_same_operations(tmp_path: Path) -> None:
+    paths = yaml.safe_load(CONTRACT.read_text())["paths"]
+    written = {
+        (path, method)
+        for path, item in paths.items()
+        for method in item.keys() & {"get", "put", "post", "delete", "patch", "head"}
+    }
+    app = create_app(settings_for(tmp_path), FakeEngine())
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    served = {(route.path, method.lower()) for route in routes for method in route.methods}
+    assert written == served

@@ -1,0 +1,342 @@
+"""/v1/weights: staging, activation and what it means for those who are sampling."""
+
+import asyncio
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDead, LoadFailed
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group, running_samples
+from tests.serving import Served, serving
+
+INDEX = "model.safetensors.index.json"
+
+
+async def upload(served: Served, version: str, content: bytes = b"w", **query: Any) -> Any:
+    return await served.http.put(f"/v1/weights/{version}", content=content, params=query)
+
+
+async def activate(served: Served, version: str, **asked: Any) -> Any:
+    return await served.http.post(f"/v1/weights/{version}/activate", json=asked)
+
+
+async def sample(served: Served, **policy: str) -> Any:
+    return await served.http.post("/v1/rollouts", json=body(group(1), policy=policy or None))
+
+
+def digest_of(content: bytes) -> dict[str, str]:
+    return {
+        "content-digest": f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
+    }
+
+
+async def test_an_uploaded_version_is_staged_listed_and_served_once_active(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        stored = await upload(served, "v7", b"weights")
+        assert stored.status_code == 201
+        assert stored.json()["state"] == "staged"
+        assert stored.json()["sha256"] == hashlib.sha256(b"weights").hexdigest()
+        assert (await sample(served)).json()["groups"][0]["samples"][0]["versions"] == [
+            {"version": "v0", "start": 0, "end": 4}
+        ]
+        activated = (await activate(served, "v7")).json()
+        assert (activated["version"], activated["previous"]) == ("v7", "v0")
+        assert (engine.loaded[0] / "model.safetensors").read_bytes() == b"weights"
+        known = (await served.http.get("/v1/weights")).json()
+        assert known["active"] == "v7"
+        assert [(v["version"], v["state"]) for v in known["versions"]] == [
+            ("v0", "superseded"),
+            ("v7", "active"),
+        ]
+        answer = (await sample(served)).json()
+        assert answer["groups"][0]["samples"][0]["versions"][0]["version"] == "v7"
+
+
+async def test_the_same_bytes_again_are_welcome_and_others_refused(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        assert (await upload(served, "v1", b"a")).status_code == 201
+        assert (await upload(served, "v1", b"a")).status_code == 200
+        refused = await upload(served, "v1", b"b")
+        assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+
+
+async def test_a_digest_is_compared(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        path = "/v1/weights/v1"
+        wrong = await served.http.put(path, content=b"x", headers=digest_of(b"y"))
+        assert (wrong.status_code, wrong.json()["code"]) == (422, "digest_mismatch")
+        unknown = await served.http.put(path, content=b"x", headers={"content-digest": "md5=:A:"})
+        assert unknown.json()["code"] == "invalid_request"
+        right = await served.http.put(path, content=b"x", headers=digest_of(b"x"))
+        assert right.status_code == 201
+        assert [
+            v["version"] for v in (await served.http.get("/v1/weights")).json()["versions"]
+        ] == [
+            "v0",
+            "v1",
+        ]
+
+
+async def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.refused_weights["v1"] = "layers.0.weight holds NaN"
+    async with serving(engine, tmp_path) as served:
+        refused = await upload(served, "v1")
+        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+        assert refused.json()["detail"] == "layers.0.weight holds NaN"
+        assert len((await served.http.get("/v1/weights")).json()["versions"]) == 1
+        assert not served.server.checkpoints.home("v1").exists()
+        engine.refused_weights.clear()
+        assert (await upload(served, "v1")).status_code == 201
+
+
+async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_path: Path) -> None:
+    shards = {"a": "one.safetensors", "b": "two.safetensors"}
+    index = json.dumps({"weight_map": shards}).encode()
+    async with serving(FakeEngine(), tmp_path) as served:
+
+        async def put(name: str, content: bytes) -> Any:
+            return await served.http.put(f"/v1/weights/v1/files/{name}", content=content)
+
+        first = (await put("one.safetensors", b"1")).json()
+        assert (first["state"], first["missing_files"]) == ("incomplete", [INDEX])
+        second = (await put(INDEX, index)).json()
+        assert second["missing_files"] == ["two.safetensors"]
+        early = await activate(served, "v1")
+        assert (early.status_code, early.json()["code"]) == (409, "version_conflict")
+        assert (await put("two.safetensors", b"2")).json()["state"] == "staged"
+        assert (await put("two.safetensors", b"2")).status_code == 200
+        assert (await put("two.safetensors", b"3")).status_code == 409
+        assert (await put("evil.py", b"")).json()["code"] == "invalid_request"
+        assert (await activate(served, "v1")).status_code == 200
+
+
+async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Path) -> None:
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
+    for directory in (allowed, outside):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"w")
+    (allowed / "link").symlink_to(outside)
+    weights = {"source_directories": (allowed,)}
+    async with serving(FakeEngine(), tmp_path, weights=weights) as served:
+
+        async def stage(path: Path) -> Any:
+            return await served.http.post("/v1/weights/v1", json={"path": str(path)})
+
+        for path in (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing"):
+            refused = await stage(path)
+            assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
+            assert str(tmp_path) not in refused.text
+        assert (await stage(allowed)).status_code == 201
+        assert (await activate(served, "v1")).status_code == 200
+        assert (allowed / "model.safetensors").exists()
+
+
+async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        assert (await upload(served, "v5", sequence=5)).json()["sequence"] == 5
+        assert (await upload(served, "next")).json()["sequence"] == 6
+        assert (await upload(served, "other", sequence=5)).json()["code"] == "version_conflict"
+        assert (await upload(served, "v5", sequence=4)).json()["code"] == "version_conflict"
+        for wrong in ("x", "-1", str(2**53)):
+            assert (await upload(served, "v9", sequence=wrong)).json()["code"] == "invalid_request"
+        assert (await upload(served, "v9", sequenze=1)).json()["code"] == "invalid_request"
+
+
+async def test_going_back_needs_to_be_asked_for(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        for version in ("v7", "v8"):
+            await upload(served, version)
+            assert (await activate(served, version)).status_code == 200
+        refused = await activate(served, "v7")
+        assert (refused.status_code, refused.json()["code"]) == (409, "rollback_refused")
+        assert (await activate(served, "v7", allow_rollback=True)).status_code == 200
+        assert (await activate(served, "v7")).json()["paused_seconds"] == 0
+        assert (await activate(served, "nope")).json()["code"] == "version_not_found"
+
+
+async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        await upload(served, "v1")
+        await upload(served, "v2")
+        await activate(served, "v1")
+
+        async def code(**policy: str) -> tuple[int, str | None]:
+            answer = await sample(served, **policy)
+            return answer.status_code, answer.json().get("code")
+
+        assert await code(exact_version="v1") == (200, None)
+        assert await code(min_version="v0") == (200, None)
+        assert await code(exact_version="v0") == (409, "version_superseded")
+        assert await code(exact_version="unknown") == (409, "version_superseded")
+        assert await code(exact_version="v2") == (503, "version_unavailable")
+        assert await code(min_version="v2") == (503, "version_unavailable")
+        assert await code(min_version="unknown") == (503, "version_unavailable")
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        ("keep", ["pause keep", "swap v1", "resume"]),
+        ("recompute", ["pause keep recompute", "swap v1", "resume"]),
+        ("abort", ["pause abort", "swap v1", "resume"]),
+    ],
+)
+async def test_an_activation_pauses_swaps_and_resumes(
+    tmp_path: Path, mode: str, calls: list[str]
+) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        request = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1))))
+        await running_samples(served, 1)
+        engine.step(2)
+        assert (await activate(served, "v1", mode=mode)).status_code == 200
+        engine.step(2)
+        sample = (await request).json()["groups"][0]["samples"][0]
+    assert engine.calls == calls
+    if mode == "abort":
+        assert (sample["finish_reason"], len(sample["token_ids"])) == ("aborted", 2)
+    else:
+        assert sample["versions"] == [
+            {"version": "v0", "start": 0, "end": 2},
+            {"version": "v1", "start": 2, "end": 4},
+        ]
+
+
+async def test_mode_wait_lets_running_samples_end_and_holds_new_ones_back(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        asked = body(group(1), policy={"exact_version": "v0"})
+        early = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 1)
+        change = asyncio.create_task(activate(served, "v1", mode="wait"))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(2))))
+        await asyncio.sleep(0.05)
+        assert not change.done() and len(engine.running) == 1
+        engine.step(4)
+        assert (await early).json()["outcome"] == "done"
+        assert (await change).status_code == 200
+        await running_samples(served, 1)
+        engine.step(4)
+        versions = (await late).json()["groups"][0]["samples"][0]["versions"]
+    assert versions == [{"version": "v1", "start": 0, "end": 4}]
+
+
+async def test_a_group_bound_to_a_version_never_straddles(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        asked = body(group(1, n=2), policy={"exact_version": "v0"})
+        request = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 2)
+        engine.step(3)
+        assert (await activate(served, "v1")).json()["samples_ended"] == 2
+        answer = (await request).json()["groups"][0]
+    assert answer["outcome"] == "partial"
+    for sample in answer["samples"]:
+        assert sample["finish_reason"] == "version_changed"
+        assert sample["versions"] == [{"version": "v0", "start": 0, "end": 3}]
+
+
+async def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        engine.load_error = LoadFailed("broke off")
+        failed = await activate(served, "v1")
+        assert (failed.status_code, failed.json()["code"]) == (500, "activation_failed")
+        assert (await served.http.get("/v1/weights")).json()["active"] == "v0"
+        assert (await sample(served)).json()["outcome"] == "done"
+        engine.load_error = None
+        assert (await activate(served, "v1")).status_code == 200
+
+
+async def test_half_loaded_weights_never_run(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        engine.load_error = EngineDead("half loaded")
+        assert (await activate(served, "v1")).json()["code"] == "engine_dead"
+        assert engine.paused
+        assert (await sample(served)).json()["code"] == "engine_dead"
+
+
+async def test_an_operators_pause_survives_an_activation(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        assert (await served.http.post("/v1/pause", json={})).json() == {"paused": True}
+        assert (await activate(served, "v1")).status_code == 200
+        assert engine.paused
+        assert (await served.http.get("/v1/status")).json()["paused"] is True
+        request = asyncio.create_task(sample(served))
+        await running_samples(served, 1)
+        stuck = await activate(served, "v0", mode="wait", allow_rollback=True)
+        assert stuck.json()["code"] == "version_conflict"
+        assert (await served.http.post("/v1/resume")).json() == {"paused": False}
+        assert (await request).json()["outcome"] == "done"
+
+
+async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        await upload(served, "v1")
+        home = served.server.checkpoints.home("v1")
+        assert home.exists()
+        assert (await served.http.delete("/v1/weights/v1")).status_code == 204
+        assert not home.exists()
+        assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_not_found"
+        assert (await served.http.delete("/v1/weights/v0")).json()["code"] == "version_conflict"
+
+
+async def test_superseded_uploads_do_not_fill_the_disk(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path, weights={"retain_superseded": 1}) as served:
+        for number in range(1, 5):
+            await upload(served, f"v{number}")
+            await activate(served, f"v{number}")
+        known = (await served.http.get("/v1/weights")).json()["versions"]
+        kept = [file.name for file in served.server.checkpoints.home("v1").parent.glob("v*")]
+    assert [version["version"] for version in known] == ["v0", "v3", "v4"]
+    assert sorted(kept) == ["v3", "v4"]
+
+
+async def test_the_upload_directory_goes_with_its_server_and_neighbours_stay(
+    tmp_path: Path,
+) -> None:
+    precious = tmp_path / "weights" / "precious"
+    precious.mkdir(parents=True)
+    async with serving(FakeEngine(), tmp_path) as one, serving(FakeEngine(), tmp_path) as two:
+        await upload(one, "v1")
+        await upload(two, "v1")
+        assert len(list(precious.parent.iterdir())) == 3
+    assert list(precious.parent.iterdir()) == [precious]
+
+
+async def test_a_dead_servers_uploads_are_swept_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "weights" / "weights-dead"
+    left.mkdir(parents=True)
+    (left / ".owner").touch()
+    async with serving(FakeEngine(), tmp_path):
+        assert not left.exists()
+
+
+async def test_an_upload_over_the_limit_is_cut_off(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path, weights={"max_upload_bytes": 10}) as served:
+        refused = await upload(served, "v1", b"x" * 11)
+        assert (refused.status_code, refused.json()["code"]) == (413, "body_too_large")
+        assert not list(served.server.checkpoints.home("v1").parent.glob(".incoming-*"))
+
+
+@pytest.mark.parametrize("version", ["..", "a b", "%2e%2e", "-x", "x" * 65])
+async def test_labels_are_safe_names(tmp_path: Path, version: str) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await upload(served, version)
+        assert refused.status_code in (404, 405, 422)
