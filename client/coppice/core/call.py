@@ -1,0 +1,90 @@
+"""One HTTP exchange, before and after it: no socket in sight."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from coppice.errors import BadAnswer, error_of
+from coppice.wire.problems import Problem
+
+A = TypeVar("A", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileBody:
+    """A body too large for memory; it has `num_bytes` bytes."""
+
+    path: Path
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request, without the server's address and without credentials."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | FileBody | None = None
+    silence: float | Literal["usual"] | None = "usual"
+    """Seconds without a byte from the server after which it is given up; None: never."""
+
+
+def json_call(
+    method: str,
+    path: str,
+    body: BaseModel,
+    *,
+    accept: str = "application/json",
+    silence: float | Literal["usual"] | None = "usual",
+) -> Call:
+    return Call(
+        method=method,
+        path=path,
+        headers={"Content-Type": "application/json", "Accept": accept},
+        body=body.model_dump_json(exclude_none=True).encode(),
+        silence=silence,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A whole answer. Names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+    @property
+    def succeeded(self) -> bool:
+        return 200 <= self.status < 300
+
+    def read(self, model: type[A]) -> A:
+        """The answer's body, or the exception that stands for it."""
+        self.check()
+        try:
+            return model.model_validate_json(self.body)
+        except ValidationError as error:
+            raise BadAnswer(f"the answer is no {model.__name__}: {error}") from error
+
+    def check(self) -> None:
+        if self.succeeded:
+            return
+        if not self.headers.get("content-type", "").startswith("application/problem+json"):
+            excerpt = self.body[:200].decode(errors="replace")
+            raise BadAnswer(f"status {self.status} without a problem document: {excerpt}")
+        raise error_of(self._problem())
+
+    def _problem(self) -> Problem:
+        try:
+            problem = Problem.model_validate_json(self.body)
+        except ValidationError as error:
+            raise BadAnswer(f"status {self.status} with a broken problem: {error}") from error
+        seconds = self.headers.get("retry-after", "")
+        if problem.retry_after_seconds is not None or not seconds.isdecimal():
+            return problem
+        return problem.model_copy(update={"retry_after_seconds": float(seconds)})

@@ -1,0 +1,58 @@
+"""Records of a whole stream in, one result out."""
+
+from collections import defaultdict
+
+from coppice.errors import BadAnswer, error_of
+from coppice.results import Group, RolloutResult, Sample, group_of, sample_of
+from coppice.wire.records import (
+    EndRecord,
+    GroupRecord,
+    ProgressRecord,
+    Record,
+    SampleRecord,
+    StartRecord,
+)
+from coppice.wire.rollouts import GroupHead
+
+
+class Collector:
+    """Keeps samples as arrays from the moment they come: as lists they take ten times the room."""
+
+    def __init__(self) -> None:
+        self._start: StartRecord | None = None
+        self._end: EndRecord | None = None
+        self._heads: dict[int, GroupHead] = {}
+        self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StartRecord():
+                self._start = record
+            case SampleRecord():
+                self._samples[record.group].append(sample_of(record.sample))
+            case GroupRecord():
+                self._heads[record.group.index] = record.group
+            case ProgressRecord():
+                pass
+            case EndRecord():
+                self._end = record
+
+    def result(self) -> RolloutResult:
+        """A rollout of which nothing came to be is raised as its problem."""
+        if self._start is None or self._end is None:
+            raise BadAnswer("the stream lacks its first or its last record")
+        if self._end.outcome == "failed" and self._end.problem is not None:
+            raise error_of(self._end.problem)
+        return RolloutResult(
+            id=self._start.id,
+            outcome=self._end.outcome,
+            groups=self._groups(),
+            usage=self._end.usage,
+        )
+
+    def _groups(self) -> tuple[Group, ...]:
+        if headless := sorted(self._samples.keys() - self._heads.keys()):
+            raise BadAnswer(f"the stream has samples of groups {headless}, but not the groups")
+        return tuple(
+            group_of(head, self._samples[index]) for index, head in sorted(self._heads.items())
+        )

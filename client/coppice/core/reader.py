@@ -1,0 +1,42 @@
+"""Bytes of a stream in, records out, wherever the bytes were cut."""
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from coppice.errors import BadAnswer, StreamBroken
+from coppice.wire.records import RECORD, EndRecord, Record
+
+
+class RecordReader:
+    """One stream. A record counts once its line break has come."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self.ended = False
+
+    def feed(self, chunk: bytes) -> Iterator[Record]:
+        self._rest += chunk
+        if b"\n" not in chunk:
+            return
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            record = _record_of(line) if line.strip() else None
+            if record is not None and not self.ended:
+                self.ended = isinstance(record, EndRecord)
+                yield record
+
+    def finish(self) -> None:
+        """To be called where the bytes end."""
+        if not self.ended:
+            raise StreamBroken("the stream ended without its last record")
+
+
+def _record_of(line: bytearray) -> Record | None:
+    """None for a type of record that only newer clients know."""
+    try:
+        return RECORD.validate_json(line)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "union_tag_invalid":
+            return None
+        raise BadAnswer(f"a line of the stream is no record: {error}") from error

@@ -1,0 +1,143 @@
+"""Weights versions: sent or staged, activated, listed, deleted."""
+
+import base64
+import tempfile
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from urllib.parse import quote
+
+from pydantic import TypeAdapter
+
+from coppice.core.call import Call, FileBody, json_call
+from coppice.core.driver import Driver
+from coppice.weights.checkpoint import checkpoint_files
+from coppice.weights.digest import sha256_of
+from coppice.weights.tensor import StateDict, tensors_of
+from coppice.weights.writer import write_safetensors
+from coppice.wire.base import Label
+from coppice.wire.weights import (
+    ActivateRequest,
+    ActivationAnswer,
+    ActivationMode,
+    StageRequest,
+    VersionAnswer,
+    VersionsAnswer,
+)
+
+_LABEL: TypeAdapter[str] = TypeAdapter(Label)
+
+
+class WeightsOperations:
+    """Needs a driver and keeps no state beside it.
+
+    How long the server takes over weights depends on their size and on the samples that run, so
+    these calls wait for its answer without limit unless they are given a timeout in seconds.
+    """
+
+    _driver: Driver
+
+    async def upload_weights(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        timeout: float | None = None,
+    ) -> VersionAnswer:
+        """Sends a state dict, a .safetensors file or a checkpoint directory, with its digest.
+
+        A state dict goes through a file in the temporary directory, one tensor at a time.
+        """
+        address = _address(version)
+        if not isinstance(source, Mapping):
+            return await self._upload_files(address, Path(source), sequence, timeout)
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / "model.safetensors"
+            digest = await self._driver.work(write_safetensors(path, tensors_of(source)))
+            return await self._put(address, path, digest, sequence, timeout)
+
+    async def stage_weights(
+        self,
+        version: str,
+        path: str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        timeout: float | None = None,
+    ) -> VersionAnswer:
+        """Names weights that already lie in one of the server's own directories."""
+        request = StageRequest(path=fspath(path), sequence=sequence)
+        call = json_call("POST", _address(version), request, silence=timeout)
+        return (await self._driver.send(call)).read(VersionAnswer)
+
+    async def activate_weights(
+        self,
+        version: str,
+        *,
+        mode: ActivationMode = "keep",
+        allow_rollback: bool = False,
+        timeout: float | None = None,
+    ) -> ActivationAnswer:
+        """Serves this version from now on; mode says what becomes of running samples."""
+        request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
+        call = json_call("POST", _address(version) + "/activate", request, silence=timeout)
+        return (await self._driver.send(call)).read(ActivationAnswer)
+
+    async def publish_weights(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        mode: ActivationMode = "keep",
+        allow_rollback: bool = False,
+        timeout: float | None = None,
+    ) -> ActivationAnswer:
+        """upload_weights, then activate_weights."""
+        await self.upload_weights(version, source, sequence=sequence, timeout=timeout)
+        return await self.activate_weights(
+            version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
+        )
+
+    async def weights(self) -> VersionsAnswer:
+        """Every version that the server knows, and which of them is active."""
+        reply = await self._driver.send(Call(method="GET", path="/v1/weights"))
+        return reply.read(VersionsAnswer)
+
+    async def delete_weights(self, version: str) -> None:
+        """Forgets a version that is not active."""
+        reply = await self._driver.send(Call(method="DELETE", path=_address(version)))
+        reply.check()
+
+    async def _upload_files(
+        self, address: str, source: Path, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer:
+        checkpoint = checkpoint_files(source)
+        for path in checkpoint.files:
+            target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
+            digest = await self._driver.work(sha256_of(path))
+            answer = await self._put(target, path, digest, sequence, timeout)
+            # The first file may have been given the next free sequence; the others share it.
+            sequence = answer.sequence
+        return answer
+
+    async def _put(
+        self, address: str, path: Path, digest: bytes, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer:
+        call = Call(
+            method="PUT",
+            path=address,
+            params={} if sequence is None else {"sequence": str(sequence)},
+            headers={
+                "Content-Type": "application/octet-stream",
+                # RFC 9530
+                "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+            },
+            body=FileBody(path=path, num_bytes=path.stat().st_size),
+            silence=timeout,
+        )
+        return (await self._driver.send(call)).read(VersionAnswer)
+
+
+def _address(version: str) -> str:
+    return f"/v1/weights/{_LABEL.validate_python(version)}"

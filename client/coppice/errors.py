@@ -1,0 +1,155 @@
+"""Everything that this client raises about a server, and nothing else does.
+
+    CoppiceError
+      TransportError            no usable answer; whether the server did the work is unknown
+        ConnectionFailed
+        TimedOut
+        StreamBroken
+        BadAnswer
+      ProblemError              the server said no, and why
+        InvalidRequest
+        NotFound
+        VersionSuperseded
+        VersionUnavailable
+        VersionConflict
+        WeightsRefused
+        EngineUnavailable
+        ServerFailed
+          ActivationFailed
+
+What the caller got wrong before anything was sent is a TypeError or a ValueError. Every error
+survives pickling, because trainers raise them across processes.
+"""
+
+from coppice.wire.problems import PROBLEMS, Problem
+
+
+class CoppiceError(Exception):
+    """Any failure of a conversation with a server."""
+
+
+class TransportError(CoppiceError):
+    """No usable answer came."""
+
+
+class ConnectionFailed(TransportError):
+    """The server could not be reached, or went away before it answered."""
+
+
+class TimedOut(TransportError):
+    """Nothing was heard for longer than the timeout."""
+
+
+class StreamBroken(TransportError):
+    """A streamed rollout ended without its last record."""
+
+
+class BadAnswer(TransportError):
+    """What answered does not speak this wire: another server, or a proxy's error page."""
+
+
+class ProblemError(CoppiceError):
+    """The server answered with a problem; of this very class if its code is newer than us."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        problem = self.problem
+        lines = [f"{problem.code} ({problem.status}): {problem.detail or problem.title}"]
+        for error in problem.errors or []:
+            lines.append("  " + ", ".join(f"{key}: {value}" for key, value in error.items()))
+        return "\n".join(lines)
+
+    @property
+    def code(self) -> str:
+        return self.problem.code
+
+    @property
+    def status(self) -> int:
+        return self.problem.status
+
+    @property
+    def detail(self) -> str | None:
+        return self.problem.detail
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds, where the server named them."""
+        return self.problem.retry_after_seconds
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        kind = PROBLEMS.get(self.code)
+        return kind is not None and kind.retryable
+
+
+class InvalidRequest(ProblemError):
+    """The request can never succeed as it is."""
+
+
+class NotFound(ProblemError):
+    """No such rollout, version or address."""
+
+
+class VersionSuperseded(ProblemError):
+    """The exact weights version asked for is not served any more."""
+
+
+class VersionUnavailable(ProblemError):
+    """The weights version asked for is not served yet."""
+
+
+class VersionConflict(ProblemError):
+    """The weights version is in a state that does not allow this."""
+
+
+class WeightsRefused(ProblemError):
+    """The weights do not fit, did not arrive whole, or lie where the server may not look."""
+
+
+class EngineUnavailable(ProblemError):
+    """The engine is starting, or has died."""
+
+
+class ServerFailed(ProblemError):
+    """The server failed at something that should have worked."""
+
+
+class ActivationFailed(ServerFailed):
+    """The weights could not be loaded; the previous ones serve on."""
+
+
+PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
+    "invalid_json": InvalidRequest,
+    "forbidden_host": InvalidRequest,
+    "not_found": NotFound,
+    "rollout_not_found": NotFound,
+    "version_not_found": NotFound,
+    "method_not_allowed": InvalidRequest,
+    "not_acceptable": InvalidRequest,
+    "version_superseded": VersionSuperseded,
+    "version_conflict": VersionConflict,
+    "rollback_refused": VersionConflict,
+    "body_too_large": InvalidRequest,
+    "unsupported_media_type": InvalidRequest,
+    "invalid_request": InvalidRequest,
+    "prompt_too_long": InvalidRequest,
+    "no_chat_template": InvalidRequest,
+    "weights_refused": WeightsRefused,
+    "digest_mismatch": WeightsRefused,
+    "path_refused": WeightsRefused,
+    "internal": ServerFailed,
+    "activation_failed": ActivationFailed,
+    "not_ready": EngineUnavailable,
+    "engine_dead": EngineUnavailable,
+    "version_unavailable": VersionUnavailable,
+    "insufficient_storage": ServerFailed,
+}
+
+
+def error_of(problem: Problem) -> ProblemError:
+    """The exception that a problem is raised as."""
+    return PROBLEM_CLASSES.get(problem.code, ProblemError)(problem)

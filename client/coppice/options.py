@@ -1,0 +1,41 @@
+"""The keyword arguments of a rollout. Their defaults are the wire's, so none is repeated here."""
+
+from collections.abc import Iterable
+from typing import Any, TypedDict, Unpack
+
+from coppice.prompts import PromptLike, groups_of
+from coppice.wire.rollouts import Policy, RolloutRequest, Sampling
+
+
+class RolloutOptions(TypedDict, total=False):
+    """Everything that may be said of a rollout beside its prompts."""
+
+    n: int
+    seed: int | None
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: Iterable[int]
+    ignore_eos: bool
+    policy: Policy | None
+    priority: int
+
+
+def rollout_request(
+    prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
+) -> RolloutRequest:
+    """The body of a streamed POST /v1/rollouts; TypeError or ValueError where none can be."""
+    given: dict[str, Any] = dict(options)
+    if unknown := sorted(given.keys() - RolloutOptions.__annotations__.keys()):
+        raise TypeError(f"no such rollout option: {', '.join(unknown)}")
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = list(given["stop_token_ids"])
+    groups = groups_of(prompts, **_only(given, {"n", "seed"}))
+    sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
+    rest = _only(given, {"policy", "priority"})
+    return RolloutRequest(groups=groups, sampling=sampling, stream=True, **rest)
+
+
+def _only(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}

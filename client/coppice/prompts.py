@@ -1,0 +1,72 @@
+"""Whatever a trainer holds as a prompt, turned into the wire's form of it."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.wire.rollouts import GroupRequest, Message, Prompt
+
+PromptLike = (
+    str
+    | Sequence[int]
+    | NDArray[np.integer[Any]]
+    | Sequence[Message]
+    | Sequence[Mapping[str, str]]
+    | Prompt
+    | GroupRequest
+)
+"""Text, token ids, the messages of a conversation, or a wire object, which is sent as it is."""
+
+_SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
+
+
+def groups_of(
+    prompts: Iterable[PromptLike], *, n: int = 1, seed: int | None = None
+) -> list[GroupRequest]:
+    """One group for each prompt. The prompt at position i is seeded with seed + i.
+
+    A GroupRequest says its own n and seed.
+    """
+    if isinstance(prompts, _SINGLE):
+        raise TypeError("prompts must be a list of prompts; put a single prompt into a list")
+    groups = []
+    for position, prompt in enumerate(prompts):
+        if not isinstance(prompt, GroupRequest):
+            own_seed = None if seed is None else seed + position
+            prompt = GroupRequest(
+                prompt=_prompt_of(prompt, f"prompts[{position}]"), n=n, seed=own_seed
+            )
+        groups.append(prompt)
+    return groups
+
+
+def _prompt_of(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, bytes | Mapping | Message) or not isinstance(prompt, Iterable):
+        raise TypeError(
+            f"{where} is {type(prompt).__name__}, not a prompt: text, token ids or messages;"
+            " put a single prompt into a list"
+        )
+    parts = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not parts:
+        raise ValueError(f"{where} is empty")
+    if isinstance(parts[0], Mapping | Message):
+        return Prompt(messages=[_message_of(part) for part in parts])
+    return Prompt(token_ids=[_token_id_of(part, where) for part in parts])
+
+
+def _message_of(message: Any) -> Message:
+    return message if isinstance(message, Message) else Message.model_validate(message)
+
+
+def _token_id_of(token_id: Any, where: str) -> int:
+    try:
+        return operator.index(token_id)
+    except TypeError:
+        raise TypeError(f"{where} holds {type(token_id).__name__} where token ids belong") from None

@@ -1,0 +1,65 @@
+"""Which files of a checkpoint on disk are sent: its tensors and their index, nothing else."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A single file, or an index and then its shards."""
+
+    files: tuple[Path, ...]
+    sharded: bool
+
+
+def checkpoint_files(source: Path) -> Checkpoint:
+    """ValueError for what is no whole checkpoint, so that a torn file is not sent first."""
+    index = source / _INDEX
+    if index.is_file():
+        shards = _shards(index)
+        files, tensors = (index, *shards), shards
+    else:
+        tensors = files = (_single_file(source),)
+    for path in tensors:
+        _check(path)
+    return Checkpoint(files=files, sharded=index in files)
+
+
+def _single_file(source: Path) -> Path:
+    if not source.is_dir():
+        return source
+    found = sorted(source.glob("*.safetensors"))
+    if len(found) != 1:
+        raise ValueError(
+            f"{source} holds {len(found)} .safetensors files and no {_INDEX}:"
+            " want one file, or an index of all"
+        )
+    return found[0]
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    content: Any = json.loads(index.read_bytes())
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    names = sorted(set(weight_map.values()))
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{index} names files outside of its directory: {strange}")
+    return tuple(index.parent / name for name in names)
+
+
+def _check(path: Path) -> None:
+    """Reads the header, and compares the lengths it claims with the file's."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file")
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error

@@ -1,0 +1,17 @@
+"""The digest that a body is announced with."""
+
+import hashlib
+from collections.abc import Generator
+from pathlib import Path
+
+from coppice.core.driver import CHUNK_BYTES
+
+
+def sha256_of(path: Path) -> Generator[None, None, bytes]:
+    """In steps of one chunk."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            yield
+    return digest.digest()

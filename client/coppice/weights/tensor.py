@@ -1,0 +1,113 @@
+"""A state dict's tensors, of numpy or of torch, as what a safetensors file holds.
+
+torch is never imported: whoever holds one of its tensors has loaded it. bfloat16 and the 8-bit
+floats have no numpy type, so torch's tensors are read as bytes.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+StateDict = Mapping[str, Any]
+"""Names to numpy arrays or torch tensors."""
+
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One entry of a file. `load` brings its bytes into memory, in C order."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    num_bytes: int
+    memory: Hashable
+    load: Callable[[], NDArray[np.uint8]]
+
+
+def tensors_of(state: StateDict) -> list[Tensor]:
+    """In the order of the state dict; of names for the same memory only the first.
+
+    Views of different parts of one storage are not the same memory: both are kept.
+    """
+    if not state:
+        raise ValueError("the state dict is empty")
+    seen: set[Hashable] = set()
+    tensors = []
+    for tensor in (_tensor_of(name, value) for name, value in state.items()):
+        if tensor.num_bytes == 0 or tensor.memory not in seen:
+            tensors.append(tensor)
+            seen.add(tensor.memory)
+    return tensors
+
+
+def _tensor_of(name: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return _of_numpy(name, value)
+    if hasattr(value, "full_tensor"):
+        raise ValueError(f"{name} is sharded over processes: gather it, as with full_tensor()")
+    if hasattr(value, "untyped_storage"):
+        return _of_torch(name, value)
+    raise TypeError(f"{name} is {type(value).__name__}, neither a numpy array nor a torch tensor")
+
+
+def _of_numpy(name: str, array: NDArray[Any]) -> Tensor:
+    if not array.dtype.isnative:
+        raise ValueError(f"{name} has foreign byte order")
+    return Tensor(
+        name=name,
+        code=_code(name, array.dtype.name),
+        shape=array.shape,
+        item_bytes=array.itemsize,
+        num_bytes=array.nbytes,
+        memory=(array.ctypes.data, array.dtype.name, array.shape, array.strides),
+        load=lambda: np.ascontiguousarray(array).reshape(-1).view(np.uint8),
+    )
+
+
+def _of_torch(name: str, tensor: Any) -> Tensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    return Tensor(
+        name=name,
+        code=_code(name, dtype),
+        shape=shape,
+        item_bytes=tensor.element_size(),
+        num_bytes=tensor.numel() * tensor.element_size(),
+        memory=(str(tensor.device), tensor.data_ptr(), dtype, shape, tensor.stride()),
+        load=lambda: _torch_bytes(tensor),
+    )
+
+
+def _torch_bytes(tensor: Any) -> NDArray[np.uint8]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()
+    return array
+
+
+def _code(name: str, dtype: str) -> str:
+    if dtype not in _CODES:
+        raise ValueError(f"{name} has dtype {dtype}, which a safetensors file cannot hold")
+    return _CODES[dtype]

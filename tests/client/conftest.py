@@ -1,0 +1,35 @@
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any, Protocol, cast
+
+import httpx
+import pytest
+from coppice import AsyncRollouts, Rollouts
+
+from tests.client.app import App
+from tests.client.awaited import Awaited
+
+
+class Connect(Protocol):
+    """Makes a client of an app, or of a real server where there is none."""
+
+    def __call__(self, app: App | None = None, /, **options: Any) -> Rollouts: ...
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Either client; what holds for one must hold for the other."""
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+
+        def connect(app: App | None = None, /, **options: Any) -> Rollouts:
+            options.setdefault("base_url", "http://coppice.test")
+            if app is not None:
+                options["transport"] = httpx.MockTransport(app)
+            if request.param == "blocking":
+                return stack.enter_context(closing(Rollouts(**options)))
+            awaited = Awaited(AsyncRollouts(**options), runner)
+            return cast(Rollouts, stack.enter_context(closing(awaited)))
+
+        yield connect

@@ -1,0 +1,75 @@
+import json
+import time
+
+import httpx
+import pytest
+from coppice import InvalidRequest, PauseAnswer, StatusAnswer, TimedOut
+from coppice.wire.control import HealthAnswer
+
+from tests.client.app import App, answering, failing, refusing
+from tests.client.conftest import Connect
+
+READY = answering(HealthAnswer(stage="serving"))
+STATUS = StatusAnswer(
+    version="0.1.0",
+    stage="starting",
+    paused=False,
+    weights_version="v0",
+    weights_sequence=0,
+    rollouts_running=0,
+    samples_running=0,
+    uptime_seconds=1.5,
+    engine=None,
+)
+
+
+def test_pausing_says_how(connect: Connect) -> None:
+    app = App(answering(PauseAnswer(paused=True)))
+    assert connect(app).pause("wait", timeout=5).paused
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/pause")
+    assert json.loads(app.request.content) == {"mode": "wait"}
+    assert app.request.extensions["timeout"]["read"] == 5
+
+
+def test_resuming_answers_whether_it_is_paused(connect: Connect) -> None:
+    app = App(answering(PauseAnswer(paused=False)))
+    assert not connect(app).resume().paused
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/resume")
+
+
+def test_the_status_is_read(connect: Connect) -> None:
+    app = App(answering(STATUS))
+    assert connect(app).status() == STATUS
+    assert (app.request.method, app.request.url.path) == ("GET", "/v1/status")
+
+
+def test_a_server_that_comes_up_is_waited_for(connect: Connect) -> None:
+    app = App(
+        failing(httpx.ConnectError("refused")),
+        lambda request: httpx.Response(502, text="no upstream"),
+        refusing("not_ready", 503),
+        READY,
+    )
+    connect(app).wait_until_ready(30)
+    assert [request.url.path for request in app.requests] == ["/readyz"] * 4
+
+
+def test_a_server_that_does_not_come_up_is_given_up_with_the_reason(connect: Connect) -> None:
+    app = App(refusing("not_ready", 503, detail="loading"))
+    started = time.monotonic()
+    with pytest.raises(TimedOut, match=r"not ready after 0\.2 s: .*loading") as caught:
+        connect(app).wait_until_ready(0.2)
+    assert time.monotonic() - started >= 0.2
+    assert type(caught.value.__cause__).__name__ == "EngineUnavailable"
+
+
+def test_a_refusal_that_waiting_will_not_mend_is_raised(connect: Connect) -> None:
+    app = App(refusing("forbidden_host", 400))
+    with pytest.raises(InvalidRequest):
+        connect(app).wait_until_ready(30)
+
+
+def test_without_time_the_server_is_asked_once(connect: Connect) -> None:
+    app = App(READY)
+    connect(app).wait_until_ready(0)
+    assert app.request.extensions["timeout"]["read"] <= 0.05

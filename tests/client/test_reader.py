@@ -1,0 +1,25 @@
+from coppice import Record
+from coppice.core.reader import RecordReader
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.client.answers import LINES, RECORDS
+
+WHOLE = b"".join(LINES)
+
+
+@given(st.lists(st.integers(0, len(WHOLE))))
+def test_records_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> None:
+    borders = [0, *sorted(cuts), len(WHOLE)]
+    reader = RecordReader()
+    records: list[Record] = []
+    for start, end in zip(borders, borders[1:], strict=False):
+        records += reader.feed(WHOLE[start:end])
+    reader.finish()
+    assert records == RECORDS
+
+
+def test_empty_lines_and_records_of_newer_servers_are_passed_over() -> None:
+    reader = RecordReader()
+    lines = [LINES[0], b"\n", b'{"type": "handle", "handle": "h1"}\r\n', LINES[-1]]
+    assert list(reader.feed(b"".join(lines))) == [RECORDS[0], RECORDS[-1]]

@@ -1,0 +1,59 @@
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import coppice
+import pytest
+from coppice import AsyncRollouts, Rollouts
+
+HEAVY = ("torch", "vllm", "transformers", "fastapi", "tqdm")
+
+
+def methods_of(client: type) -> set[str]:
+    return {
+        name for name, value in inspect.getmembers(client) if name[0] != "_" and callable(value)
+    }
+
+
+def test_all_is_what_is_public_in_order() -> None:
+    public = [
+        name
+        for name, value in vars(coppice).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+    assert coppice.__all__ == sorted(public)
+
+
+def test_both_clients_do_the_same() -> None:
+    assert methods_of(Rollouts) - {"close"} == methods_of(AsyncRollouts) - {"aclose"}
+
+
+@pytest.mark.parametrize("name", sorted(methods_of(Rollouts) - {"close"}))
+def test_help_shows_the_same_arguments(name: str) -> None:
+    blocking, awaited = getattr(Rollouts, name), getattr(AsyncRollouts, name)
+    assert inspect.signature(blocking) == inspect.signature(awaited)
+    assert blocking.__doc__ == awaited.__doc__
+    assert blocking.__doc__
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", code]
+    path = {"PYTHONPATH": str(coppice.__path__[0]) + "/.."}
+    return subprocess.run(command, env=path, capture_output=True, text=True, timeout=60)
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    done = run(f"import sys, coppice; print([name for name in {HEAVY} if name in sys.modules])")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_progress_without_tqdm_says_what_to_install() -> None:
+    done = run(
+        "import sys, coppice\n"
+        "sys.modules['tqdm'] = None\n"
+        "coppice.Rollouts('http://nowhere.invalid').rollout(['hello'], progress=True)\n"
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: progress=True needs tqdm: pip install 'coppice-client[progress]'"
+    )

@@ -1,0 +1,156 @@
+import base64
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from coppice import VersionAnswer, VersionsAnswer, WeightsRefused
+from safetensors.numpy import load
+
+from tests.client.answers import ACTIVATION, VERSION
+from tests.client.app import App, answering, refusing
+from tests.client.checkpoints import sharded, single
+from tests.client.conftest import Connect
+
+
+def digest_header(body: bytes) -> str:
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+
+
+def check_put(request: httpx.Request, target: str, body: bytes) -> None:
+    assert request.method == "PUT"
+    assert request.url.raw_path.decode() == target
+    assert request.content == body
+    assert request.headers["Content-Type"] == "application/octet-stream"
+    assert request.headers["Content-Length"] == str(len(body))
+    assert request.headers["Content-Digest"] == digest_header(body)
+    assert "Transfer-Encoding" not in request.headers
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """Where temporary files go, for as long as the test runs."""
+    usual, tempfile.tempdir = tempfile.tempdir, str(tmp_path)
+    yield tmp_path
+    tempfile.tempdir = usual
+
+
+def test_a_state_dict_is_sent_as_one_file(connect: Connect, scratch: Path) -> None:
+    app = App(answering(VERSION, 201))
+    state = {"a": np.ones((2, 3), dtype=np.float16), "b": np.arange(3.0)}
+    assert connect(app).upload_weights("v7", state, sequence=7) == VERSION
+    check_put(app.request, "/v1/weights/v7?sequence=7", app.request.content)
+    sent = load(app.request.content)
+    assert sent.keys() == state.keys()
+    assert all(np.array_equal(sent[name], state[name]) for name in state)
+    assert not list(scratch.iterdir())
+
+
+def test_a_model_of_torch_is_sent_without_its_tied_head(connect: Connect) -> None:
+    torch = pytest.importorskip("torch")
+    load_torch = pytest.importorskip("safetensors.torch").load
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    app = App(answering(VERSION))
+    connect(app).upload_weights("v7", model.to(torch.bfloat16).state_dict())
+    sent = load_torch(app.request.content)
+    assert sent.keys() == {"0.weight"}
+    assert torch.equal(sent["0.weight"], model[0].weight)
+
+
+def test_a_refused_state_dict_leaves_no_file(connect: Connect, scratch: Path) -> None:
+    app = App(refusing("weights_refused", 422))
+    with pytest.raises(WeightsRefused):
+        connect(app).upload_weights("v7", {"w": np.ones(2)})
+    assert not list(scratch.iterdir())
+
+
+def test_a_file_is_sent_as_it_is(connect: Connect, tmp_path: Path) -> None:
+    app = App(answering(VERSION))
+    path = single(tmp_path / "step-7.safetensors")
+    assert connect(app).upload_weights("v7", str(path)) == VERSION
+    check_put(app.request, "/v1/weights/v7", path.read_bytes())
+
+
+def test_a_sharded_checkpoint_is_sent_file_by_file(connect: Connect, tmp_path: Path) -> None:
+    incomplete = VERSION.model_copy(update={"state": "incomplete", "missing_files": ["x"]})
+    app = App(*[answering(incomplete)] * 3, answering(VERSION))
+    files = sharded(tmp_path)
+    assert connect(app).upload_weights("v7", tmp_path, sequence=7) == VERSION
+    assert len(app.requests) == len(files)
+    for request, path in zip(app.requests, files, strict=True):
+        check_put(request, f"/v1/weights/v7/files/{path.name}?sequence=7", path.read_bytes())
+
+
+def test_shards_share_the_sequence_that_the_first_was_given(
+    connect: Connect, tmp_path: Path
+) -> None:
+    app = App(answering(VERSION.model_copy(update={"sequence": 41})))
+    sharded(tmp_path)
+    connect(app).upload_weights("v7", tmp_path)
+    sequences = [request.url.params.get("sequence") for request in app.requests]
+    assert sequences == [None, "41", "41", "41"]
+
+
+def test_a_refused_shard_ends_the_upload(connect: Connect, tmp_path: Path) -> None:
+    app = App(answering(VERSION), refusing("digest_mismatch", 422))
+    sharded(tmp_path)
+    with pytest.raises(WeightsRefused):
+        connect(app).upload_weights("v7", tmp_path)
+    assert len(app.requests) == 2
+
+
+def test_weights_on_the_server_are_named_by_path(connect: Connect) -> None:
+    app = App(answering(VERSION))
+    assert connect(app).stage_weights("v7", Path("/weights/7"), sequence=7) == VERSION
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/weights/v7")
+    assert json.loads(app.request.content) == {"path": "/weights/7", "sequence": 7}
+
+
+def test_an_activation_says_what_becomes_of_samples(connect: Connect) -> None:
+    app = App(answering(ACTIVATION))
+    client = connect(app)
+    assert client.activate_weights("v7", mode="wait", allow_rollback=True) == ACTIVATION
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/weights/v7/activate")
+    assert json.loads(app.request.content) == {"mode": "wait", "allow_rollback": True}
+
+
+def test_publishing_is_uploading_and_activating(connect: Connect, tmp_path: Path) -> None:
+    app = App(answering(VERSION), answering(ACTIVATION))
+    path = single(tmp_path / "model.safetensors")
+    client = connect(app)
+    assert client.publish_weights("v7", path, sequence=7, mode="recompute") == ACTIVATION
+    upload, activation = app.requests
+    check_put(upload, "/v1/weights/v7?sequence=7", path.read_bytes())
+    assert json.loads(activation.content) == {"mode": "recompute", "allow_rollback": False}
+
+
+def test_what_was_refused_is_not_activated(connect: Connect) -> None:
+    app = App(refusing("weights_refused", 422))
+    with pytest.raises(WeightsRefused):
+        connect(app).publish_weights("v7", {"w": np.ones(2)})
+    assert len(app.requests) == 1
+
+
+def test_versions_are_listed(connect: Connect) -> None:
+    other = VersionAnswer(version="v8", sequence=8, state="incomplete", num_bytes=0)
+    versions = VersionsAnswer(active="v7", versions=[VERSION, other])
+    app = App(answering(versions))
+    assert connect(app).weights() == versions
+    assert (app.request.method, app.request.url.path) == ("GET", "/v1/weights")
+
+
+def test_a_version_is_deleted(connect: Connect) -> None:
+    app = App(lambda request: httpx.Response(204))
+    connect(app).delete_weights("v7")
+    assert (app.request.method, app.request.url.path) == ("DELETE", "/v1/weights/v7")
+
+
+@pytest.mark.parametrize("version", ["", "a/b", "..", "-v", "v 7", "v?x", "v" * 65])
+def test_a_version_that_is_no_label_never_leaves(connect: Connect, version: str) -> None:
+    with pytest.raises(ValueError):
+        connect(App()).upload_weights(version, {"w": np.ones(2)})
