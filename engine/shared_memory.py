@@ -6,6 +6,7 @@ Only files of this user that no living process maps, with names that vLLM and it
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
@@ -32,12 +33,24 @@ def _mapped(folder: Path) -> Iterator[str]:
     """Names in the folder that a living process maps or holds open."""
     prefix = f"{folder}/"
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = (process / "maps").read_text().splitlines()
-            links = [os.readlink(link) for link in (process / "fd").iterdir()]
-        except OSError:
-            continue  # gone meanwhile, or another user's: not ours to sweep either
-        for text in (*lines, *links):
+        for text in (*_maps(process), *_open_files(process)):
             _, found, name = text.partition(prefix)
             if found:
                 yield name.split(" ", 1)[0]
+
+
+def _maps(process: Path) -> list[str]:
+    try:
+        return (process / "maps").read_text().splitlines()
+    except OSError:
+        return []  # gone meanwhile, or another user's, whose files are not ours to sweep
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    try:
+        links = list((process / "fd").iterdir())
+    except OSError:
+        return
+    for link in links:
+        with suppress(OSError):  # closed meanwhile
+            yield os.readlink(link)

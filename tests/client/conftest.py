@@ -5,8 +5,8 @@ from typing import Any, Protocol, cast
 
 import httpx
 import pytest
-from coppice import AsyncRollouts, Rollouts
 
+from coppice import AsyncRollouts, Rollouts
 from tests.client.app import App
 from tests.client.awaited import Awaited
 

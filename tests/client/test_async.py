@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+
 from coppice import AsyncRollouts, Record, Rollouts
 from coppice.http.asynchronous import AsyncDriver
 from coppice.weights.digest import sha256_of
-
 from tests.client.answers import LINES, VERSION
 from tests.client.app import App, Body, answering, streaming
 

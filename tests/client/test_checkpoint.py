@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from coppice.weights.checkpoint import checkpoint_files
 
+from coppice.weights.checkpoint import checkpoint_files
 from tests.client.checkpoints import INDEX, sharded, single
 
 

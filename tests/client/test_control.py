@@ -3,9 +3,9 @@ import time
 
 import httpx
 import pytest
+
 from coppice import InvalidRequest, PauseAnswer, StatusAnswer, TimedOut
 from coppice.wire.control import HealthAnswer
-
 from tests.client.app import App, answering, failing, refusing
 from tests.client.conftest import Connect
 

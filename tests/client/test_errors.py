@@ -1,11 +1,11 @@
 import pickle
 
-import coppice
 import httpx
 import pytest
+
+import coppice
 from coppice.errors import PROBLEM_CLASSES, ProblemError, error_of
 from coppice.wire.problems import PROBLEMS, Problem
-
 from tests.client.app import App, refusing
 from tests.client.conftest import Connect
 

@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+
 from coppice.options import RolloutOptions, rollout_request
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, Sampling
 

@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from coppice import GroupRequest, Message, Prompt
 from coppice.prompts import groups_of
 

@@ -1,8 +1,8 @@
-from coppice import Record
-from coppice.core.reader import RecordReader
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice import Record
+from coppice.core.reader import RecordReader
 from tests.client.answers import LINES, RECORDS
 
 WHOLE = b"".join(LINES)

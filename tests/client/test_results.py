@@ -1,8 +1,8 @@
 import pickle
 
 import pytest
-from coppice.results import result_of, sample_of
 
+from coppice.results import result_of, sample_of
 from tests.client.answers import ANSWER, sample
 
 

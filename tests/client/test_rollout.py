@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+
 from coppice import (
     BadAnswer,
     EndRecord,
@@ -11,7 +12,6 @@ from coppice import (
     Record,
     RolloutResult,
 )
-
 from tests.client.answers import ANSWER, LINES, RECORDS, USAGE
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect

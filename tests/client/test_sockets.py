@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from coppice import ConnectionFailed, StreamBroken, TimedOut, WeightsRefused
 from safetensors.numpy import save_file
 
+from coppice import ConnectionFailed, StreamBroken, TimedOut, WeightsRefused
 from tests.client.answers import LINES, VERSION
 from tests.client.conftest import Connect
 from tests.client.server import read_head, read_request, send_chunks, serving

@@ -1,8 +1,8 @@
 import json
 
 import pytest
-from coppice import BadAnswer, EndRecord, StartRecord, StreamBroken
 
+from coppice import BadAnswer, EndRecord, StartRecord, StreamBroken
 from tests.client.answers import LINES, RECORDS
 from tests.client.app import App, Body, streaming
 from tests.client.conftest import Connect

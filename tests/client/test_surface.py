@@ -3,8 +3,9 @@ import subprocess
 import sys
 from types import ModuleType
 
-import coppice
 import pytest
+
+import coppice
 from coppice import AsyncRollouts, Rollouts
 
 HEAVY = ("torch", "vllm", "transformers", "fastapi", "tqdm")

@@ -2,6 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from coppice.weights.tensor import StateDict, tensors_of
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from coppice.weights.tensor import StateDict, tensors_of
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,7 @@
 import httpx
 import pytest
-from coppice import BadAnswer, ConnectionFailed, CoppiceError, StreamBroken, TimedOut
 
+from coppice import BadAnswer, ConnectionFailed, CoppiceError, StreamBroken, TimedOut
 from tests.client.answers import LINES
 from tests.client.app import App, Body, failing, streaming
 from tests.client.conftest import Connect

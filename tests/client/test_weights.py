@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from coppice import VersionAnswer, VersionsAnswer, WeightsRefused
 from safetensors.numpy import load
 
+from coppice import VersionAnswer, VersionsAnswer, WeightsRefused
 from tests.client.answers import ACTIVATION, VERSION
 from tests.client.app import App, answering, refusing
 from tests.client.checkpoints import sharded, single

@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
 from coppice.core.driver import CHUNK_BYTES
 from coppice.weights.tensor import StateDict, Tensor, tensors_of
 from coppice.weights.writer import write_safetensors
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
 T = TypeVar("T")
 

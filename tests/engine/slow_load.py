@@ -1,0 +1,16 @@
+"""A worker whose weights take longer to load than a step may take."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from engine.weights.checkpoint import Checkpoint
+from engine.worker import WorkerExtension
+
+LOAD_SECONDS = 5.0
+
+
+class SlowWorker(WorkerExtension):
+    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        time.sleep(LOAD_SECONDS)
+        return super().coppice_tensors(checkpoint)

@@ -1,0 +1,159 @@
+"""Life and death of the engine's processes, with real signals."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from engine import shared_memory
+from engine.errors import EngineDead
+from engine.protocol import Completion, SampleRequest, Sampling
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import MODEL, settings
+from tests.engine.slow_load import LOAD_SECONDS
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+STEP_SECONDS = 3.0
+
+
+@asynccontextmanager
+async def started(*, worker: str | None = None, **changes: Any) -> AsyncIterator[VllmEngine]:
+    chosen = settings(step_seconds=STEP_SECONDS, **changes)
+    engine = VllmEngine(chosen, worker_extension=worker) if worker else VllmEngine(chosen)
+    try:
+        await engine.start("v0")
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def processes(name: str) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if name in process.name()]
+
+
+async def until(condition: Callable[[], bool], *, seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def one_sample(engine: VllmEngine, max_tokens: int) -> Completion:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    request = SampleRequest(
+        id=f"p{time.monotonic_ns()}", prompt_token_ids=[1, 2, 3], sampling=sampling
+    )
+    (pending,) = await engine.submit([request])
+    return await pending
+
+
+async def test_one_rank_computes_with_the_threads_it_was_given_and_dies_visibly() -> None:
+    """One engine for three questions, since each needs a healthy one and the last kills it."""
+    async with started(cpu_threads=2) as engine:
+        (info,) = await engine.llm.collective_rpc("coppice_info")
+        assert info["num_threads"] == 2
+        assert os.sched_getaffinity(0) == set(range(os.cpu_count() or 1))
+        (core,) = processes("EngineCore")
+
+        core.send_signal(signal.SIGSTOP)
+        await until(lambda: not engine.pulse().alive, seconds=STEP_SECONDS + 4)
+        assert "no sign of life" in (engine.pulse().reason or "")
+        core.send_signal(signal.SIGCONT)
+        await until(lambda: engine.pulse().alive, seconds=5)
+        assert len((await one_sample(engine, 5)).token_ids) == 5
+
+        running = asyncio.create_task(one_sample(engine, 900))
+        await asyncio.sleep(0.3)
+        core.kill()
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineDead):
+                await running
+        await until(lambda: engine.pulse().stage == "dead", seconds=5)
+        with pytest.raises(EngineDead):
+            await one_sample(engine, 5)
+
+
+async def test_a_long_load_of_weights_is_not_taken_for_death() -> None:
+    assert LOAD_SECONDS > STEP_SECONDS + 1
+    async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
+        await engine.pause("keep")
+        change = asyncio.create_task(engine.swap_weights(MODEL, "v1"))
+        while not change.done():
+            pulse = engine.pulse()
+            assert pulse.alive, pulse.reason
+            await asyncio.sleep(0.1)
+        await change
+        await engine.resume()
+        assert (await one_sample(engine, 5)).versions[0].version == "v1"
+
+
+async def test_two_ranks_answer_and_an_idle_stopped_worker_is_noticed() -> None:
+    async with started(tensor_parallel_size=2, cpu_threads=1) as engine:
+        infos = await engine.llm.collective_rpc("coppice_info")
+        assert [info["num_threads"] for info in infos] == [1, 1]
+        assert infos[0]["affinity"] != infos[1]["affinity"]
+        assert len((await one_sample(engine, 5)).token_ids) == 5
+        worker = processes("Worker")[-1]
+        worker.send_signal(signal.SIGSTOP)
+        await until(lambda: not engine.pulse().alive, seconds=STEP_SECONDS + 4)
+        worker.send_signal(signal.SIGCONT)
+        await until(lambda: engine.pulse().alive, seconds=5)
+        assert len((await one_sample(engine, 5)).token_ids) == 5
+
+
+def alone(max_tokens: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.alone", str(max_tokens)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def said(output: IO[str] | None) -> dict[str, Any]:
+    assert output is not None
+    for line in output:
+        if line.startswith("{"):
+            facts: dict[str, Any] = json.loads(line)
+            return facts
+    raise AssertionError("the process ended without a word")
+
+
+def gone(pids: list[int]) -> bool:
+    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in living)
+
+
+def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
+    process = alone(max_tokens=900)
+    children = said(process.stdout)["children"]
+    os.killpg(process.pid, signal.SIGINT)
+    last = said(process.stdout)
+    assert (last["num_tokens"], last["finish"]) == (900, "length")
+    assert process.wait(30) == 0
+    assert gone(children)
+
+
+async def test_a_killed_service_takes_its_engine_along() -> None:
+    process = alone(max_tokens=900)
+    children = said(process.stdout)["children"]
+    assert children
+    process.kill()
+    process.wait()
+    await until(lambda: gone(children), seconds=5)
+    shared_memory.sweep()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_dist_"))]
