@@ -1,4 +1,4 @@
-"""The trainer's side of a benchmark, in a process of its own: one rollout for each number it is told.
+"""The trainer's side of a benchmark, in a process of its own: a rollout for each number it reads.
 
     python -m bench.caller URL
 

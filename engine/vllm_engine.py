@@ -93,7 +93,7 @@ class VllmEngine:
         await self._verify_plugin()
         self._facts = gather_facts(self._llm, self._settings, self._serving_path)
         await self._warm_up()
-        await self._llm.update_weight_version(version)
+        await self.llm.update_weight_version(version)
         self._heart.enter("serving")
         self._heart_task = asyncio.create_task(self._beat(), name="engine-heartbeat")
 

@@ -28,6 +28,7 @@ from engine.errors import EngineDead, RequestRefused
 from engine.protocol import Engine
 from service.errors import EngineGone, Internal, InvalidRequest, NotReady, ServiceError
 from service.group import Ending, Group
+from service.logs import group_id, rollout_id
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Rollout:
         return sum(group.num_running for group in self.groups)
 
     async def run(self, engine: Engine) -> None:
+        rollout_id.set(self.id)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in self.groups:
@@ -69,8 +71,10 @@ class Rollout:
             self.error = NotReady("the server is stopping", retry_after_seconds=30)
             raise
         finally:
-            self._append(self._end_record())
+            end = self._end_record()
+            self._append(end)
             self._ended.set()
+            log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
 
     async def end(self, engine: Engine, ending: Ending) -> None:
         for group in self.groups:
@@ -105,6 +109,8 @@ class Rollout:
                 yield self._progress()
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
+        group_id.set(str(group.index))  # the caller's own name for it could hold anything
+
         def sample_done(sample: SampleAnswer) -> None:
             self._append(SampleRecord(group=group.index, sample=sample))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -68,7 +67,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _wanted(accept: str) -> Literal["application/json", "application/x-ndjson"]:
+def _wanted(accept: str) -> str:
     accepted = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
     if NDJSON in accepted:
         return NDJSON
