@@ -19,7 +19,8 @@ from engine.settings import EngineSettings
 from service.flags import with_settings_flags
 from service.logs import configure_logging
 from service.model_source import fetch_model
-from service.settings import LogSettings, Settings, SettingsError, load_settings, masked
+from service.settings import LogSettings, Settings, load_settings, masked
+from service.sources import SettingsError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -12,7 +12,8 @@ from typing import Annotated, Any, cast
 import typer
 from pydantic.fields import FieldInfo
 
-from service.settings import flag_name, settings_fields
+from service.settings import settings_fields
+from service.sources import flag_name
 
 SHORT = {"server.host": "--host", "server.port": "--port", "engine.model": "--model"}
 

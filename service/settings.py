@@ -7,29 +7,24 @@ file, defaults. Nothing else of the server reads the environment.
 import difflib
 import ipaddress
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from coppice.wire.base import Label
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from engine.settings import EngineSettings
-
-PREFIX = "COPPICE_"
-DELIMITER = "__"
-
-
-class SettingsError(Exception):
-    """The settings cannot be used; one line for each thing that is wrong."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
+from service.sources import (
+    SettingsError,
+    Source,
+    from_environment,
+    from_file,
+    from_flags,
+    merged,
+)
 
 
 def cache_directory() -> Path:
@@ -151,22 +146,6 @@ def masked(settings: BaseModel) -> dict[str, Any]:
     return settings.model_dump(mode="json")
 
 
-def flag_name(section: str, name: str) -> str:
-    return f"--{section}.{name}".replace("_", "-")
-
-
-def variable_name(section: str, name: str) -> str:
-    return f"{PREFIX}{section}{DELIMITER}{name}".upper()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One place that settings come from, and what a field is called there."""
-
-    values: Mapping[str, Any]
-    called: Callable[[str, str], str]
-
-
 def load_settings(
     *,
     flags: Mapping[str, str] | None = None,
@@ -174,56 +153,16 @@ def load_settings(
     file: Path | None = None,
 ) -> Settings:
     """Flags by their dotted path (`engine.block_size`). Raises SettingsError."""
-    sources = (
-        Source(values=_nested(flags or {}, "."), called=flag_name),
-        Source(values=_variables(os.environ if environ is None else environ), called=variable_name),
-        Source(values=_read_file(file) if file else {}, called=lambda *_: str(file)),
-    )
+    sources = [
+        from_flags(flags or {}),
+        from_environment(os.environ if environ is None else environ),
+    ]
+    if file is not None:
+        sources.append(from_file(file))
     try:
-        return Settings.model_validate(_merged(sources))
+        return Settings.model_validate(merged(sources))
     except ValidationError as error:
         raise SettingsError(*(_line(detail, sources) for detail in error.errors())) from None
-
-
-def _nested(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, text in values.items():
-        section, _, name = path.partition(delimiter)
-        tree.setdefault(section, {})[name] = None if text == "none" else text
-    return tree
-
-
-def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Names without the delimiter are not ours: Kubernetes sets COPPICE_PORT for a service."""
-    ours = {
-        name.removeprefix(PREFIX).lower(): text
-        for name, text in environ.items()
-        if name.startswith(PREFIX) and DELIMITER in name
-    }
-    return _nested(ours, DELIMITER)
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict | None):
-        raise SettingsError(f"{file}: must hold sections, such as 'server:'")
-    return {str(section): values for section, values in (tree or {}).items() if values is not None}
-
-
-def _merged(sources: Sequence[Source]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for source in reversed(sources):
-        for section, values in source.values.items():
-            below = tree.get(section)
-            if isinstance(values, dict) and isinstance(below, dict):
-                values = {**below, **values}
-            tree[section] = values
-    return tree
 
 
 def _line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
@@ -243,14 +182,15 @@ def _suggestion(path: Sequence[str]) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
-    """What the user wrote; none for a section as a whole, which several sources may have made."""
+    """What the user wrote; none for a known section, which several sources may have made."""
     section, *rest = path
-    for source in sources:
-        values = source.values.get(section)
-        names = list(values) if isinstance(values, dict) else []
-        if rest and rest[0] in names:
-            return source.called(section, rest[0])
-        whole = section not in Settings.model_fields or not isinstance(values, dict)
-        if not rest and section in source.values and whole:
-            return source.called(section, next(iter(names), ""))
-    return None
+    if rest:
+        names = (source.name_of(section, rest[0]) for source in sources)
+    else:
+        names = (source.name_of_section(section) for source in sources if _alone(section, source))
+    return next(filter(None, names), None)
+
+
+def _alone(section: str, source: Source) -> bool:
+    """Whether a source made the section wrong by itself."""
+    return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

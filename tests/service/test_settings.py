@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from service.settings import (
-    Settings,
-    SettingsError,
-    load_settings,
-    masked,
-    settings_fields,
-    variable_name,
-)
+from service.settings import Settings, load_settings, masked, settings_fields
+from service.sources import SettingsError, variable_name
 
 
 def refusal(
@@ -120,6 +114,12 @@ def test_what_is_wrong_with_a_section_is_not_blamed_on_one_field() -> None:
 @pytest.mark.parametrize("text", ["[1]", "just words", "server: [1]", "a: b: c", "server: 5"])
 def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
     assert "coppice.yaml" in refusal(file=written(tmp_path, text))
+
+
+def test_a_syntax_error_names_the_line_and_does_not_quote_it(tmp_path: Path) -> None:
+    text = refusal(file=written(tmp_path, "server:\n  key: [hunter2\n"))
+    assert "line 3" in text
+    assert "hunter2" not in text
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
