@@ -1,7 +1,6 @@
 """The command line, and the composition root: the one place that loads the engine."""
 
 import importlib
-import json
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -102,7 +101,7 @@ def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
 
 def _serve(settings: Settings, parts: Parts) -> None:
     parts.configure_logging(settings.log)
-    log.info("settings: %s", json.dumps(masked(settings)))
+    log.info("starting", extra={"settings": masked(settings)})
     try:
         _load_and_run(settings, parts)
     except StartFailed as error:

@@ -1,6 +1,5 @@
 """The command line, with the engine and the server replaced at their seams."""
 
-import json
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,11 +114,11 @@ def test_serve_puts_the_parts_together() -> None:
     assert port > 0
 
 
-def test_serve_prints_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_logs_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         run("serve", "--port", "0")
-    [printed] = [text for text in caplog.messages if text.startswith("settings: ")]
-    assert json.loads(printed.removeprefix("settings: "))["server"]["port"] == 0
+    [settings] = [record.settings for record in caplog.records if hasattr(record, "settings")]
+    assert settings["server"]["port"] == 0
 
 
 @pytest.mark.parametrize("part", ["fetch_model", "load_engine", "create_app", "run_server"])
