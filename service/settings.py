@@ -1,0 +1,196 @@
+"""The settings tree: validated once at the start, frozen, printed once with secrets masked.
+
+Sources, the first that names a field wins: flags, COPPICE_<SECTION>__<FIELD> variables, a YAML
+file, defaults. Nothing else of the server reads the environment.
+"""
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from coppice.wire.base import Label
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from engine.settings import EngineSettings
+from service.sources import (
+    SettingsError,
+    Source,
+    from_environment,
+    from_file,
+    from_flags,
+    merged,
+)
+
+
+def cache_directory() -> Path:
+    """Where uploads are staged when no directory is named."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "coppice" / "weights"
+
+
+def _split_paths(value: object) -> object:
+    return [part for part in value.split(":") if part] if isinstance(value, str) else value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Section(BaseModel):
+    """One branch of the tree."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerSettings(Section):
+    """Where the server listens and how it stops."""
+
+    host: Annotated[str, Field(min_length=1, description="address to listen on")] = "127.0.0.1"
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="TCP port to listen on; 0: any free one")
+    ] = 8000
+    allow_open: Annotated[
+        bool, Field(description="true: listen on other addresses than loopback, without keys")
+    ] = False
+    drain_seconds: Annotated[
+        int, Field(ge=0, description="seconds that running requests may take to end at a stop")
+    ] = 30
+
+    @model_validator(mode="after")
+    def _refuse_open(self) -> Self:
+        if not _is_loopback(self.host) and not self.allow_open:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines and the server has no keys; "
+                "set server.allow_open to true to serve there all the same"
+            )
+        return self
+
+
+class WeightsSettings(Section):
+    """Where weights come from and how many versions are kept."""
+
+    directory: Path = Field(
+        default_factory=cache_directory, description="directory that uploads are staged in"
+    )
+    source_directories: Annotated[
+        tuple[Path, ...],
+        BeforeValidator(_split_paths),
+        Field(description="directories that POST /v1/weights may name paths in, separated by ':'"),
+    ] = ()
+    max_upload_bytes: Annotated[
+        int, Field(ge=1, description="bytes of one uploaded file at most")
+    ] = 64 * 2**30
+    retain_superseded: Annotated[
+        int, Field(ge=0, description="superseded versions whose files are kept, for going back")
+    ] = 2
+    initial_version: Annotated[
+        Label, Field(description="version that the weights loaded at the start are called")
+    ] = "v0"
+
+
+class LimitsSettings(Section):
+    """What one caller may ask of the server."""
+
+    max_body_bytes: Annotated[
+        int, Field(ge=1024, description="bytes of a request's body at most, uploads apart")
+    ] = 256 * 2**20
+    max_samples_per_request: Annotated[
+        int, Field(ge=1, description="samples of all groups of one request at most")
+    ] = 65536
+    keep_alive_seconds: Annotated[
+        int, Field(ge=1, description="seconds that an idle connection is kept open")
+    ] = 75
+
+
+class LogSettings(Section):
+    """What is logged, and how. Prompts and responses never are."""
+
+    format: Annotated[
+        Literal["human", "json"], Field(description="human: lines to read; json: an object a line")
+    ] = "human"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Field(description="least level that is logged"),
+    ] = "info"
+
+
+class Settings(Section):
+    """The whole tree. Constructed without arguments it reads nothing: all defaults."""
+
+    server: ServerSettings = ServerSettings()
+    engine: EngineSettings = EngineSettings()
+    weights: WeightsSettings = Field(default_factory=WeightsSettings)
+    limits: LimitsSettings = LimitsSettings()
+    log: LogSettings = LogSettings()
+
+
+def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
+    """Every field of the tree, with the section and the name it has there."""
+    for section, info in Settings.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel), section
+        for name, field in model.model_fields.items():
+            yield section, name, field
+
+
+def masked(settings: BaseModel) -> dict[str, Any]:
+    """The tree as plain values, fit for printing: secrets are asterisks."""
+    return settings.model_dump(mode="json")
+
+
+def load_settings(
+    *,
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Flags by their dotted path (`engine.block_size`). Raises SettingsError."""
+    sources = [
+        from_flags(flags or {}),
+        from_environment(os.environ if environ is None else environ),
+    ]
+    if file is not None:
+        sources.append(from_file(file))
+    try:
+        return Settings.model_validate(merged(sources))
+    except ValidationError as error:
+        raise SettingsError(*(_line(detail, sources) for detail in error.errors())) from None
+
+
+def _line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
+    """One readable line; never the value, which may be a secret."""
+    path = [str(part) for part in detail["loc"]]
+    text = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        text = "there is no such setting" + _suggestion(path)
+    origin = _origin(path, sources)
+    return f"{'.'.join(path)}: {text}" + (f" (from {origin})" if origin else "")
+
+
+def _suggestion(path: Sequence[str]) -> str:
+    known = [f"{section}.{name}" for section, name, _ in settings_fields()]
+    close = difflib.get_close_matches(".".join(path), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
+    """What the user wrote; none for a known section, which several sources may have made."""
+    section, *rest = path
+    if rest:
+        names = (source.name_of(section, rest[0]) for source in sources)
+    else:
+        names = (source.name_of_section(section) for source in sources if _alone(section, source))
+    return next(filter(None, names), None)
+
+
+def _alone(section: str, source: Source) -> bool:
+    """Whether a source made the section wrong by itself."""
+    return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

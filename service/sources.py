@@ -1,0 +1,105 @@
+"""Where settings are named: flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
+
+A source holds what was written, unparsed, by section and field; the tree validates it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PREFIX = "COPPICE_"
+DELIMITER = "__"
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; one line for each thing that is wrong."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One place that settings come from, and what a field is called there."""
+
+    values: Mapping[str, Any]
+    called: Callable[[str, str], str]
+
+    def name_of(self, section: str, field: str) -> str | None:
+        values = self.values.get(section)
+        named = isinstance(values, dict) and field in values
+        return self.called(section, field) if named else None
+
+    def name_of_section(self, section: str) -> str | None:
+        if section not in self.values:
+            return None
+        values = self.values[section]
+        return self.called(section, next(iter(values), "") if isinstance(values, dict) else "")
+
+
+def flag_name(section: str, field: str) -> str:
+    return f"--{section}.{field}".replace("_", "-")
+
+
+def variable_name(section: str, field: str) -> str:
+    return f"{PREFIX}{section}{DELIMITER}{field}".upper()
+
+
+def from_flags(flags: Mapping[str, str]) -> Source:
+    """By their dotted path, `engine.block_size`."""
+    return Source(values=_nested(flags, "."), called=flag_name)
+
+
+def from_environment(environ: Mapping[str, str]) -> Source:
+    """Names without the delimiter are not ours: Kubernetes sets COPPICE_PORT for a service."""
+    ours = {
+        name.removeprefix(PREFIX).lower(): text
+        for name, text in environ.items()
+        if name.startswith(PREFIX) and DELIMITER in name
+    }
+    return Source(values=_nested(ours, DELIMITER), called=variable_name)
+
+
+def from_file(file: Path) -> Source:
+    tree = _read_yaml(file)
+    if not isinstance(tree, dict | None):
+        raise SettingsError(f"{file}: must hold sections, such as 'server:'")
+    sections = {str(name): values for name, values in (tree or {}).items() if values is not None}
+    return Source(values=sections, called=lambda *_: str(file))
+
+
+def merged(sources: Sequence[Source]) -> dict[str, Any]:
+    """Field by field, the first source that names it wins."""
+    tree: dict[str, Any] = {}
+    for source in reversed(sources):
+        for section, values in source.values.items():
+            below = tree.get(section)
+            if isinstance(values, dict) and isinstance(below, dict):
+                values = {**below, **values}
+            tree[section] = values
+    return tree
+
+
+def _nested(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, text in values.items():
+        section, _, field = path.partition(delimiter)
+        tree.setdefault(section, {})[field] = None if text == "none" else text
+    return tree
+
+
+def _read_yaml(file: Path) -> object:
+    """Errors name the line and never quote it: it may hold a secret."""
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise SettingsError(f"{file}: line {line}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise SettingsError(f"{file}: not a YAML text") from None

@@ -1,0 +1,174 @@
+"""The command line, with the engine and the server replaced at their seams."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from fastapi import FastAPI
+from typer.testing import CliRunner, Result
+
+from engine.errors import StartFailed
+from engine.protocol import Engine, Pulse
+from engine.settings import EngineSettings
+from service.cli import Parts, build_cli
+from service.flags import settings_flags
+from service.model_source import fetch_model
+from service.settings import Settings, masked, settings_fields
+
+
+class IdleEngine:
+    """Stands for an engine that nobody calls."""
+
+    def pulse(self) -> Pulse:
+        return Pulse(stage="serving", alive=True, age_seconds=0.0)
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+PARTS = Parts(
+    configure_logging=ignore,
+    fetch_model=ignore,
+    load_engine=lambda _: cast(Engine, IdleEngine()),
+    create_app=lambda *_: FastAPI(),
+    run_server=ignore,
+)
+
+
+def run(*arguments: str, parts: Parts = PARTS, environ: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(build_cli(parts), arguments, env=environ)
+
+
+def refuse(text: str) -> Callable[..., Any]:
+    def part(*_: object) -> Any:
+        raise StartFailed(text)
+
+    return part
+
+
+def test_there_is_one_flag_for_every_field() -> None:
+    fields = [(section, name) for section, name, _ in settings_fields()]
+    assert [(flag.section, flag.name) for flag in settings_flags()] == fields
+    assert len(settings_flags()) == sum(len(section) for section in masked(Settings()).values())
+
+
+def test_check_config_prints_the_resolved_tree() -> None:
+    result = run("check-config", "--port", "9", "--engine.block-size", "64")
+    assert result.exit_code == 0
+    tree = yaml.safe_load(result.stdout)
+    assert tree["server"]["port"] == 9
+    assert tree["engine"]["block_size"] == 64
+    assert tree["limits"] == masked(Settings())["limits"]
+
+
+def test_what_check_config_prints_can_be_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "coppice.yaml"
+    file.write_text(run("check-config", "--log.format", "json").stdout, encoding="utf-8")
+    result = run("check-config", "--config", str(file))
+    assert yaml.safe_load(result.stdout) == yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def test_the_environment_reaches_the_tree() -> None:
+    result = run("check-config", environ={"COPPICE_LOG__LEVEL": "debug"})
+    assert yaml.safe_load(result.stdout)["log"]["level"] == "debug"
+
+
+@pytest.mark.parametrize("command", ["serve", "check-config"])
+def test_bad_settings_end_with_a_line_each_and_code_2(command: str) -> None:
+    result = run(command, "--port", "x", "--engine.block-size", "33")
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[1] for line in lines] == [" server.port", " engine.block_size"]
+    assert all(line.startswith("coppice: ") for line in lines)
+
+
+def test_an_unknown_flag_ends_with_code_2() -> None:
+    assert run("serve", "--engine.nope", "1").exit_code == 2
+
+
+def test_versions_are_printed() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()][::2] == ["coppice", "torch"]
+
+
+def test_serve_puts_the_parts_together() -> None:
+    ran = []
+
+    def run_server(
+        app: FastAPI, pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
+    ) -> None:
+        ran.append((app.title, pulse().stage, listener.getsockname()[1], settings.log.format))
+
+    app = FastAPI(title="it")
+    parts = replace(PARTS, run_server=run_server, create_app=lambda *_: app)
+    result = run("serve", "--port", "0", "--log.format", "json", parts=parts)
+    assert result.exit_code == 0, result.output
+    [(title, stage, port, log_format)] = ran
+    assert (title, stage, log_format) == ("it", "serving", "json")
+    assert port > 0
+
+
+def test_serve_logs_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        run("serve", "--port", "0")
+    [settings] = [record.settings for record in caplog.records if hasattr(record, "settings")]
+    assert settings["server"]["port"] == 0
+
+
+@pytest.mark.parametrize("part", ["fetch_model", "load_engine", "create_app", "run_server"])
+def test_a_failed_start_is_one_sentence_and_code_1(part: str) -> None:
+    parts = replace(PARTS, **{part: refuse("the disk is full")})
+    result = run("serve", "--port", "0", parts=parts)
+    assert (result.exit_code, result.stderr) == (1, "coppice: the disk is full\n")
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
+    parts = replace(PARTS, fetch_model=refuse("too late"), load_engine=refuse("too late"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port), parts=parts)
+    assert result.exit_code == 1
+    assert (
+        result.stderr
+        == f"coppice: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "reason"),
+    [
+        ("/nowhere/at/all", None, "there is no model directory /nowhere/at/all"),
+        ("seedling", None, "there is no model directory seedling"),
+        ("org/name", None, "pin it with engine.revision"),
+        ("org/name", "main", "pin it with engine.revision"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_one_sentence(
+    model: str, revision: str | None, reason: str
+) -> None:
+    with pytest.raises(StartFailed, match=reason):
+        fetch_model(EngineSettings(model=model, revision=revision))
+
+
+def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match=r"it has no config\.json"):
+        fetch_model(EngineSettings(model=str(tmp_path)))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(StartFailed, match=r"holds no \*\.safetensors file"):
+        fetch_model(EngineSettings(model=str(tmp_path)))
+    (tmp_path / "model.safetensors").touch()
+    fetch_model(EngineSettings(model=str(tmp_path)))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+    def download(*_: object, **__: object) -> str:
+        raise OSError("Name or service\nnot known")
+
+    with pytest.raises(StartFailed, match="from the model hub: Name or service not known"):
+        fetch_model(EngineSettings(model="org/name", revision="0" * 40), download)

@@ -1,0 +1,125 @@
+"""The server from the announcement that it is ready to the drained end."""
+
+import asyncio
+import os
+import shlex
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from engine.errors import StartFailed
+from engine.protocol import EngineStage, Pulse
+from service.runner import curl_line, open_listener, run_server, server_url
+from service.settings import LogSettings, Settings
+
+
+class Life:
+    """An app that runs `script` once it is up, and an engine whose stage the script sets."""
+
+    def __init__(self, stage: EngineStage = "starting", reason: str | None = None) -> None:
+        self.stage: EngineStage = stage
+        self.reason = reason
+        self.app = FastAPI(lifespan=self._lifespan)
+        self.app.get("/v1/status")(self.status)
+        self.answers: list[int] = []
+
+    def pulse(self) -> Pulse:
+        return Pulse(stage=self.stage, alive=True, age_seconds=0.0, reason=self.reason)
+
+    async def status(self) -> None:
+        await asyncio.sleep(0.3)
+
+    async def script(self) -> None:
+        """Serves, and is told to stop while a request is running."""
+        self.stage = "serving"
+        await asyncio.sleep(0.3)
+        async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
+            request = group.create_task(client.get(f"{self.url}/v1/status"))
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.answers.append(request.result().status_code)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.script())
+            yield
+
+    def run(self, settings: Settings) -> None:
+        with open_listener("127.0.0.1", 0) as listener:
+            self.url = server_url(listener)
+            run_server(self.app, self.pulse, settings, listener)
+
+
+def test_a_curl_line_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    life = Life()
+    life.run(Settings())
+    assert curl_line(life.url) in capsys.readouterr().out
+
+
+def test_nothing_but_records_is_printed_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Life().run(Settings(log=LogSettings(format="json")))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_running_request_is_answered_before_the_end() -> None:
+    life = Life()
+    life.run(Settings())
+    assert life.answers == [200]
+
+
+def test_an_engine_that_dies_while_it_starts_ends_the_server_with_its_reason() -> None:
+    class Dying(Life):
+        async def script(self) -> None:
+            self.stage = "dead"
+
+    with pytest.raises(StartFailed, match="the engine did not start: out of memory"):
+        Dying(reason="out of memory").run(Settings())
+
+
+def test_a_stop_while_the_engine_starts_is_no_failure() -> None:
+    class Slow(Life):
+        async def script(self) -> None:
+            await asyncio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Slow().run(Settings())
+
+
+def test_a_failed_lifespan_is_a_failed_start() -> None:
+    @asynccontextmanager
+    async def fail(app: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("no")
+        yield
+
+    life = Life()
+    life.app.router.lifespan_context = fail
+    with pytest.raises(StartFailed, match="the engine did not start: the log says why"):
+        life.run(Settings())
+
+
+def test_the_signal_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    Life().run(Settings())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_curl_line_is_one_shell_command() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000"))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/rollouts"]
+    assert words[-1].startswith('{"groups"')
+
+
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
+def test_the_address_is_one_that_can_be_connected_to(host: str, shown: str) -> None:
+    with open_listener(host, 0) as listener:
+        assert server_url(listener) == f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def test_a_host_that_is_not_ours_is_one_sentence() -> None:
+    with pytest.raises(StartFailed, match="cannot listen on 192.0.2.1 port 0: Cannot assign"):
+        open_listener("192.0.2.1", 0)

@@ -1,0 +1,111 @@
+"""Both distributions build, hold what they should, and work away from the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def copied(tmp_path: Path, source: Path) -> Path:
+    """A build leaves files beside its sources, and takes stale ones in."""
+    stale = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    return Path(shutil.copytree(source, tmp_path / "source", ignore=stale))
+
+
+def built(tmp_path: Path, source: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--no-index", "--wheel-dir", tmp_path, copied(tmp_path, source), cwd=tmp_path)
+    [wheel] = tmp_path.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("client"), ROOT / "client")
+
+
+@pytest.fixture(scope="module")
+def server_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("server"), ROOT)
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def environment(directory: Path) -> Path:
+    """A bare environment that sees our dependencies, but not our own editable installs."""
+    venv.create(directory, with_pip=False)
+    [packages] = directory.glob("lib/python*/site-packages")
+    # What a .pth file names is searched, but the .pth files there, our editable installs, are not.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return directory
+
+
+def install(wheel: Path, directory: Path) -> Path:
+    python = environment(directory) / "bin" / "python"
+    target = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=directory
+    )
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--target", target.strip(), wheel, cwd=directory)
+    return python
+
+
+def test_the_client_wheel_holds_the_client_alone(client_wheel: Path) -> None:
+    names = contents(client_wheel)
+    assert {"coppice/__init__.py", "coppice/py.typed", "coppice/wire/rollouts.py"} <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"coppice", "coppice_client"}
+
+
+def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
+    server_wheel: Path,
+) -> None:
+    names = contents(server_wheel)
+    assert {
+        "service/cli.py",
+        "service/py.typed",
+        "engine/protocol.py",
+        "engine/py.typed",
+        "kernels/__init__.py",
+        "examples/seedling/model/config.json",
+        "examples/seedling/model/model.safetensors",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "coppice/"))]
+
+
+def test_the_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Path) -> None:
+    python = install(client_wheel, tmp_path / "env")
+    where = run(
+        python, "-c", "import coppice, coppice.wire.rollouts; print(coppice.__file__)", cwd=tmp_path
+    )
+    assert Path(where.strip()).is_relative_to(tmp_path)
+
+
+def test_the_server_works_outside_the_checkout(
+    client_wheel: Path, server_wheel: Path, tmp_path: Path
+) -> None:
+    python = install(server_wheel, tmp_path / "env")
+    target = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    with zipfile.ZipFile(client_wheel) as wheel:
+        wheel.extractall(target)
+    script = "import service; from service.cli import main; print(service.__file__); main()"
+    where, *tree = run(python, "-c", script, "check-config", cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(tmp_path)
+    assert "  port: 8000" in tree
