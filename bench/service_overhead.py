@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
-from service.settings import Settings, WeightsSettings
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -27,6 +26,7 @@ from bench.record import Record, Row
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
+from service.settings import Settings, WeightsSettings
 
 GOAL = 0.97
 
@@ -92,11 +92,11 @@ async def service(model: str) -> AsyncIterator[tuple[VllmEngine, str]]:
     engine = VllmEngine(engine_settings)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
-        ready = asyncio.Event()
-        app = create_app(settings, engine, on_ready=ready.set)
+        app = create_app(settings, engine)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
         serving = asyncio.create_task(server.serve())
-        await ready.wait()
+        while engine.pulse().stage != "serving":
+            await asyncio.sleep(0.1)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
             yield engine, f"http://127.0.0.1:{port}"

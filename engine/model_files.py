@@ -1,46 +1,56 @@
-"""From the model's name to a local directory of safetensors files."""
+"""Where the model's files are: in a local directory, or in a hub's cache at a pinned commit."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from engine.errors import StartFailed
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
-def locate(model: str, revision: str | None) -> Path:
-    """A directory as it is; an id on a hub at its pinned revision, cached or downloaded."""
+def download_snapshot(*arguments: Any, **options: Any) -> str:
+    # Slow to import, and needed for a hub id only.
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(*arguments, **options))
+
+
+def locate(
+    model: str, revision: str | None, download: Callable[..., str] = download_snapshot
+) -> Path:
+    """The model's directory on this machine; StartFailed says why there is none."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return _checked(directory.resolve())
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise StartFailed(f"there is no model directory {model!r}")
-    if revision is None:
-        raise StartFailed(f"{model!r} is an id on a model hub: pin its revision (engine.revision)")
-    return _checked(_download(model, revision))
+    if not _HUB_ID.fullmatch(model):
+        raise StartFailed(f"there is no model directory {model}")
+    if not _COMMIT.fullmatch(revision or ""):
+        raise StartFailed(
+            f"{model} is not a directory here; to take it from the model hub, pin it with "
+            "engine.revision, the 40 hexadecimal digits of a commit"
+        )
+    return _checked(_fetched(model, revision, download))
 
 
 def _checked(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
-        raise StartFailed(f"{directory} holds no config.json, so it is no model")
+        raise StartFailed(f"{directory} is not a model directory: it has no config.json")
     if not any(directory.glob("*.safetensors")):
-        raise StartFailed(f"{directory} holds no safetensors file; other formats are not loaded")
+        raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
     return directory
 
 
-def _download(model: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
+def _fetched(model: str, revision: str | None, download: Callable[..., str]) -> Path:
+    """Into the hub's own cache; what is there already is not fetched again."""
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
-    except (RepositoryNotFoundError, HfHubHTTPError) as error:
-        raise StartFailed(f"the model hub does not give {model!r} at {revision!r}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
+        return Path(download(model, revision=revision, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise StartFailed(
-            f"the model hub cannot be reached for {model!r}, and it is not cached: "
-            "give a local directory instead"
+            f"{model} at {revision} could not be fetched from the model hub: {reason}; "
+            "a local directory can be given instead"
         ) from error

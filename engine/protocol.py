@@ -92,8 +92,8 @@ class Pulse:
 class Engine(Protocol):
     """Contract.
 
-    start/stop: once each. start stamps `version` on every token; StartFailed says why not. stop is
-        idempotent and leaves no process and no shared memory behind.
+    start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
+        does the pulse. stop is idempotent and leaves no process and no shared memory behind.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.

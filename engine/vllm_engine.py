@@ -84,6 +84,13 @@ class VllmEngine:
     # Start and stop
 
     async def start(self, version: str) -> None:
+        try:
+            await self._start(version)
+        except StartFailed as error:
+            self._heart.died(str(error))
+            raise
+
+    async def _start(self, version: str) -> None:
         shared_memory.sweep()
         self._serving_path = await asyncio.to_thread(
             locate, self._settings.model, self._settings.revision

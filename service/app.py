@@ -1,6 +1,6 @@
 """The FastAPI application: routes, errors, request ids and counts around one server."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -13,23 +13,12 @@ from service.server import Server
 from service.settings import Settings
 
 
-def _nothing() -> None:
-    pass
-
-
-def create_app(
-    settings: Settings,
-    engine: Engine,
-    *,
-    on_ready: Callable[[], None] = _nothing,
-    on_failure: Callable[[], None] = _nothing,
-) -> FastAPI:
-    """`on_ready` is called once requests can be served, `on_failure` if that will never be."""
+def create_app(settings: Settings, engine: Engine) -> FastAPI:
     server = Server(settings, engine)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with server.running(on_ready=on_ready, on_failure=on_failure):
+        async with server.running():
             yield
 
     # The contract is openapi.yaml, written by hand; FastAPI must not serve another.

@@ -17,7 +17,6 @@ from engine.protocol import Engine, Pulse
 from engine.settings import EngineSettings
 from service.flags import with_settings_flags
 from service.logs import configure_logging
-from service.model_source import fetch_model
 from service.settings import LogSettings, Settings, load_settings, masked
 from service.sources import SettingsError
 
@@ -59,7 +58,6 @@ class Parts:
     """What `serve` is made of; tests put their own in."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
-    fetch_model: Callable[[EngineSettings], None] = fetch_model
     load_engine: Callable[[EngineSettings], Engine] = load_engine
     create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
     run_server: ServerRunner = run_server
@@ -112,7 +110,6 @@ def _load_and_run(settings: Settings, parts: Parts) -> None:
     from service.runner import open_listener
 
     with open_listener(settings.server.host, settings.server.port) as listener:
-        parts.fetch_model(settings.engine)
         log.info("loading %s", settings.engine.model)
         engine = parts.load_engine(settings.engine)
         parts.run_server(parts.create_app(settings, engine), engine.pulse, settings, listener)

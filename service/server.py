@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,18 +55,15 @@ class Server:
             retain_superseded=settings.weights.retain_superseded,
         )
         self.activation = Activation(engine, self.versions, self.publisher, self.rollouts)
-        self.start_failure: EngineError | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
         self._started = False
 
     @asynccontextmanager
-    async def running(
-        self, *, on_ready: Callable[[], None], on_failure: Callable[[], None]
-    ) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """The engine starts in the background, so that the probes answer meanwhile."""
         self.checkpoints.open()
-        starting = asyncio.create_task(self._start_engine(on_ready, on_failure))
+        starting = asyncio.create_task(self._start_engine())
         try:
             async with self.rollouts.running():
                 yield
@@ -87,8 +84,9 @@ class Server:
 
     def check_alive(self) -> Pulse:
         pulse = self.engine.pulse()
-        if self.start_failure is not None or not pulse.alive:
-            raise EngineGone(pulse.reason)
+        if not pulse.alive:
+            # Why it did not start may name a path: that is for the log.
+            raise EngineGone(pulse.reason if self._started else "the engine did not start")
         return pulse
 
     async def in_background(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -121,18 +119,13 @@ class Server:
         self.metrics.engine_up.set(self._started and pulse.alive)
         self.metrics.heartbeat_age.set(pulse.age_seconds)
 
-    async def _start_engine(
-        self, on_ready: Callable[[], None], on_failure: Callable[[], None]
-    ) -> None:
+    async def _start_engine(self) -> None:
         try:
             await self.engine.start(self.versions.active.label)
         except EngineError as error:
-            self.start_failure = error
             log.error("the engine did not start: %s", error)
-            on_failure()
-            return
-        self._started = True
-        on_ready()
+        else:
+            self._started = True
 
     def _count(self, rollout: Rollout) -> None:
         for group in rollout.answers():

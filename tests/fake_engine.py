@@ -78,6 +78,7 @@ class FakeEngine:
         if self.start_gate is not None:
             await self.start_gate.wait()
         if self.start_error is not None:
+            self.alive, self._stage = False, "dead"
             raise self.start_error
         self.version = version
         self._stage = "serving"

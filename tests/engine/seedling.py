@@ -48,7 +48,8 @@ def teacher_forced(
     if top_p < 1.0:
         logits = _nucleus(logits, top_p)
     chosen = torch.tensor(response)[:, None]
-    return logits.log_softmax(-1).gather(-1, chosen)[:, 0].tolist()
+    logprobs: list[float] = logits.log_softmax(-1).gather(-1, chosen)[:, 0].tolist()
+    return logprobs
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

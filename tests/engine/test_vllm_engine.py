@@ -38,7 +38,8 @@ async def run(
     seed: int | None = None,
     **sampling: object,
 ) -> list[Completion]:
-    wanted = Sampling(**({"max_tokens": 8} | sampling))
+    sampling.setdefault("max_tokens", 8)
+    wanted = Sampling(**sampling)
     samples = [
         SampleRequest(
             id=f"t{next(_COUNT)}",

@@ -13,10 +13,8 @@ from typer.testing import CliRunner, Result
 
 from engine.errors import StartFailed
 from engine.protocol import Engine, Pulse
-from engine.settings import EngineSettings
 from service.cli import Parts, build_cli
 from service.flags import settings_flags
-from service.model_source import fetch_model
 from service.settings import Settings, masked, settings_fields
 
 
@@ -33,7 +31,6 @@ def ignore(*_: object) -> None:
 
 PARTS = Parts(
     configure_logging=ignore,
-    fetch_model=ignore,
     load_engine=lambda _: cast(Engine, IdleEngine()),
     create_app=lambda *_: FastAPI(),
     run_server=ignore,
@@ -121,7 +118,7 @@ def test_serve_logs_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
     assert settings["server"]["port"] == 0
 
 
-@pytest.mark.parametrize("part", ["fetch_model", "load_engine", "create_app", "run_server"])
+@pytest.mark.parametrize("part", ["load_engine", "create_app", "run_server"])
 def test_a_failed_start_is_one_sentence_and_code_1(part: str) -> None:
     parts = replace(PARTS, **{part: refuse("the disk is full")})
     result = run("serve", "--port", "0", parts=parts)
@@ -129,7 +126,7 @@ def test_a_failed_start_is_one_sentence_and_code_1(part: str) -> None:
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
-    parts = replace(PARTS, fetch_model=refuse("too late"), load_engine=refuse("too late"))
+    parts = replace(PARTS, load_engine=refuse("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", "--port", str(port), parts=parts)
@@ -138,37 +135,3 @@ def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
         result.stderr
         == f"coppice: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("model", "revision", "reason"),
-    [
-        ("/nowhere/at/all", None, "there is no model directory /nowhere/at/all"),
-        ("seedling", None, "there is no model directory seedling"),
-        ("org/name", None, "pin it with engine.revision"),
-        ("org/name", "main", "pin it with engine.revision"),
-    ],
-)
-def test_a_model_that_is_nowhere_is_one_sentence(
-    model: str, revision: str | None, reason: str
-) -> None:
-    with pytest.raises(StartFailed, match=reason):
-        fetch_model(EngineSettings(model=model, revision=revision))
-
-
-def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match=r"it has no config\.json"):
-        fetch_model(EngineSettings(model=str(tmp_path)))
-    (tmp_path / "config.json").touch()
-    with pytest.raises(StartFailed, match=r"holds no \*\.safetensors file"):
-        fetch_model(EngineSettings(model=str(tmp_path)))
-    (tmp_path / "model.safetensors").touch()
-    fetch_model(EngineSettings(model=str(tmp_path)))
-
-
-def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
-    def download(*_: object, **__: object) -> str:
-        raise OSError("Name or service\nnot known")
-
-    with pytest.raises(StartFailed, match="from the model hub: Name or service not known"):
-        fetch_model(EngineSettings(model="org/name", revision="0" * 40), download)

@@ -38,11 +38,20 @@ class Problem(AnswerModel):
 
 _TABLE = (
     ProblemKind("invalid_json", 400, "The body is not JSON"),
+    ProblemKind("unauthorized", 401, "A valid key is needed"),
+    ProblemKind("forbidden", 403, "This key may not do that"),
     ProblemKind("not_found", 404, "There is nothing at this address"),
-    ProblemKind("rollout_not_found", 404, "No such rollout is running"),
+    ProblemKind("rollout_not_found", 404, "No such rollout is running or kept"),
     ProblemKind("version_not_found", 404, "No such weights version is known"),
     ProblemKind("method_not_allowed", 405, "This address does not answer this method"),
     ProblemKind("not_acceptable", 406, "None of the accepted media types can be served"),
+    ProblemKind("request_timeout", 408, "The request did not arrive in time", retryable=True),
+    ProblemKind(
+        "idempotency_in_progress",
+        409,
+        "The request with this key is still being read",
+        retryable=True,
+    ),
     ProblemKind("version_superseded", 409, "This weights version is not served any more"),
     ProblemKind("version_conflict", 409, "The weights version is in another state than this needs"),
     ProblemKind("rollback_refused", 409, "Going back to older weights needs allow_rollback"),
@@ -58,11 +67,16 @@ _TABLE = (
         "digest_mismatch", 422, "The bytes that came are not the bytes that were announced"
     ),
     ProblemKind("path_refused", 422, "The path is not inside a configured weights directory"),
+    ProblemKind("idempotency_mismatch", 422, "This idempotency key came with another request"),
+    ProblemKind("quota_exceeded", 429, "This key has as much running as it may", retryable=True),
+    ProblemKind("headers_too_large", 431, "The headers are larger than this server takes"),
     ProblemKind("internal", 500, "The server failed"),
     ProblemKind(
         "activation_failed", 500, "The weights could not be loaded; the previous ones serve on"
     ),
     ProblemKind("not_ready", 503, "The engine is starting", retryable=True),
+    ProblemKind("draining", 503, "The server is stopping", retryable=True),
+    ProblemKind("overloaded", 503, "The server has as much queued as it takes", retryable=True),
     ProblemKind("engine_dead", 503, "The engine has stopped working", retryable=True),
     ProblemKind(
         "version_unavailable", 503, "The weights version is not served yet", retryable=True

@@ -10,7 +10,9 @@ MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
 MAX_TOKENS = 1_048_576
 
-FinishReason = Literal["stop", "length", "aborted", "version_changed", "error"]
+FinishReason = Literal[
+    "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
+]
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -72,12 +74,25 @@ class Policy(RequestModel):
         return self
 
 
+class Finish(RequestModel):
+    """When a group is done before all its samples have ended by themselves.
+
+    With `samples`, the first so many are enough; the others end as `surplus`. With
+    `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are kept.
+    """
+
+    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] | None = None
+    deadline_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
+    policy: Literal["first"] = "first"
+
+
 class RolloutRequest(RequestModel):
     """The body of POST /v1/rollouts."""
 
     groups: Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
     sampling: Sampling = Sampling()
     policy: Policy | None = None
+    finish: Finish | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     stream: bool = False
 
@@ -116,6 +131,15 @@ class GroupAnswer(GroupHead):
     """One prompt's samples, in order of their index."""
 
     samples: list[SampleAnswer]
+
+
+class RunningAnswer(AnswerModel):
+    """A rollout that was asked for asynchronously and has not ended."""
+
+    id: str
+    status: Literal["running"] = "running"
+    samples: int
+    samples_done: int
 
 
 class Usage(AnswerModel):

@@ -1,0 +1,44 @@
+"""POST /v1/score: log-probabilities of given responses, teacher-forced."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from coppice.wire.base import AnswerModel, RequestModel, TokenId
+from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
+
+Response = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+
+
+class ScoreItem(RequestModel):
+    """One prompt and the responses to score after it."""
+
+    prompt: Prompt
+    responses: Annotated[list[Response], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP)]
+
+
+class ScoreRequest(RequestModel):
+    """The body of POST /v1/score. The distribution is the model's own, at temperature 1."""
+
+    items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096)]
+    policy: Policy | None = None
+
+
+class ScoredResponse(AnswerModel):
+    """logprobs[i] is of the response's token i. All of one version, never of two."""
+
+    logprobs: list[float]
+    version: str
+
+
+class ScoredItem(AnswerModel):
+    """An item's responses, in the order they were given."""
+
+    num_prompt_tokens: int
+    responses: list[ScoredResponse]
+
+
+class ScoreAnswer(AnswerModel):
+    """Answer of POST /v1/score."""
+
+    items: list[ScoredItem]

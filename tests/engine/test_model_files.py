@@ -1,0 +1,58 @@
+"""A model is found, fetched at its pin, or missed in one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import StartFailed
+from engine.model_files import locate
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "reason"),
+    [
+        ("/nowhere/at/all", None, "there is no model directory /nowhere/at/all"),
+        ("seedling", None, "there is no model directory seedling"),
+        ("org/name", None, "pin it with engine.revision"),
+        ("org/name", "main", "pin it with engine.revision"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_one_sentence(
+    model: str, revision: str | None, reason: str
+) -> None:
+    with pytest.raises(StartFailed, match=reason):
+        locate(model, revision)
+
+
+def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match=r"it has no config\.json"):
+        locate(str(tmp_path), None)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(StartFailed, match=r"holds no \*\.safetensors file"):
+        locate(str(tmp_path), None)
+    (tmp_path / "model.safetensors").touch()
+    assert locate(str(tmp_path), None) == tmp_path
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+    def download(*_: object, **__: object) -> str:
+        raise OSError("Name or service\nnot known")
+
+    with pytest.raises(StartFailed, match="from the model hub: Name or service not known"):
+        locate("org/name", COMMIT, download)
+
+
+def test_a_pinned_model_is_fetched_at_its_pin_and_only_what_is_needed(tmp_path: Path) -> None:
+    asked: dict[str, object] = {}
+
+    def download(model: str, **options: object) -> str:
+        asked.update(options, model=model)
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    assert locate("org/name", COMMIT, download) == tmp_path
+    assert (asked["model"], asked["revision"]) == ("org/name", COMMIT)
+    assert "*.bin" not in str(asked["allow_patterns"])
