@@ -4,8 +4,8 @@
     logprobs   float32  [tokens]
     offsets    int64    [samples + 1]   sample i owns offsets[i]:offsets[i + 1]
 
-The metadata's `answer` is the RolloutAnswer with empty token_ids and logprobs. As JSON a token costs
-some twenty-five bytes, here eight.
+The metadata's `answer` is the RolloutAnswer with empty token_ids and logprobs. A token takes some
+twenty-five bytes as JSON and eight here.
 """
 
 import json
