@@ -99,6 +99,8 @@ class Engine(Protocol):
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far;
         unknown and finished ids are ignored.
+    score: log-probabilities of the response's tokens after the prompt, under the model's own
+        distribution at temperature 1. Cancelling it ends the work.
     pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
         wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
     check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
@@ -124,6 +126,8 @@ class Engine(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
+
+    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 

@@ -8,6 +8,7 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -195,6 +196,24 @@ class VllmEngine:
             raise RequestRefused(str(error)) from error
         return [_completion(queue) for queue in queues]
 
+    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+        """vLLM scores a prompt when it computes it, so prompt and response are one prompt here."""
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = tokens_input([*prompt, *response])
+        try:
+            outputs = [o async for o in self.llm.generate(tokens, params, uuid.uuid4().hex)]
+        except EngineDeadError as error:
+            raise EngineDead("the engine process died") from error
+        except VLLMClientError as error:
+            raise RequestRefused(str(error)) from error
+        return _first_logprobs(outputs[-1].prompt_logprobs)[len(prompt) :]
+
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDeadError):
             await self.llm.abort(list(sample_ids))
@@ -262,7 +281,7 @@ async def _completion(queue: Any) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),
-        logprobs=_sampled_logprobs(sample.logprobs),
+        logprobs=_first_logprobs(sample.logprobs),
         finish=sample.finish_reason,
         versions=tuple(
             VersionSpan(version=span.version, start=span.start, end=span.end)
@@ -272,6 +291,9 @@ async def _completion(queue: Any) -> Completion:
     )
 
 
-def _sampled_logprobs(flat: Any) -> list[float]:
-    """vLLM puts the sampled token first at every position."""
-    return [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
+def _first_logprobs(flat: Any) -> list[float]:
+    """vLLM puts the token itself first at every position; a prompt's first position has none."""
+    if flat is None:
+        return []
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]

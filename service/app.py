@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from engine.protocol import Engine
 from service import problems
 from service.requests import RequestScope
-from service.routes import control, documents, health, rollouts, weights
+from service.routes import control, documents, health, rollouts, score, weights
 from service.server import Server
 from service.settings import Settings
 
@@ -26,6 +26,6 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.server = server
     app.add_middleware(RequestScope, metrics=server.metrics)
     problems.install(app)
-    for part in (rollouts, weights, control, health, documents):
+    for part in (rollouts, score, weights, control, health, documents):
         app.include_router(part.router)
     return app

@@ -12,10 +12,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[Model], *, limit: int) -> Model:
+    return parse(await read(request, limit=limit), model)
+
+
+async def read(request: Request, *, limit: int) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if media_type.lower() != "application/json":
         raise UnsupportedMediaType("send application/json")
-    body = b"".join([chunk async for chunk in bounded(request, limit=limit)])
+    return b"".join([chunk async for chunk in bounded(request, limit=limit)])
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:

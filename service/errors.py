@@ -5,11 +5,12 @@ ServiceError
 |  |- InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
+|  |- IdempotencyInProgress, IdempotencyMismatch
 |  |- VersionSuperseded, VersionConflict, RollbackRefused
 |  `- WeightsRefused, DigestMismatch, PathRefused
 `- ServerSideError                    the server is at fault or not able just now
    |- Internal, ActivationFailed, InsufficientStorage
-   `- NotReady, EngineGone, VersionUnavailable
+   `- NotReady, Draining, EngineGone, VersionUnavailable
 """
 
 from typing import ClassVar
@@ -104,6 +105,14 @@ class VersionNotFound(CallerError):
     code = "version_not_found"
 
 
+class IdempotencyInProgress(CallerError):
+    code = "idempotency_in_progress"
+
+
+class IdempotencyMismatch(CallerError):
+    code = "idempotency_mismatch"
+
+
 class VersionSuperseded(CallerError):
     code = "version_superseded"
 
@@ -142,6 +151,10 @@ class InsufficientStorage(ServerSideError):
 
 class NotReady(ServerSideError):
     code = "not_ready"
+
+
+class Draining(ServerSideError):
+    code = "draining"
 
 
 class EngineGone(ServerSideError):

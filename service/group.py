@@ -9,21 +9,26 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, VersionSpan
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
 
-Ending = Literal["cancelled", "version_changed"]
+Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 SampleDone = Callable[[SampleAnswer], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """Owned by its rollout. `ending` says why its running samples are being ended, if they are."""
+    """Owned by its rollout. `ending` says why its running samples are being ended, if they are.
+
+    `enough` samples that end by themselves make the group done; after `deadline_seconds` it takes
+    what there is.
+    """
 
     id: str
     index: int
@@ -33,9 +38,12 @@ class Group:
     seed: int | None = None
     priority: int = 0
     exact_version: str | None = None
+    enough: int | None = None
+    deadline_seconds: float | None = None
     decode: Decode | None = None
     ending: Ending | None = None
     num_done: int = 0
+    num_whole: int = 0
     sample_ids: list[str] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
 
@@ -50,7 +58,8 @@ class Group:
             completions = await engine.submit(self._requests())
             if self.ending:
                 await engine.abort(self.sample_ids)
-            finished = await self._gather(completions, sample_done)
+            async with self._deadline(engine):
+                finished = await self._gather(engine, completions, sample_done)
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
@@ -73,13 +82,28 @@ class Group:
             for index, sample_id in enumerate(self.sample_ids)
         ]
 
+    @asynccontextmanager
+    async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
+        if self.deadline_seconds is None:
+            yield
+            return
+        clock = asyncio.create_task(self._end_at_deadline(engine, self.deadline_seconds))
+        try:
+            yield
+        finally:
+            clock.cancel()
+
+    async def _end_at_deadline(self, engine: Engine, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.end(engine, "deadline")
+
     async def _gather(
-        self, completions: list[Awaitable[Completion]], sample_done: SampleDone
+        self, engine: Engine, completions: list[Awaitable[Completion]], sample_done: SampleDone
     ) -> list[tuple[SampleAnswer, int]]:
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
             self._unfinished.discard(self.sample_ids[index])
-            self.num_done += 1
+            await self._count(engine, result)
             answer = await self._sample(index, result)
             sample_done(answer)
             return answer, result.num_cached_tokens
@@ -87,6 +111,13 @@ class Group:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one(i, c)) for i, c in enumerate(completions)]
         return [task.result() for task in running]
+
+    async def _count(self, engine: Engine, result: Completion) -> None:
+        """Whoever completes what is enough ends the others, before anything else happens."""
+        self.num_done += 1
+        self.num_whole += result.finish in ("stop", "length")
+        if self.num_whole == self.enough and self._unfinished:
+            await self.end(engine, "surplus")
 
     async def _sample(self, index: int, result: Completion) -> SampleAnswer:
         kept = self._kept(result)
@@ -116,7 +147,9 @@ class Group:
             return "version_changed"
         if result.finish != "abort":
             return result.finish
-        return "version_changed" if self.ending == "version_changed" else "aborted"
+        if self.ending is None or self.ending == "cancelled":
+            return "aborted"
+        return self.ending
 
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         samples = [sample for sample, _ in finished]
@@ -131,7 +164,7 @@ class Group:
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
         reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] == self.n:
+        if reasons["stop"] + reasons["length"] >= (self.enough or self.n):
             return "done"
         if reasons["error"] == self.n:
             return "failed"

@@ -21,12 +21,14 @@ from coppice.wire.rollouts import (
     GroupHead,
     Outcome,
     RolloutAnswer,
+    RunningAnswer,
     SampleAnswer,
     Usage,
 )
-from engine.errors import EngineDead, RequestRefused
 from engine.protocol import Engine
-from service.errors import EngineGone, Internal, InvalidRequest, NotReady, ServiceError
+from service.claim import Claim
+from service.errors import Draining, ServiceError
+from service.failures import service_error
 from service.group import Ending, Group
 from service.logs import group_id, rollout_id
 
@@ -36,11 +38,26 @@ PROGRESS_SECONDS = 15.0
 
 
 class Rollout:
-    """Owned by the registry that runs it. Lives on one event loop."""
+    """Owned by the registry that runs it. Lives on one event loop.
 
-    def __init__(self, rollout_id: str, groups: Sequence[Group]) -> None:
+    `owner` is the key that it was started with: nobody else may see it. A detached rollout outlives
+    its caller's connection.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str,
+        groups: Sequence[Group],
+        *,
+        owner: str,
+        detached: bool,
+        claim: Claim | None = None,
+    ) -> None:
         self.id = rollout_id
         self.groups = groups
+        self.owner = owner
+        self.detached = detached
+        self.claim = claim
         self.error: ServiceError | None = None
         self._answers: dict[int, GroupAnswer] = {}
         self._log: list[Record] = [StartRecord(id=rollout_id)]
@@ -59,6 +76,12 @@ class Rollout:
     def num_running(self) -> int:
         return sum(group.num_running for group in self.groups)
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory: two Python numbers and their places a token."""
+        samples = [sample for answer in self.answers() for sample in answer.samples]
+        return sum(1024 + 80 * len(sample.token_ids) for sample in samples)
+
     async def run(self, engine: Engine) -> None:
         rollout_id.set(self.id)
         try:
@@ -66,9 +89,9 @@ class Rollout:
                 for group in self.groups:
                     tasks.create_task(self._run_group(engine, group))
         except ExceptionGroup as failures:
-            self.error = _error(failures)
+            self.error = service_error(failures)
         except asyncio.CancelledError:
-            self.error = NotReady("the server is stopping", retry_after_seconds=30)
+            self.error = Draining(retry_after_seconds=30)
             raise
         finally:
             end = self._end_record()
@@ -86,6 +109,10 @@ class Rollout:
     def answers(self) -> list[GroupAnswer]:
         """Of the groups that have ended."""
         return [self._answers[index] for index in sorted(self._answers)]
+
+    def progress(self) -> RunningAnswer:
+        done = sum(group.num_done for group in self.groups)
+        return RunningAnswer(id=self.id, samples=self.num_samples, samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
         """Waits for the end; raises the problem if that is how it ended."""
@@ -106,7 +133,8 @@ class Rollout:
             if position and isinstance(self._log[position - 1], EndRecord):
                 return
             if not await self._wait_for_growth(position):
-                yield self._progress()
+                standing = self.progress()
+                yield ProgressRecord(samples=standing.samples, samples_done=standing.samples_done)
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
         group_id.set(str(group.index))  # the caller's own name for it could hold anything
@@ -134,10 +162,6 @@ class Rollout:
             return False
         return True
 
-    def _progress(self) -> ProgressRecord:
-        done = sum(group.num_done for group in self.groups)
-        return ProgressRecord(samples=self.num_samples, samples_done=done)
-
     def _end_record(self) -> EndRecord:
         problem = None if self.error is None else self.error.problem()
         return EndRecord(outcome=self._outcome(), usage=self._usage(), problem=problem)
@@ -155,16 +179,3 @@ class Rollout:
             completion_tokens=sum(len(s.token_ids) for a in answers for s in a.samples),
             samples=sum(len(answer.samples) for answer in answers),
         )
-
-
-def _error(failures: ExceptionGroup[Exception]) -> ServiceError:
-    """The problem that a rollout's callers see; what nobody foresaw is logged and stays inside."""
-    first: Exception = failures
-    while isinstance(first, ExceptionGroup):
-        first = first.exceptions[0]
-    if isinstance(first, EngineDead):
-        return EngineGone(retry_after_seconds=30)
-    if isinstance(first, RequestRefused):
-        return InvalidRequest(str(first))
-    log.error("rollout failed", exc_info=failures)
-    return Internal()

@@ -12,8 +12,11 @@ from contextlib import asynccontextmanager
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
+from service.claim import Claim
 from service.errors import InvalidRequest, RolloutNotFound
 from service.group import Group
+from service.idempotency import IdempotencyKeys
+from service.kept import Kept
 from service.prompts import Prompts
 from service.rollout import Rollout
 from service.versions import Versions
@@ -22,7 +25,7 @@ Ended = Callable[[Rollout], None]
 
 
 class Rollouts:
-    """Owner of all running rollouts; leaving `running` ends every one of them."""
+    """Owner of all running and kept rollouts; leaving `running` ends every one of them."""
 
     def __init__(
         self,
@@ -31,6 +34,8 @@ class Rollouts:
         prompts: Prompts,
         *,
         max_samples_per_request: int,
+        keep_seconds: float,
+        keep_bytes: int,
         ended: Ended,
     ) -> None:
         self._engine = engine
@@ -39,6 +44,8 @@ class Rollouts:
         self._max_samples = max_samples_per_request
         self._ended = ended
         self._running: dict[str, Rollout] = {}
+        self._keys = IdempotencyKeys()
+        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes, dropped=self._release)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -63,24 +70,54 @@ class Rollouts:
                 await self._cancel_all()
                 self._tasks = None
 
-    async def start(self, request: RolloutRequest) -> Rollout:
-        """Everything that can be refused is refused before the first sample enters the engine."""
+    async def start(
+        self,
+        request: RolloutRequest,
+        *,
+        owner: str,
+        detached: bool = False,
+        claim: Claim | None = None,
+    ) -> Rollout:
+        """Everything that can be refused is refused before the first sample enters the engine.
+
+        With a claim, the rollout that this very request has started before, if there is one.
+        """
+        if claim is None:
+            return await self._start(request, owner=owner, detached=detached)
+        self._kept.trim()
+        started = self._keys.claim(claim)
+        if started is not None:
+            return started
+        try:
+            return await self._start(request, owner=owner, detached=True, claim=claim)
+        except BaseException:
+            self._keys.release(claim)
+            raise
+
+    async def _start(
+        self, request: RolloutRequest, *, owner: str, detached: bool, claim: Claim | None = None
+    ) -> Rollout:
         num_samples = sum(group.n for group in request.groups)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
-        await self._gate.wait()
+        await self.gate_open()
         exact_version = self._versions.admit(request.policy)
         groups = [
             self._group(request, group, index, prompts[index], exact_version)
             for index, group in enumerate(request.groups)
         ]
-        return self._run(Rollout(uuid.uuid4().hex, groups))
+        rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
+        if claim is not None:
+            self._keys.bind(claim, rollout)
+        return self._run(rollout)
 
-    def get(self, rollout_id: str) -> Rollout:
-        if rollout_id not in self._running:
+    def get(self, rollout_id: str, *, owner: str) -> Rollout:
+        """Running or kept; another key's is as good as none."""
+        rollout = self._running.get(rollout_id) or self._kept.get(rollout_id)
+        if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
-        return self._running[rollout_id]
+        return rollout
 
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
@@ -106,6 +143,9 @@ class Rollouts:
         finally:
             self._gate.set()
 
+    async def gate_open(self) -> None:
+        await self._gate.wait()
+
     async def idle(self) -> None:
         await self._idle.wait()
 
@@ -124,6 +164,8 @@ class Rollouts:
             prompt_token_ids=prompt_token_ids,
             sampling=self._sampling(request, len(prompt_token_ids)),
             seed=group.seed,
+            enough=None if request.finish is None else request.finish.samples,
+            deadline_seconds=None if request.finish is None else request.finish.deadline_seconds,
             priority=request.priority,
             exact_version=exact_version,
             decode=None if group.prompt.token_ids is not None else self._prompts.text,
@@ -154,6 +196,14 @@ class Rollouts:
         if not self._running:
             self._idle.set()
         self._ended(rollout)
+        if rollout.error is not None:
+            self._release(rollout)
+        if rollout.detached:
+            self._kept.add(rollout)
+
+    def _release(self, rollout: Rollout) -> None:
+        if rollout.claim is not None:
+            self._keys.release(rollout.claim)
 
     async def _cancel_all(self) -> None:
         for rollout in list(self._running.values()):

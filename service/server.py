@@ -20,6 +20,7 @@ from service.prompts import Prompts
 from service.publisher import Publisher
 from service.rollout import Rollout
 from service.rollouts import Rollouts
+from service.scoring import Scoring
 from service.settings import Settings
 from service.versions import Version, Versions
 
@@ -46,7 +47,16 @@ class Server:
             self.versions,
             self.prompts,
             max_samples_per_request=settings.limits.max_samples_per_request,
+            keep_seconds=settings.limits.keep_answers_seconds,
+            keep_bytes=settings.limits.keep_answers_bytes,
             ended=self._count,
+        )
+        self.scoring = Scoring(
+            engine,
+            self.versions,
+            self.prompts,
+            self.rollouts,
+            max_samples_per_request=settings.limits.max_samples_per_request,
         )
         self.publisher = Publisher(
             engine,

@@ -105,6 +105,12 @@ class LimitsSettings(Section):
     max_samples_per_request: Annotated[
         int, Field(ge=1, description="samples of all groups of one request at most")
     ] = 65536
+    keep_answers_seconds: Annotated[
+        float, Field(gt=0, description="seconds that an ended rollout can still be asked for")
+    ] = 600.0
+    keep_answers_bytes: Annotated[
+        int, Field(ge=0, description="bytes of ended rollouts that are kept at most")
+    ] = 2**30
     keep_alive_seconds: Annotated[
         int, Field(ge=1, description="seconds that an idle connection is kept open")
     ] = 75

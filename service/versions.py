@@ -48,12 +48,16 @@ class Version:
 
 
 class Versions:
-    """The table of versions. Lives on one event loop; nothing here waits."""
+    """The table of versions. Lives on one event loop; nothing here waits.
+
+    `epoch` counts activations: equal epochs mean the same weights, which equal labels do not.
+    """
 
     def __init__(self, first: Version) -> None:
         assert first.state == "active"
         self._known = {first.label: first}
         self._active = first.label
+        self.epoch = 0
 
     @property
     def active(self) -> Version:
@@ -121,6 +125,7 @@ class Versions:
         self._known[self._active] = replace(self.active, state="superseded")
         self._active = label
         self._known[label] = replace(self._known[label], state="active")
+        self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:
         if label == self._active:

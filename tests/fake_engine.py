@@ -42,6 +42,8 @@ class FakeEngine:
         self.start_gate: asyncio.Event | None = None
         self.refused_weights: dict[str, str] = {}
         self.load_error: EngineError | None = None
+        self.score_gate: asyncio.Event | None = None
+        self.scored = 0
         self.alive = True
         self.calls: list[str] = []
         self.loaded: list[Path] = []
@@ -107,6 +109,16 @@ class FakeEngine:
         if self.instant and not self.paused:
             self.step(VOCAB_SIZE)
         return [sample.done for sample in added]
+
+    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+        if not self.alive:
+            raise EngineDead("dead")
+        while self.paused:
+            await asyncio.sleep(0.001)
+        self.scored += 1
+        if self.score_gate is not None:
+            await self.score_gate.wait()
+        return [-float(len(prompt) + i) for i in range(len(response))]
 
     def step(self, num_tokens: int = 1) -> None:
         """Samples so many more tokens for everyone, up to each one's limit."""

@@ -1,80 +1,121 @@
-"""POST and DELETE /v1/rollouts."""
+"""/v1/rollouts: start one, come back to it, end it."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 
+from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
-from service.bodies import read_json
-from service.errors import NotAcceptable
+from service.bodies import parse, read
+from service.claim import Claim
+from service.connection import NOBODY_READS, while_connected
+from service.errors import InvalidRequest
+from service.preferences import Form, wait_seconds, wanted_form, wants_async
 from service.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
-NDJSON = "application/x-ndjson"
-JSON = "application/json"
+OWNER = "local"
 
 
 @router.post("")
 async def start(request: Request, server: ReadyServer) -> Response:
-    media_type = _wanted(request.headers.get("accept", "*/*"))
-    body = await read_json(request, RolloutRequest, limit=server.settings.limits.max_body_bytes)
-    rollout = await server.rollouts.start(body)
-    headers = {"Coppice-Rollout-Id": rollout.id}
-    if body.stream or media_type == NDJSON:
-        return StreamingResponse(_lines(server, rollout), media_type=NDJSON, headers=headers)
-    await _ended_or_left(request, server, rollout)
-    return _json(await rollout.answer(), headers)
+    headers = request.headers
+    form = wanted_form(headers.get("accept"))
+    respond_async = wants_async(headers.get("prefer"))
+    content = await read(request, limit=server.settings.limits.max_body_bytes)
+    body = parse(content, RolloutRequest)
+    key = headers.get("idempotency-key")
+    claim = None if key is None else Claim.of(OWNER, key, content)
+    rollout = await server.rollouts.start(body, owner=OWNER, detached=respond_async, claim=claim)
+    if respond_async:
+        return _accepted(rollout, {"Preference-Applied": "respond-async"})
+    if body.stream or form is Form.NDJSON:
+        return _stream(server, rollout)
+    try:
+        await while_connected(request, rollout.wait())
+    finally:
+        await _end_unless_detached(server, rollout)
+    return await _answer(rollout, form) if rollout.ended else NOBODY_READS
+
+
+@router.get("/{rollout_id}")
+async def look(rollout_id: str, request: Request, server: ReadyServer) -> Response:
+    """What has ended is answered at once, what has not is awaited as long as the caller likes."""
+    form = wanted_form(request.headers.get("accept"))
+    seconds = wait_seconds(_only_parameter(request, "wait"))
+    rollout = server.rollouts.get(rollout_id, owner=OWNER)
+    if form is Form.NDJSON:
+        return _stream(server, rollout)
+    try:
+        async with asyncio.timeout(seconds):
+            await rollout.wait()
+    except TimeoutError:
+        return _accepted(rollout, {})
+    return await _answer(rollout, form)
 
 
 @router.delete("/{rollout_id}")
-async def abort(rollout_id: str, server: ReadyServer) -> Response:
+async def abort(rollout_id: str, request: Request, server: ReadyServer) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
-    rollout = server.rollouts.get(rollout_id)
+    form = wanted_form(request.headers.get("accept"))
+    rollout = server.rollouts.get(rollout_id, owner=OWNER)
     await server.rollouts.cancel(rollout)
-    return _json(await rollout.answer(), {})
+    return await _answer(rollout, Form.JSON if form is Form.NDJSON else form)
+
+
+def _stream(server: Server, rollout: Rollout) -> Response:
+    lines = _lines(server, rollout)
+    return StreamingResponse(lines, media_type=Form.NDJSON, headers=_headers(rollout))
 
 
 async def _lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
-    """Left early, by a reader who went away, it ends the rollout."""
     try:
         async for record in rollout.records():
             yield record.model_dump_json(exclude_none=True).encode() + b"\n"
     finally:
-        if not rollout.ended:
-            await server.rollouts.cancel(rollout)
+        await _end_unless_detached(server, rollout)
 
 
-async def _ended_or_left(request: Request, server: Server, rollout: Rollout) -> None:
-    """Nobody reads the answer of a caller who has gone: the rollout ends with the connection."""
-    left = asyncio.create_task(_disconnected(request))
-    ended = asyncio.create_task(rollout.wait())
-    try:
-        await asyncio.wait({left, ended}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        left.cancel()
-        ended.cancel()
-        if not rollout.ended:
-            await server.rollouts.cancel(rollout)
+async def _end_unless_detached(server: Server, rollout: Rollout) -> None:
+    """Nobody could come back for it: it ends with the connection."""
+    if not (rollout.ended or rollout.detached):
+        await server.rollouts.cancel(rollout)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _answer(rollout: Rollout, form: Form) -> Response:
+    """Encoded in a thread: large answers would hold up everybody else's streams."""
+    answer = await rollout.answer()
+    content = await asyncio.to_thread(_encoded, answer, form)
+    return Response(content, media_type=form, headers=_headers(rollout))
 
 
-def _wanted(accept: str) -> str:
-    accepted = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
-    if NDJSON in accepted:
-        return NDJSON
-    if accepted & {JSON, "application/*", "*/*"}:
-        return JSON
-    raise NotAcceptable(f"this server answers {JSON} and {NDJSON}")
+def _encoded(answer: RolloutAnswer, form: Form) -> bytes:
+    return pack(answer) if form is Form.PACKED else answer.model_dump_json().encode()
 
 
-def _json(answer: RolloutAnswer, headers: dict[str, str]) -> Response:
-    return Response(answer.model_dump_json(), media_type=JSON, headers=headers)
+def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:
+    progress: BaseModel = rollout.progress()
+    location = {"Location": f"/v1/rollouts/{rollout.id}"}
+    return Response(
+        progress.model_dump_json(),
+        status_code=202,
+        media_type=Form.JSON,
+        headers=_headers(rollout) | location | headers,
+    )
+
+
+def _headers(rollout: Rollout) -> dict[str, str]:
+    return {"Coppice-Rollout-Id": rollout.id}
+
+
+def _only_parameter(request: Request, name: str) -> str | None:
+    unknown = request.query_params.keys() - {name}
+    if unknown:
+        raise InvalidRequest(f"unknown parameter: {min(unknown)}")
+    return request.query_params.get(name)

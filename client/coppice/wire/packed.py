@@ -39,7 +39,8 @@ def pack(answer: RolloutAnswer) -> bytes:
         "logprobs": _joined(samples, lambda sample: sample.logprobs, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
     }
-    return save(tensors, metadata={"answer": _stripped(answer).model_dump_json()})
+    packed: bytes = save(tensors, metadata={"answer": _stripped(answer).model_dump_json()})
+    return packed
 
 
 def unpack(data: bytes) -> Packed:
@@ -65,7 +66,7 @@ def _joined(
 
 
 def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
-    bare = {"token_ids": [], "logprobs": []}
+    bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
     groups = [
         group.model_copy(update={"samples": [s.model_copy(update=bare) for s in group.samples]})
         for group in answer.groups

@@ -1,0 +1,24 @@
+"""A claim on an idempotency key: who asked with which key for what."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from service.errors import InvalidRequest
+
+_KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The fingerprint tells the same request from another one under the same key."""
+
+    owner: str
+    key: str
+    fingerprint: bytes
+
+    @classmethod
+    def of(cls, owner: str, key: str, body: bytes) -> "Claim":
+        if not _KEY.match(key):
+            raise InvalidRequest("Idempotency-Key is 1 to 255 visible ASCII characters")
+        return cls(owner, key, hashlib.sha256(body).digest())

@@ -1,0 +1,19 @@
+"""POST /v1/score."""
+
+from fastapi import APIRouter, Request, Response
+
+from coppice.wire.score import ScoreRequest
+from service.bodies import read_json
+from service.connection import NOBODY_READS, while_connected
+from service.routes.dependencies import ReadyServer
+
+router = APIRouter(prefix="/v1/score")
+
+
+@router.post("")
+async def score(request: Request, server: ReadyServer) -> Response:
+    body = await read_json(request, ScoreRequest, limit=server.settings.limits.max_body_bytes)
+    answer = await while_connected(request, server.scoring.score(body))
+    if answer is None:
+        return NOBODY_READS
+    return Response(answer.model_dump_json(), media_type="application/json")

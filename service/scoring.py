@@ -1,0 +1,87 @@
+"""Teacher-forced log-probabilities of given responses, each of one weights version.
+
+vLLM may compute a long prompt in chunks, and an activation between two of them would mix versions
+without a trace. So what was computed across an activation is computed again.
+"""
+
+import asyncio
+
+from coppice.wire.rollouts import Policy
+from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
+from engine.protocol import Engine
+from service.errors import InvalidRequest, PromptTooLong
+from service.failures import service_error
+from service.prompts import Prompts
+from service.rollouts import Rollouts
+from service.versions import Versions
+
+
+class Scoring:
+    """Holds nothing between two requests."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        *,
+        max_samples_per_request: int,
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._max_samples = max_samples_per_request
+
+    async def score(self, request: ScoreRequest) -> ScoreAnswer:
+        num_responses = sum(len(item.responses) for item in request.items)
+        if num_responses > self._max_samples:
+            raise InvalidRequest(
+                f"{num_responses} responses; one request may have {self._max_samples}"
+            )
+        prompts = [await self._prompts.token_ids(item.prompt) for item in request.items]
+        pairs = list(zip(request.items, prompts, strict=True))
+        for item, prompt in pairs:
+            self._check(item, prompt)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                items = [
+                    tasks.create_task(self._item(item, prompt, request.policy))
+                    for item, prompt in pairs
+                ]
+        except ExceptionGroup as failures:
+            raise service_error(failures) from failures
+        return ScoreAnswer(items=[item.result() for item in items])
+
+    def _check(self, item: ScoreItem, prompt: list[int]) -> None:
+        limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
+        for response in item.responses:
+            if len(prompt) + len(response) >= limit:
+                raise PromptTooLong(
+                    f"{len(prompt)} prompt and {len(response)} response tokens; "
+                    f"together they must be below {limit}"
+                )
+            if max(response) >= vocabulary:
+                raise InvalidRequest(f"token ids must be below {vocabulary}")
+
+    async def _item(self, item: ScoreItem, prompt: list[int], policy: Policy | None) -> ScoredItem:
+        async with asyncio.TaskGroup() as tasks:
+            scored = [
+                tasks.create_task(self._response(prompt, response, policy))
+                for response in item.responses
+            ]
+        return ScoredItem(
+            num_prompt_tokens=len(prompt), responses=[task.result() for task in scored]
+        )
+
+    async def _response(
+        self, prompt: list[int], response: list[int], policy: Policy | None
+    ) -> ScoredResponse:
+        while True:
+            await self._rollouts.gate_open()
+            self._versions.admit(policy)
+            epoch, version = self._versions.epoch, self._versions.active.label
+            logprobs = await self._engine.score(prompt, response)
+            if epoch == self._versions.epoch:
+                return ScoredResponse(logprobs=logprobs, version=version)
