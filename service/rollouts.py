@@ -100,6 +100,7 @@ class Rollouts:
         num_samples = sum(group.n for group in request.groups)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
+        _check_enough(request)
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
         await self.gate_open()
         exact_version = self._versions.admit(request.policy)
@@ -208,3 +209,9 @@ class Rollouts:
     async def _cancel_all(self) -> None:
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
+
+
+def _check_enough(request: RolloutRequest) -> None:
+    enough = (request.finish and request.finish.samples) or 1
+    if any(group.n < enough for group in request.groups):
+        raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

@@ -26,9 +26,10 @@ EOS = 0
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     request: SampleRequest
     done: asyncio.Future[Completion]
+    limit: int
     token_versions: list[str] = field(default_factory=list)
 
 
@@ -44,10 +45,11 @@ class FakeEngine:
         self.load_error: EngineError | None = None
         self.score_gate: asyncio.Event | None = None
         self.scored = 0
+        self.scoring = 0
         self.alive = True
         self.calls: list[str] = []
         self.loaded: list[Path] = []
-        self.running: dict[str, _Running] = {}
+        self.running: dict[str, Running] = {}
         self.version = ""
         self.paused = False
         self._stage: EngineStage = "starting"
@@ -104,7 +106,10 @@ class FakeEngine:
         if not self.alive:
             raise EngineDead("dead")
         loop = asyncio.get_running_loop()
-        added = [_Running(request=sample, done=loop.create_future()) for sample in samples]
+        added = [
+            Running(request=sample, done=loop.create_future(), limit=sample.sampling.max_tokens)
+            for sample in samples
+        ]
         self.running |= {sample.request.id: sample for sample in added}
         if self.instant and not self.paused:
             self.step(VOCAB_SIZE)
@@ -116,8 +121,12 @@ class FakeEngine:
         while self.paused:
             await asyncio.sleep(0.001)
         self.scored += 1
-        if self.score_gate is not None:
-            await self.score_gate.wait()
+        self.scoring += 1
+        try:
+            if self.score_gate is not None:
+                await self.score_gate.wait()
+        finally:
+            self.scoring -= 1
         return [-float(len(prompt) + i) for i in range(len(response))]
 
     def step(self, num_tokens: int = 1) -> None:
@@ -125,10 +134,9 @@ class FakeEngine:
         if self.paused:
             return
         for sample in list(self.running.values()):
-            limit = sample.request.sampling.max_tokens
-            room = limit - len(sample.token_versions)
+            room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
-            if len(sample.token_versions) == limit:
+            if len(sample.token_versions) == sample.limit:
                 self._finish(sample, "length")
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
@@ -171,7 +179,7 @@ class FakeEngine:
             sample.done.set_exception(EngineDead("dead"))
         self.running.clear()
 
-    def _finish(self, sample: _Running, finish: EngineFinish) -> None:
+    def _finish(self, sample: Running, finish: EngineFinish) -> None:
         del self.running[sample.request.id]
         if sample.done.done():
             return

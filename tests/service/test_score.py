@@ -1,0 +1,96 @@
+"""POST /v1/score."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fake_engine import FakeEngine
+from tests.serving import Served, serving
+
+
+async def score(served: Served, *responses: list[int], **rest: Any) -> httpx.Response:
+    item = {"prompt": {"token_ids": [1, 2]}, "responses": list(responses)}
+    return await served.http.post("/v1/score", json={"items": [item], **rest})
+
+
+async def test_every_response_gets_a_logprob_a_token_and_its_version(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = (await score(served, [5, 6, 7], [8])).json()
+    assert answer["items"] == [
+        {
+            "num_prompt_tokens": 2,
+            "responses": [
+                {"logprobs": [-2.0, -3.0, -4.0], "version": "v0"},
+                {"logprobs": [-2.0], "version": "v0"},
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("responses", "code"),
+    [
+        ([], "invalid_request"),
+        ([[]], "invalid_request"),
+        ([[256]], "invalid_request"),
+        ([[1] * 510], "prompt_too_long"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, responses: list[list[int]], code: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await score(served, *responses)
+    assert (refused.status_code, refused.json()["code"]) == (422, code)
+
+
+async def test_what_an_activation_fell_into_is_scored_again(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await served.http.put("/v1/weights/v1", content=b"w")
+        engine.score_gate = asyncio.Event()
+        scoring = asyncio.create_task(score(served, [5]))
+        while engine.scored == 0:
+            await asyncio.sleep(0.001)
+        await served.http.post("/v1/weights/v1/activate", json={})
+        engine.score_gate.set()
+        answer = (await scoring).json()
+    assert engine.scored == 2
+    assert answer["items"][0]["responses"][0]["version"] == "v1"
+
+
+async def test_policies_hold_here_too(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await score(served, [5], policy={"exact_version": "v9"})
+    assert (refused.status_code, refused.json()["code"]) == (409, "version_superseded")
+
+
+async def test_a_dead_engine_is_a_problem(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        engine.score_gate = asyncio.Event()
+        scoring = asyncio.create_task(score(served, [5]))
+        while engine.scored == 0:
+            await asyncio.sleep(0.001)
+        engine.die()
+        refused = await score(served, [5])
+        assert refused.json()["code"] == "engine_dead"
+        engine.score_gate.set()
+        await scoring
+
+
+async def test_a_closed_connection_ends_the_scoring(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        engine.score_gate = asyncio.Event()
+        async with httpx.AsyncClient(base_url=served.url) as leaving:
+            item = {"prompt": {"token_ids": [1]}, "responses": [[2]]}
+            request = asyncio.create_task(leaving.post("/v1/score", json={"items": [item]}))
+            while engine.scored == 0:
+                await asyncio.sleep(0.001)
+            request.cancel()
+        while engine.scoring:
+            await asyncio.sleep(0.001)
