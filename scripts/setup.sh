@@ -52,6 +52,7 @@ sys.exit(not all(map(u.find_spec, ["coppice", "service", "torch", "uvicorn", "vl
 
 make_base() {
     say "making .venv with $1"
+    rm -f .venv/base.stamp # first, lest an interrupted removal passes for an environment
     rm -rf .venv
     mkdir .venv
     touch .venv/unfinished

@@ -121,6 +121,8 @@ async def _announce(
             server.should_exit = True
             return pulse().reason or "it died"
         await asyncio.sleep(POLL_SECONDS)
+    if server.should_exit:
+        return None
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":
         typer.echo(f"\nTry it:\n\n  {curl_line(url)}\n\nCtrl-C stops the server.\n")
