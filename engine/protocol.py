@@ -94,6 +94,7 @@ class Engine(Protocol):
 
     start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
         does the pulse. stop is idempotent and leaves no process and no shared memory behind.
+    kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
@@ -118,6 +119,8 @@ class Engine(Protocol):
     async def start(self, version: str) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
 
     def encode_text(self, text: str) -> list[int]: ...
 

@@ -8,6 +8,7 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 import asyncio
 import logging
 import os
+import signal
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
@@ -149,6 +150,11 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+
+    def kill(self) -> None:
+        for pid in _processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     # Tokens and text
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from engine.errors import StartFailed
-from engine.protocol import Engine, Pulse
+from engine.protocol import Engine
 from engine.settings import EngineSettings
 from service.flags import with_settings_flags
 from service.logs import configure_logging
@@ -23,7 +23,9 @@ from service.sources import SettingsError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-ServerRunner = Callable[["FastAPI", Callable[[], Pulse], Settings, socket.socket], None]
+    from service.stop import Life
+
+ServerRunner = Callable[["FastAPI", "Life", Settings, socket.socket], None]
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +47,10 @@ def create_app(settings: Settings, engine: Engine) -> "FastAPI":
     return create_app(settings, engine)
 
 
-def run_server(
-    app: "FastAPI", pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
-) -> None:
+def run_server(app: "FastAPI", life: "Life", settings: Settings, listener: socket.socket) -> None:
     from service.runner import run_server
 
-    run_server(app, pulse, settings, listener)
+    run_server(app, life, settings, listener)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,8 @@ def _load_and_run(settings: Settings, parts: Parts) -> None:
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading %s", settings.engine.model)
         engine = parts.load_engine(settings.engine)
-        parts.run_server(parts.create_app(settings, engine), engine.pulse, settings, listener)
+        app = parts.create_app(settings, engine)
+        parts.run_server(app, app.state.server, settings, listener)
 
 
 def _print_versions() -> None:

@@ -67,7 +67,7 @@ class Rollouts:
             try:
                 yield
             finally:
-                await self._cancel_all()
+                await self.cancel_all()
                 self._tasks = None
 
     async def start(
@@ -122,6 +122,10 @@ class Rollouts:
 
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
+
+    async def cancel_all(self) -> None:
+        for rollout in list(self._running.values()):
+            await self.cancel(rollout)
 
     async def end_bound_to_other_than(self, version: str) -> int:
         """Ends the groups that are bound to another exact version; returns how many samples."""
@@ -205,10 +209,6 @@ class Rollouts:
     def _release(self, rollout: Rollout) -> None:
         if rollout.claim is not None:
             self._keys.release(rollout.claim)
-
-    async def _cancel_all(self) -> None:
-        for rollout in list(self._running.values()):
-            await self.cancel(rollout)
 
 
 def _check_enough(request: RolloutRequest) -> None:

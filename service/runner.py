@@ -3,9 +3,8 @@
 import asyncio
 import json
 import logging
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
@@ -14,10 +13,11 @@ import uvloop
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
-from engine.protocol import Pulse
 from service.settings import Settings
+from service.stop import Life, Stop
 
 POLL_SECONDS = 0.1
+FLUSH_SECONDS = 10  # for answers that are on their way once everything has ended
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 log = logging.getLogger(__name__)
@@ -57,16 +57,22 @@ def curl_line(url: str) -> str:
     return f"curl -s {url}/v1/rollouts -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-def run_server(
-    app: FastAPI, pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
-) -> None:
+class Listener(uvicorn.Server):
+    """uvicorn but for signals: at the first it would stop listening, before anything is drained."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
     """Returns when the server has drained. StartFailed when the engine never came to serve."""
-    server = uvicorn.Server(_config(app, settings))
-    with _signals_end_quietly(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    server = Listener(_config(app, settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            failure = runner.run(_serve(server, pulse, settings, listener))
+            failure = runner.run(_serve(server, life, settings, listener))
         except SystemExit:  # uvicorn's answer to a failed lifespan
-            failure = pulse().reason or "the log says why"
+            failure = life.pulse().reason or "the log says why"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
@@ -82,29 +88,19 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=settings.limits.keep_alive_seconds,
-        timeout_graceful_shutdown=settings.server.drain_seconds,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
     )
 
 
-@contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """uvicorn drains on these signals and then raises them anew, for whoever had them before."""
-    taken = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: None) for number in taken}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 async def _serve(
-    server: uvicorn.Server, pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
+    server: Listener, life: Life, settings: Settings, listener: socket.socket
 ) -> str | None:
     """Why the engine never came to serve; none: it did, or was stopped before."""
+    stop = Stop(life, server, drain_seconds=settings.server.drain_seconds)
     async with asyncio.TaskGroup() as group:
-        announcement = group.create_task(_announce(server, pulse, settings, listener))
-        await server.serve(sockets=[listener])
+        announcement = group.create_task(_announce(server, life, settings, listener))
+        with stop.on_signals():
+            await server.serve(sockets=[listener])
         if announcement.done():
             return announcement.result()
         announcement.cancel()
@@ -112,14 +108,14 @@ async def _serve(
 
 
 async def _announce(
-    server: uvicorn.Server, pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
+    server: Listener, life: Life, settings: Settings, listener: socket.socket
 ) -> str | None:
     """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
     url = server_url(listener)
-    while not (server.started and pulse().stage == "serving"):
-        if pulse().stage == "dead":
+    while not (server.started and life.pulse().stage == "serving"):
+        if life.pulse().stage == "dead":
             server.should_exit = True
-            return pulse().reason or "it died"
+            return life.pulse().reason or "it died"
         await asyncio.sleep(POLL_SECONDS)
     if server.should_exit:
         return None

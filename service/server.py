@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from engine.protocol import Engine, Pulse
 from service import __version__
 from service.activation import Activation
 from service.checkpoints import Checkpoints
-from service.errors import EngineGone, NotReady
+from service.errors import Draining, EngineGone, NotReady
 from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
@@ -27,6 +27,7 @@ from service.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 STARTING_RETRY_SECONDS = 2.0
+DRAINING_RETRY_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
@@ -65,6 +66,7 @@ class Server:
             retain_superseded=settings.weights.retain_superseded,
         )
         self.activation = Activation(engine, self.versions, self.publisher, self.rollouts)
+        self._draining = False
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
         self._started = False
@@ -84,9 +86,26 @@ class Server:
             self.prompts.close()
             self.checkpoints.close()
 
+    def pulse(self) -> Pulse:
+        return self.engine.pulse()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes nothing new, lets what runs end, and then ends what still runs."""
+        self._draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.rollouts.idle()
+        await self.rollouts.cancel_all()
+
+    def kill(self) -> None:
+        self._draining = True
+        self.engine.kill()
+
     def check_ready(self) -> None:
         """Raises the problem for which a request cannot be served now."""
         pulse = self.engine.pulse()
+        if self._draining:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
         if pulse.stage == "dead" or (self._started and not pulse.alive):
             raise EngineGone(retry_after_seconds=30)
         if not self._started:

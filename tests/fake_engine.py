@@ -91,6 +91,9 @@ class FakeEngine:
         self._stage = "stopping"
         await self.abort(list(self.running))
 
+    def kill(self) -> None:
+        self.die()
+
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
 

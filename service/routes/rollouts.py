@@ -15,7 +15,7 @@ from service.connection import NOBODY_READS, while_connected
 from service.errors import InvalidRequest
 from service.preferences import Form, wait_seconds, wanted_form, wants_async
 from service.rollout import Rollout
-from service.routes.dependencies import ReadyServer
+from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
@@ -45,7 +45,7 @@ async def start(request: Request, server: ReadyServer) -> Response:
 
 
 @router.get("/{rollout_id}")
-async def look(rollout_id: str, request: Request, server: ReadyServer) -> Response:
+async def look(rollout_id: str, request: Request, server: AnyServer) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
     form = wanted_form(request.headers.get("accept"))
     seconds = wait_seconds(_only_parameter(request, "wait"))
@@ -61,7 +61,7 @@ async def look(rollout_id: str, request: Request, server: ReadyServer) -> Respon
 
 
 @router.delete("/{rollout_id}")
-async def abort(rollout_id: str, request: Request, server: ReadyServer) -> Response:
+async def abort(rollout_id: str, request: Request, server: AnyServer) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
     form = wanted_form(request.headers.get("accept"))
     rollout = server.rollouts.get(rollout_id, owner=OWNER)

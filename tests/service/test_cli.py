@@ -16,13 +16,20 @@ from engine.protocol import Engine, Pulse
 from service.cli import Parts, build_cli
 from service.flags import settings_flags
 from service.settings import Settings, masked, settings_fields
+from service.stop import Life
 
 
-class IdleEngine:
-    """Stands for an engine that nobody calls."""
+class IdleServer:
+    """Stands for an engine that nobody calls, and for the server around it."""
 
     def pulse(self) -> Pulse:
         return Pulse(stage="serving", alive=True, age_seconds=0.0)
+
+
+def idle_app(title: str = "idle") -> FastAPI:
+    app = FastAPI(title=title)
+    app.state.server = IdleServer()
+    return app
 
 
 def ignore(*_: object) -> None:
@@ -31,8 +38,8 @@ def ignore(*_: object) -> None:
 
 PARTS = Parts(
     configure_logging=ignore,
-    load_engine=lambda _: cast(Engine, IdleEngine()),
-    create_app=lambda *_: FastAPI(),
+    load_engine=lambda _: cast(Engine, IdleServer()),
+    create_app=lambda *_: idle_app(),
     run_server=ignore,
 )
 
@@ -97,13 +104,10 @@ def test_versions_are_printed() -> None:
 def test_serve_puts_the_parts_together() -> None:
     ran = []
 
-    def run_server(
-        app: FastAPI, pulse: Callable[[], Pulse], settings: Settings, listener: socket.socket
-    ) -> None:
-        ran.append((app.title, pulse().stage, listener.getsockname()[1], settings.log.format))
+    def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
+        ran.append((app.title, life.pulse().stage, listener.getsockname()[1], settings.log.format))
 
-    app = FastAPI(title="it")
-    parts = replace(PARTS, run_server=run_server, create_app=lambda *_: app)
+    parts = replace(PARTS, run_server=run_server, create_app=lambda *_: idle_app("it"))
     result = run("serve", "--port", "0", "--log.format", "json", parts=parts)
     assert result.exit_code == 0, result.output
     [(title, stage, port, log_format)] = ran

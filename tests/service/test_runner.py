@@ -30,6 +30,12 @@ class Life:
     def pulse(self) -> Pulse:
         return Pulse(stage=self.stage, alive=True, age_seconds=0.0, reason=self.reason)
 
+    async def drain(self, seconds: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
     async def status(self) -> None:
         await asyncio.sleep(0.3)
 
@@ -52,7 +58,7 @@ class Life:
     def run(self, settings: Settings) -> None:
         with open_listener("127.0.0.1", 0) as listener:
             self.url = server_url(listener)
-            run_server(self.app, self.pulse, settings, listener)
+            run_server(self.app, self, settings, listener)
 
 
 def test_a_curl_line_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:

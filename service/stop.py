@@ -1,0 +1,68 @@
+"""What signals do: the first drains and then ends the server, the second ends it at once.
+
+While it drains the server still listens, so that whoever comes is told to go elsewhere instead of
+being met by silence, and whoever waits can still be answered.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvicorn
+
+from engine.protocol import Pulse
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+log = logging.getLogger(__name__)
+
+
+class Life(Protocol):
+    """What the runner asks of the server behind the app."""
+
+    def pulse(self) -> Pulse: ...
+
+    async def drain(self, seconds: float) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Stop:
+    """Lives on the event loop that serves."""
+
+    def __init__(self, life: Life, listener: uvicorn.Server, *, drain_seconds: float) -> None:
+        self._life = life
+        self._listener = listener
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    def _signalled(self) -> None:
+        if self._draining is None:
+            log.info("draining for up to %.0f s; a second signal ends at once", self._drain_seconds)
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            log.warning("ending at once")
+            self._life.kill()
+            self._draining.cancel()
+
+    async def _drain(self) -> None:
+        try:
+            await self._life.drain(self._drain_seconds)
+        finally:
+            self._listener.should_exit = True
