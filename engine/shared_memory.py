@@ -1,56 +1,66 @@
 """What a killed engine leaves in shared memory, swept before the next one starts.
 
-Only files of this user that no living process maps, with names that vLLM and its libraries give.
+Only files of this user that no living process holds, with names that vLLM and its libraries give.
+Files are told apart by inode: a semaphore is mapped under another name than it is left with.
 """
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-_LEFT_BEHIND = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_|coppice-)")
+# One that is younger may belong to an engine that is about to map it.
+MIN_AGE_SECONDS = 2.0
+_LEFT_BEHIND = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
 
 
 def sweep(folder: Path = SHARED) -> list[str]:
     """Removes the leftovers; returns their names."""
-    candidates = [f for f in _files(folder) if _LEFT_BEHIND.match(f.name)]
+    candidates = {file: status.st_ino for file, status in _ours(folder)}
     if not candidates:
         return []
-    mapped = set(_mapped(folder))
-    stale = [f for f in candidates if f.name not in mapped and f.stat().st_uid == os.getuid()]
+    held = set(_held_inodes())
+    stale = [file for file, inode in candidates.items() if inode not in held]
     for file in stale:
         file.unlink(missing_ok=True)
     return sorted(file.name for file in stale)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    if not folder.is_dir():
+        return
+    newest = time.time() - MIN_AGE_SECONDS
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            status = file.stat()
+            if (
+                _LEFT_BEHIND.match(file.name)
+                and status.st_uid == os.getuid()
+                and status.st_mtime < newest
+            ):
+                yield file, status
 
 
-def _mapped(folder: Path) -> Iterator[str]:
-    """Names in the folder that a living process maps or holds open."""
-    prefix = f"{folder}/"
+def _held_inodes() -> Iterator[int]:
+    """Of every file that a living process maps or has open, on any device: better one too many."""
     for process in Path("/proc").glob("[0-9]*"):
-        for text in (*_maps(process), *_open_files(process)):
-            _, found, name = text.partition(prefix)
-            if found:
-                yield name.split(" ", 1)[0]
+        yield from _mapped(process)
+        yield from _open(process)
 
 
-def _maps(process: Path) -> list[str]:
+def _mapped(process: Path) -> list[int]:
     try:
-        return (process / "maps").read_text().splitlines()
+        lines = (process / "maps").read_text().splitlines()
     except OSError:
         return []  # gone meanwhile, or another user's, whose files are not ours to sweep
+    return [int(line.split(maxsplit=5)[4]) for line in lines]
 
 
-def _open_files(process: Path) -> Iterator[str]:
-    try:
-        links = list((process / "fd").iterdir())
-    except OSError:
-        return
-    for link in links:
-        with suppress(OSError):  # closed meanwhile
-            yield os.readlink(link)
+def _open(process: Path) -> Iterator[int]:
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                yield link.stat().st_ino

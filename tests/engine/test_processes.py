@@ -138,22 +138,22 @@ def gone(pids: list[int]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in living)
 
 
-def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
-    process = alone(max_tokens=900)
-    children = said(process.stdout)["children"]
-    os.killpg(process.pid, signal.SIGINT)
-    last = said(process.stdout)
-    assert (last["num_tokens"], last["finish"]) == (900, "length")
-    assert process.wait(30) == 0
-    assert gone(children)
+async def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
+    with alone(max_tokens=900) as process:
+        children = said(process.stdout)["children"]
+        os.killpg(process.pid, signal.SIGINT)
+        last = said(process.stdout)
+        assert (last["num_tokens"], last["finish"]) == (900, "length")
+        assert process.wait(30) == 0
+    await until(lambda: gone(children), seconds=5)
 
 
 async def test_a_killed_service_takes_its_engine_along() -> None:
-    process = alone(max_tokens=900)
-    children = said(process.stdout)["children"]
-    assert children
-    process.kill()
-    process.wait()
+    with alone(max_tokens=900) as process:
+        children = said(process.stdout)["children"]
+        assert children
+        process.kill()
     await until(lambda: gone(children), seconds=5)
+    await asyncio.sleep(shared_memory.MIN_AGE_SECONDS)
     shared_memory.sweep()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_dist_"))]

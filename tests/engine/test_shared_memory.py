@@ -1,27 +1,49 @@
 """The sweep removes what nobody holds, and nothing else."""
 
 import mmap
+import multiprocessing
+import os
+import time
 from pathlib import Path
 
-from engine.shared_memory import sweep
+from engine.shared_memory import SHARED, sweep
+
+
+def leave(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_bytes(b"x" * 4096)
+        os.utime(folder / name, (0, time.time() - 60))
 
 
 def test_leftovers_are_removed_and_strangers_stay(tmp_path: Path) -> None:
-    for name in ("psm_1", "vllm_dist_x-cpushm_0", "sem.mp-a", "somebody_elses"):
-        (tmp_path / name).write_bytes(b"x" * 4096)
+    leave(tmp_path, "psm_1", "vllm_dist_x-cpushm_0", "sem.mp-a", "somebody_elses")
     assert sweep(tmp_path) == ["psm_1", "sem.mp-a", "vllm_dist_x-cpushm_0"]
     assert [file.name for file in tmp_path.iterdir()] == ["somebody_elses"]
 
 
 def test_what_a_living_process_holds_open_or_maps_stays(tmp_path: Path) -> None:
-    for name in ("psm_open", "psm_mapped"):
-        (tmp_path / name).write_bytes(b"x" * 4096)
+    leave(tmp_path, "psm_open", "psm_mapped")
     with (tmp_path / "psm_open").open("rb"):
         with (tmp_path / "psm_mapped").open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         assert sweep(tmp_path) == []
         mapped.close()
     assert sweep(tmp_path) == ["psm_mapped", "psm_open"]
+
+
+def test_a_semaphore_in_use_stays_though_it_is_mapped_under_another_name() -> None:
+    before = set(os.listdir(SHARED))
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    (name,) = {entry for entry in os.listdir(SHARED) if entry.startswith("sem.mp-")} - before
+    os.utime(SHARED / name, (0, time.time() - 60))
+    sweep()
+    assert (SHARED / name).exists()
+    del semaphore
+
+
+def test_what_was_made_just_now_may_be_mapped_in_a_moment(tmp_path: Path) -> None:
+    (tmp_path / "psm_new").touch()
+    assert sweep(tmp_path) == []
 
 
 def test_a_machine_without_shared_memory_has_nothing_to_sweep(tmp_path: Path) -> None:

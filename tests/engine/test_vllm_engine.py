@@ -198,7 +198,7 @@ async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
     ("model", "revision", "said"),
     [
         ("/no/such/directory", None, "no model directory"),
-        ("somebody/some-model", None, "pin its revision"),
+        ("somebody/some-model", None, "pin it with engine.revision"),
     ],
 )
 async def test_a_model_that_is_not_there_is_said_in_one_sentence(
