@@ -69,9 +69,29 @@ def random_tensors(seed: int, *, tied: bool, sharpness: float = 1.0) -> Tensors:
     return tensors
 
 
-def write_model(directory: Path, tensors: Tensors, *, tied: bool) -> Path:
+def write_model(directory: Path, tensors: Tensors, *, tied: bool, num_shards: int = 1) -> Path:
     directory.mkdir(parents=True)
     config = CONFIG | {"tie_word_embeddings": tied}
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if num_shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        write_shards(directory, tensors, num_shards)
     return directory
+
+
+def write_shards(directory: Path, tensors: Tensors, num_shards: int) -> None:
+    weight_map = {name: f"{i % num_shards}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        held = {name: values for name, values in tensors.items() if weight_map[name] == shard}
+        save_file(held, directory / shard, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_models(directory: Path, *, tied: bool) -> dict[str, Path]:
+    """Versions v7 and v8 of one model."""
+    return {
+        f"v{seed}": write_model(directory / f"v{seed}", random_tensors(seed, tied=tied), tied=tied)
+        for seed in (7, 8)
+    }
