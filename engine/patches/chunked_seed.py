@@ -1,0 +1,49 @@
+"""vllm/v1/worker/gpu_model_runner.py:3502 in 0.32.0; in another backend of vLLM the same loop was
+https://github.com/RBLN-SW/vllm-rbln/issues/1025
+
+A prompt that is computed in chunks is sampled after each of them; all samples but the last are
+thrown away, and a seeded request's generator is rewound with `set_offset`. A CPU generator has no
+offset, so the first such request raises and takes EngineCore with it.
+
+Here a row whose sample is thrown away has no generator while the step samples and keeps its books:
+its throw-away token comes from the default generator, and its own advances by used samples only.
+So the same seed gives the same tokens for every chunking and for a cached prompt.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate[Any, P], T]
+
+
+@contextmanager
+def generators_of_used_rows(runner: Any) -> Iterator[None]:
+    """Take the generators of thrown-away rows out of the dictionary that the sampler reads."""
+    batch = runner.input_batch
+    discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    held = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(held)
+
+
+def with_used_generators(method: Method[P, T]) -> Method[P, T]:
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with generators_of_used_rows(self):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def install() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    for name in ("_sample", "_bookkeeping_sync"):
+        setattr(CPUModelRunner, name, with_used_generators(getattr(CPUModelRunner, name)))

@@ -1,0 +1,33 @@
+"""https://github.com/vllm-project/vllm/issues/55005
+
+On CPU, sampled (not greedy) speculative verification reads uninitialised temperature, top-p and
+top-k: `_expand_kernel_impl` hands the C++ kernel an int64 copy of its output, which is then dropped
+(and would truncate a temperature of 0.7 to 0). This one writes to the output it was given.
+
+The worker registers the kernel by value when it starts, so this has to be installed before that.
+"""
+
+import torch
+
+
+def expand(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write `values[i]` to each of request i's tokens, `replace_to` where it is `replace_from`.
+
+    Name and order of the arguments are the Triton kernel's.
+    """
+    num_tokens = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = values.masked_fill(values == replace_from, replace_to)
+    output.copy_(replaced.repeat_interleave(num_tokens.to(torch.int64), output_size=len(output)))
+
+
+def install() -> None:
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand

@@ -1,0 +1,176 @@
+"""What a checkpoint holds, read from the headers of its safetensors files alone.
+
+No torch and no vLLM: the service reads it in a thread while the engine generates. Whatever is
+wrong is CheckpointRefused; messages name files and tensors, never directories.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointRefused
+from engine.weights.stored import NUM_VALUE_BYTES, StoredTensor, shown
+
+SINGLE_FILE: Final = "model.safetensors"
+SHARD_INDEX: Final = "model.safetensors.index.json"
+HEAD: Final = "lm_head.weight"
+EMBEDDING: Final = "embed_tokens.weight"
+MAX_JSON_BYTES: Final = 100_000_000  # as much as safetensors allows a header
+NUM_SHOWN: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """An index by name. It holds no open file: the bytes are as safe as their directory."""
+
+    tensors: Mapping[str, StoredTensor]
+
+    def without(self, name: str) -> "Checkpoint":
+        return replace(self, tensors={n: t for n, t in self.tensors.items() if n != name})
+
+    @property
+    def embedding(self) -> StoredTensor | None:
+        """The one token embedding, None if names do not tell."""
+        found = [tensor for name, tensor in self.tensors.items() if name.endswith(EMBEDDING)]
+        return found[0] if len(found) == 1 else None
+
+
+def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
+    """Index a .safetensors file, or a directory with model.safetensors or with shards.
+
+    Every file must be complete and hold nothing but its tensors. A file outside the directory is
+    refused, also behind a link unless `follow_links`.
+    """
+    try:
+        tensors = dict(_tensors(path, follow_links))
+    except OSError as error:
+        name = shown(Path(error.filename or path).name)
+        raise CheckpointRefused(f"{name} cannot be read: {error.strerror}") from None
+    if not tensors:
+        raise CheckpointRefused("the checkpoint holds no tensors")
+    return Checkpoint(tensors=tensors)
+
+
+def read_served(path: Path) -> Checkpoint:
+    """The index of the files that an engine started from, as a candidate is measured by it.
+
+    Links are followed, since a hub's cache is made of them. A head that the model's own config
+    ties to the embedding is left out, since the model never reads it.
+    """
+    served = read_checkpoint(path, follow_links=True)
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    if config.is_file() and _read_json(config).get("tie_word_embeddings") is True:
+        return served.without(HEAD)
+    return served
+
+
+def refuse_differences(served: Checkpoint, candidate: Checkpoint) -> None:
+    """Names and shapes must be the served ones; types any floats, they are converted on loading."""
+    ours, theirs = served.tensors, candidate.tensors
+    shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
+    dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in NUM_VALUE_BYTES]
+    differences = [
+        _listed("missing", sorted(ours.keys() - theirs.keys()), shown),
+        _listed("unknown", sorted(theirs.keys() - ours.keys()), shown),
+        _listed("shape", shapes, lambda n: f"{n} {theirs[n].shape}, served {ours[n].shape}"),
+        _listed("type", dtypes, lambda n: f"{shown(n)} {theirs[n].dtype}, not a float that fits"),
+    ]
+    if any(differences):
+        raise CheckpointRefused("; ".join(filter(None, differences)))
+
+
+def _listed(kind: str, names: list[str], show: Callable[[str], str]) -> str:
+    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return f"{kind}: {', '.join(map(show, names[:NUM_SHOWN]))}{more}" if names else ""
+
+
+def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor]]:
+    directory = path if path.is_dir() else path.parent
+    for name, mapped in _files(path).items():
+        found = _read_file(_inside(directory, name, follow_links))
+        if mapped is not None and mapped != found.keys():
+            tensor = min(mapped ^ found.keys())
+            lacking = name if tensor in mapped else SHARD_INDEX
+            raise CheckpointRefused(f"{shown(lacking)} lacks {shown(tensor)}")
+        yield from found.items()
+
+
+def _files(path: Path) -> Mapping[str, set[str] | None]:
+    """Names of files, each with the tensors that a shard index says it holds."""
+    if path.is_file():
+        return {path.name: None}
+    if not path.is_dir():
+        raise CheckpointRefused("there is no such checkpoint")
+    single, sharded = (path / SINGLE_FILE).exists(), (path / SHARD_INDEX).exists()
+    if single and sharded:
+        raise CheckpointRefused(f"{SINGLE_FILE} and {SHARD_INDEX} are both there; one must go")
+    if not single and not sharded:
+        raise CheckpointRefused(f"there is neither {SINGLE_FILE} nor {SHARD_INDEX}")
+    return {SINGLE_FILE: None} if single else _shards(path / SHARD_INDEX)
+
+
+def _shards(index: Path) -> dict[str, set[str] | None]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointRefused(f"{SHARD_INDEX} has no weight_map")
+    shards: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointRefused(f"{SHARD_INDEX} names no safetensors file for {shown(tensor)}")
+        shards.setdefault(file, set()).add(tensor)
+    return dict(shards)
+
+
+def _inside(directory: Path, name: str, follow_links: bool) -> Path:
+    file = directory / name
+    if Path(name).name != name:
+        raise CheckpointRefused(f"{shown(name)} is not the name of a file")
+    if not file.is_file():
+        raise CheckpointRefused(f"{shown(name)} is missing")
+    if not follow_links and not file.resolve().is_relative_to(directory.resolve()):
+        raise CheckpointRefused(f"{shown(name)} is a link out of the checkpoint")
+    return file
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointRefused(f"{path.name} is too large")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise CheckpointRefused(f"{path.name} is not JSON") from None
+    if not isinstance(value, dict):
+        raise CheckpointRefused(f"{path.name} is not a JSON object")
+    return value
+
+
+def _read_file(file: Path) -> dict[str, StoredTensor]:
+    """The library checks the format (sizes, gaps, overlaps, bytes left over); we want offsets."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+        with file.open("rb") as stream:
+            num_header_bytes = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(num_header_bytes))
+    except (SafetensorError, ValueError) as error:
+        reason = shown(str(error))
+        raise CheckpointRefused(f"{shown(file.name)} is no safetensors file: {reason}") from None
+    header.pop("__metadata__", None)
+    base = 8 + num_header_bytes
+    return {name: _stored(file, name, entry, base) for name, entry in header.items()}
+
+
+def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    return StoredTensor(
+        name=name,
+        dtype=entry["dtype"],
+        shape=tuple(entry["shape"]),
+        file=file,
+        start=base + start,
+        end=base + end,
+    )

@@ -1,0 +1,33 @@
+"""A worker extension whose loads can be made to fail in the middle."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+
+from engine.weights import reload
+from engine.weights.checkpoint import Checkpoint
+from engine.worker import WorkerExtension
+
+
+class FaultyExtension(WorkerExtension):
+    """`coppice_fail_next` makes loads of one rank fail after that many tensors."""
+
+    coppice_num_tensors = 0
+    coppice_num_loads = 0
+
+    def coppice_fail_next(self, num_tensors: int, num_loads: int = 1, rank: int = 0) -> None:
+        self.coppice_num_tensors = num_tensors
+        self.coppice_num_loads = num_loads if rank == self.rank else 0
+
+    def coppice_reset(self) -> None:
+        reload.reset(self)
+
+    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = super().coppice_tensors(checkpoint)
+        if self.coppice_num_loads == 0:
+            yield from tensors
+        else:
+            self.coppice_num_loads -= 1
+            yield from islice(tensors, self.coppice_num_tensors)
+            raise OSError("the disk is gone")

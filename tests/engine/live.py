@@ -1,0 +1,154 @@
+"""A real vLLM engine inside the test's process, stepped by hand: a test says when time passes."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import core_methods
+from engine.patches.installed import install_patches
+from engine.protocol import VersionSpan
+
+EXTENSION = "engine.worker.WorkerExtension"
+FAULTY = "tests.engine.faults.FaultyExtension"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    num_cached_tokens: int
+
+
+class LiveEngine:
+    """Nothing runs between two calls. Close it before the next one is made."""
+
+    def __init__(
+        self, model: Path, *, extension: str = EXTENSION, patched: bool = True, **settings: Any
+    ) -> None:
+        os.environ.update(ENVIRONMENT)
+        import torch
+        from vllm import LLM
+
+        torch.set_num_threads(1)  # as fast on such models, and steady beside other work
+        core_methods.install()
+        if patched:
+            install_patches("EngineCore")
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "block_size": 32,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**26,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": False,
+        }
+        self.serving = model
+        self._extension = extension
+        self._llm = LLM(str(model), worker_extension_cls=extension, **(defaults | settings))
+        self._client = self._llm.llm_engine.engine_core
+        self.core = self._client.engine_core
+        self.core.set_weight_version(model.name)
+        self._ids = (str(i) for i in itertools.count())
+        self._answers: dict[str, Answer] = {}
+
+    def submit(self, prompt: Sequence[int], **sampling: Any) -> str:
+        """By default greedy, to the last token."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+            | sampling
+        )
+        name = next(self._ids)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        return name
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    self._answers[output.request_id] = _answer(output)
+
+    def finish(self, *names: str) -> list[Answer]:
+        """Step until all of these have ended."""
+        while not all(name in self._answers for name in names):
+            self.step()
+        return [self._answers.pop(name) for name in names]
+
+    def ask(self, *prompts: Sequence[int], **sampling: Any) -> list[Answer]:
+        return self.finish(*[self.submit(prompt, **sampling) for prompt in prompts])
+
+    def abort(self, name: str) -> None:
+        self._llm.llm_engine.abort_request([name])
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(self._llm.collective_rpc(method, args=args))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.core.pause_scheduler("keep", clear_cache=False)
+        yield
+        self.core.resume_scheduler()
+
+    def load(self, path: Path) -> list[Any]:
+        return self.rpc("coppice_load_weights", str(path), str(self.serving))
+
+    def swap(self, path: Path) -> None:
+        """As the service does it; the version is the directory's name."""
+        with self.paused():
+            answers = self.load(path)
+            assert all(answer["ok"] for answer in answers), answers
+            self.core.coppice_forget_prefixes()
+            self.core.set_weight_version(path.name)
+        self.serving = path
+
+    def close(self) -> None:
+        """Take the extension out of vLLM's worker class too, which keeps what it was given."""
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        self._client.shutdown()
+        extension = resolve_obj_by_qualname(self._extension)
+        CPUWorker.__bases__ = tuple(base for base in CPUWorker.__bases__ if base is not extension)
+
+
+@contextmanager
+def live_engine(model: Path, **settings: Any) -> Iterator[LiveEngine]:
+    engine = LiveEngine(model, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    """The same function of the same tokens, however they were batched."""
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    spans = completion.weight_versions
+    return Answer(
+        token_ids=list(completion.token_ids),
+        logprobs=[entry[token].logprob for token, entry in pairs],
+        versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
+        num_cached_tokens=output.num_cached_tokens,
+    )

@@ -1,0 +1,152 @@
+"""Each patch repairs what is shown to be broken without it."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from engine.patches import expand_kernel
+from engine.patches.installed import install_patches
+from tests.engine.live import LiveEngine, live_engine
+from tests.engine.models import random_tensors, write_model
+from tests.engine.sampled import (
+    REPEATING,
+    SPECULATION,
+    TEMPERATURE,
+    draw_with_drafts,
+    draw_with_seed,
+)
+
+# vLLM's imports and its draft methods warn of their own affairs.
+vllm_warns = pytest.mark.filterwarnings("ignore")
+
+
+def upstream(name: str) -> ModuleType:
+    """A copy of a module of vLLM's as it is on the disk."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def expanded(kernel: Callable[..., None], values: torch.Tensor, *replace: float) -> torch.Tensor:
+    """Three requests with two, no and three tokens."""
+    output = torch.full((5,), -9, dtype=values.dtype)
+    kernel(output, values, torch.tensor([2, 2, 5], dtype=torch.int32), *replace, 128)
+    return output
+
+
+TEMPERATURES = torch.tensor([0.0, 0.5, 0.7])
+TOP_K = torch.tensor([7, 8, 9], dtype=torch.int32)
+
+
+def test_expanding_writes_every_value_to_its_tokens() -> None:
+    assert torch.equal(
+        expanded(expand_kernel.expand, TEMPERATURES, 0, 1),
+        torch.tensor([1.0, 1.0, 0.7, 0.7, 0.7]),
+    )
+    assert torch.equal(
+        expanded(expand_kernel.expand, TOP_K, 0, 0),
+        torch.tensor([7, 7, 9, 9, 9], dtype=torch.int32),
+    )
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_upstream_expanding_writes_nothing() -> None:
+    import vllm._C  # noqa: F401
+
+    original = upstream("vllm.utils.cpu_triton_utils")._expand_kernel_impl
+    for values in (TEMPERATURES, TOP_K):
+        assert (expanded(original, values, 0, 1) == -9).all()
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_a_process_gets_the_patches_it_needs() -> None:
+    for name in ("EngineCore", "EngineCore_DP0", "VllmWorker-1"):
+        assert install_patches(name) == ("expand_kernel", "chunked_seed")
+    assert install_patches("MainProcess") == ("expand_kernel",)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = random_tensors(7, tied=False, sharpness=4.0)
+    return write_model(tmp_path_factory.mktemp("models") / "sharp", tensors, tied=False)
+
+
+@pytest.fixture(scope="module")
+def unpatched(model: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.engine.sampled", str(model)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=120)
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[LiveEngine]:
+    with live_engine(model, **SPECULATION) as engine:
+        yield engine
+
+
+def surprise(model: Path, responses: list[list[int]]) -> float:
+    """Standard deviations by which the mean surprise of the tokens exceeds its expectation, the
+    entropy, under an independent implementation of the model."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    excess, variance = 0.0, 0.0
+    for prompt, response in zip(REPEATING, responses, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / TEMPERATURE).log_softmax(-1)
+        probs = logprobs.exp()
+        entropies = -(probs * logprobs).sum(-1)
+        surprises = -logprobs[torch.arange(len(response)), torch.tensor(response)]
+        excess += float((surprises - entropies).sum())
+        variance += float(((probs * logprobs**2).sum(-1) - entropies**2).sum())
+    return excess / math.sqrt(variance)
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_drafted_samples_follow_the_model(engine: LiveEngine, model: Path) -> None:
+    responses = [answer.token_ids for answer in draw_with_drafts(engine)]
+    assert abs(surprise(model, responses)) < 4
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_drafted_samples_do_not_without_the_patch(unpatched: dict[str, Any], model: Path) -> None:
+    assert abs(surprise(model, unpatched["drafted"])) > 8
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_a_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> None:
+    alone, cached = draw_with_seed(engine), draw_with_seed(engine)
+    with engine.paused():
+        engine.core.coppice_forget_prefixes()
+    neighbour = engine.submit(range(200, 241), max_tokens=12, temperature=1.0)
+    beside = draw_with_seed(engine)
+    engine.finish(neighbour)
+    assert [a.num_cached_tokens for a in (alone, cached, beside)] == [0, 128, 0]
+    assert alone.token_ids == cached.token_ids == beside.token_ids
+
+
+@pytest.mark.engine
+@vllm_warns
+def test_a_seeded_chunked_prompt_ends_the_engine_without_the_patch(
+    unpatched: dict[str, Any],
+) -> None:
+    assert "offset" in unpatched["seeded"]

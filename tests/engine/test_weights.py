@@ -1,0 +1,286 @@
+"""Weights swapped in a running engine: nothing of one version is ever served as another."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.protocol import VersionSpan
+from engine.weights.check import check
+from engine.weights.checkpoint import read_served
+from tests.engine.live import FAULTY, Answer, LiveEngine, assert_same, live_engine
+from tests.engine.models import make_models, random_tensors, write_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 32
+SHORT, LONG = list(range(5, 8)), list(range(10, 110))
+PROMPTS = (SHORT, LONG)
+SETTINGS: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 3,
+    "kv_cache_metrics": True,
+    "kv_cache_metrics_sample": 1.0,
+    "kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Greedy answers to PROMPTS of engines that started from these weights."""
+
+    v7: list[Answer]
+    v8: list[Answer]
+
+
+def answers_of_a_fresh_engine(model: Path) -> list[Answer]:
+    with live_engine(model, **SETTINGS) as engine:
+        return engine.ask(*PROMPTS, max_tokens=40)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"), tied=request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> Expected:
+    return Expected(
+        v7=answers_of_a_fresh_engine(models["v7"]), v8=answers_of_a_fresh_engine(models["v8"])
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_engine(models: dict[str, Path], expected: Expected) -> Iterator[LiveEngine]:
+    with live_engine(models["v7"], extension=FAULTY, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: LiveEngine, models: dict[str, Path]) -> Iterator[LiveEngine]:
+    """Serves v7 with nothing cached. Every test leaves it idle and with a whole pool."""
+    shared_engine.swap(models["v7"])
+    yield shared_engine
+    pool = shared_engine.core.coppice_check_pool()
+    assert pool["num_free_blocks"] == pool["num_blocks"]
+    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+    assert pool["num_hashes"] <= pool["num_hashed_blocks"]  # equal blocks share a hash
+
+
+def spans(*parts: tuple[str, int, int]) -> list[VersionSpan]:
+    return [VersionSpan(version=v, start=start, end=end) for v, start, end in parts]
+
+
+def test_a_swap_in_flight_gives_the_answers_of_a_fresh_engine(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
+    straddler = engine.submit(range(200, 230), max_tokens=100)
+    engine.step(10)
+    engine.swap(models["v8"])
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
+    engine.finish(straddler)
+
+
+def test_a_request_that_runs_across_a_swap_has_two_spans(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    straddler = engine.submit(SHORT, max_tokens=40)
+    engine.step(10)
+    engine.swap(models["v8"])
+    (answer,) = engine.finish(straddler)
+    assert answer.versions == spans(("v7", 0, 10), ("v8", 10, 40))
+    assert answer.token_ids[:10] == expected.v7[0].token_ids[:10]
+    assert answer.token_ids != expected.v7[0].token_ids
+
+
+def test_a_request_that_waits_across_a_swap_uses_the_new_weights_only(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    engine.ask(LONG, max_tokens=1)
+    running = [engine.submit(range(200 + i, 230 + i), max_tokens=100) for i in range(3)]
+    engine.step(5)
+    waiting = engine.submit(LONG, max_tokens=40)
+    engine.step(5)
+    assert engine.core.coppice_ping()["num_waiting"] == 1
+    engine.swap(models["v8"])
+    (answer,) = engine.finish(waiting)
+    engine.finish(*running)
+    assert answer.versions == spans(("v8", 0, 40))
+    assert answer.num_cached_tokens == 0
+    assert_same([answer], expected.v8[1:])
+
+
+def test_nothing_cached_is_hit_after_a_rollback(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    (first,) = engine.ask(LONG, max_tokens=40)
+    engine.swap(models["v8"])
+    (other,) = engine.ask(LONG, max_tokens=40)
+    engine.swap(models["v7"])
+    (again,) = engine.ask(LONG, max_tokens=40)
+    (cached,) = engine.ask(LONG, max_tokens=40)
+    assert (first.num_cached_tokens, other.num_cached_tokens, again.num_cached_tokens) == (0, 0, 0)
+    assert cached.num_cached_tokens == 3 * BLOCK
+    assert_same([first, other, again, cached], [expected.v7[1], expected.v8[1], *[first] * 2])
+    assert again.logprobs == first.logprobs
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["within a block", "over several"])
+def test_running_requests_publish_no_block_that_mixes_versions(
+    engine: LiveEngine, models: dict[str, Path], prompt: list[int]
+) -> None:
+    """A later prompt must not walk from clean blocks of a chain into the straddler's."""
+    straddler = engine.submit(prompt, max_tokens=200)
+    engine.step(8)
+    engine.swap(models["v8"])
+    (answer,) = engine.finish(straddler)
+    conversation = prompt + answer.token_ids
+    engine.ask(prompt, max_tokens=1)
+    (continued,) = engine.ask(conversation, max_tokens=20)
+    assert continued.num_cached_tokens == len(prompt) // BLOCK * BLOCK
+    engine.swap(models["v8"])
+    (recomputed,) = engine.ask(conversation, max_tokens=20)
+    assert recomputed.num_cached_tokens == 0
+    assert_same([continued], [recomputed])
+
+
+def test_a_prompt_that_is_half_computed_at_a_swap_is_not_published(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    straddler = engine.submit(LONG, max_tokens=40)
+    engine.step()
+    engine.swap(models["v8"])
+    (answer,) = engine.finish(straddler)
+    assert answer.versions == spans(("v8", 0, 40))
+    (clean,) = engine.ask(LONG, max_tokens=40)
+    assert clean.num_cached_tokens == 0
+    assert_same([clean], expected.v8[1:])
+
+
+def test_prefixes_are_only_forgotten_while_paused(engine: LiveEngine) -> None:
+    with pytest.raises(AssertionError, match="while paused"):
+        engine.core.coppice_forget_prefixes()
+
+
+def test_forgetting_says_what_it_did(engine: LiveEngine) -> None:
+    engine.ask(LONG, max_tokens=1)
+    straddler = engine.submit(SHORT, max_tokens=30)
+    engine.step()
+    with engine.paused():
+        forgotten = engine.core.coppice_forget_prefixes()
+        pool = engine.core.coppice_check_pool()
+    engine.finish(straddler)
+    assert forgotten == {"num_hashes": 3, "num_silenced": 1, "connector": True}
+    assert (pool["num_hashes"], pool["num_hashed_blocks"], pool["num_references"]) == (0, 0, 1)
+
+
+def test_who_watches_the_cache_hears_that_it_is_empty(engine: LiveEngine) -> None:
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    engine.ask(LONG, max_tokens=1)
+    assert pool.metrics_collector.block_metrics
+    with engine.paused():
+        engine.core.coppice_forget_prefixes()
+    assert not pool.metrics_collector.block_metrics
+    assert [type(event).__name__ for event in pool.take_events()][-1] == "AllBlocksCleared"
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1, 9, 20])
+def test_a_load_that_breaks_off_leaves_the_previous_weights(
+    engine: LiveEngine, models: dict[str, Path], num_tensors: int
+) -> None:
+    (undisturbed,) = engine.ask(LONG, max_tokens=40)
+    engine.swap(models["v7"])
+    straddler = engine.submit(LONG, max_tokens=40)
+    engine.step(10)
+    with engine.paused():
+        engine.rpc("coppice_fail_next", num_tensors)
+        (answer,) = engine.load(models["v8"])
+    assert answer == {"ok": False, "error": "OSError: the disk is gone", "restored": True}
+    (straddled,) = engine.finish(straddler)
+    assert straddled == undisturbed
+
+
+def test_a_load_works_after_one_that_broke_off(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    engine.rpc("coppice_fail_next", 9)
+    assert not engine.load(models["v8"])[0]["ok"]
+    engine.swap(models["v8"])
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
+
+
+def test_files_that_changed_since_their_check_touch_nothing(
+    engine: LiveEngine, tmp_path: Path, expected: Expected
+) -> None:
+    tensors = random_tensors(8, tied=False)
+    del tensors["model.norm.weight"]
+    (answer,) = engine.load(write_model(tmp_path / "other", tensors, tied=False))
+    assert "missing: " in answer["error"] and "model.norm.weight" in answer["error"]
+    assert answer["restored"]
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
+
+
+def test_shards_of_another_type_give_the_same_model(
+    engine: LiveEngine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(models["v8"] / "model.safetensors")
+    halves = {name: values.astype(np.float16) for name, values in tensors.items()}
+    singles = {name: values.astype(np.float32) for name, values in halves.items()}
+    tied = "lm_head.weight" not in tensors
+    engine.swap(write_model(tmp_path / "float32", singles, tied=tied))
+    expected = engine.ask(*PROMPTS, max_tokens=40)
+    engine.swap(models["v7"])
+    engine.swap(write_model(tmp_path / "float16", halves, tied=tied, num_shards=3))
+    assert [a.logprobs for a in engine.ask(*PROMPTS, max_tokens=40)] == [
+        a.logprobs for a in expected
+    ]
+
+
+def test_a_head_that_repeats_the_embedding_is_passed_over(
+    engine: LiveEngine, models: dict[str, Path], tmp_path: Path, expected: Expected
+) -> None:
+    tensors = load_file(models["v8"] / "model.safetensors")
+    if "lm_head.weight" in tensors:
+        pytest.skip("not a tied model")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    candidate = write_model(tmp_path / "v8", tensors, tied=True)
+    check(read_served(models["v7"]), candidate)
+    engine.swap(candidate)
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
+
+
+def test_nothing_is_touched_without_a_way_back(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    absent = str(models["v7"] / "absent")
+    (answer,) = engine.rpc("coppice_load_weights", str(models["v8"]), absent)
+    assert answer == {
+        "ok": False,
+        "error": "CheckpointRefused: there is no such checkpoint",
+        "restored": True,
+    }
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
+
+
+def test_it_is_said_when_the_previous_weights_are_not_back(
+    engine: LiveEngine, models: dict[str, Path], expected: Expected
+) -> None:
+    engine.rpc("coppice_fail_next", 9, 2)
+    (answer,) = engine.load(models["v8"])
+    assert answer == {"ok": False, "error": "OSError: the disk is gone", "restored": False}
+    engine.rpc("coppice_reset")
+    engine.swap(models["v7"])
+    assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
+
+
+def test_a_worker_says_where_it_runs(engine: LiveEngine) -> None:
+    (info,) = engine.rpc("coppice_info")
+    assert info["rank"] == 0 and info["num_threads"] >= 1 and info["affinity"]
+    assert engine.core.coppice_ping()["pid"] == info["pid"]
