@@ -35,6 +35,7 @@ def engine_arguments(
         generation_config="vllm",
         worker_extension_cls=worker_extension,
         disable_log_stats=False,
+        use_tqdm_on_load=False,
         **_memory(settings, on_cpu=on_cpu),
         **_weight_transfer(settings),
     )

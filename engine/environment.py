@@ -47,7 +47,10 @@ def _shared() -> dict[str, str]:
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "0",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LAST_RESORT_STEP_SECONDS),
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # What vLLM and torch warn of among themselves in the processes that they start.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 

@@ -149,6 +149,8 @@ class VllmEngine:
                 await self._heart_task
         llm, self._llm = self._llm, None
         if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # or it would report the end as a death
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
 
     def kill(self) -> None:

@@ -108,10 +108,17 @@ def logging_config(settings: LogSettings) -> dict[str, Any]:
         },
         "root": {"handlers": ["coppice"], "level": settings.level.upper()},
         "loggers": {
-            name: {"handlers": [], "propagate": True, "level": settings.level.upper()}
-            for name in ("uvicorn", "vllm")
+            "uvicorn": {"handlers": [], "propagate": True, "level": settings.level.upper()},
+            # Every request is counted in the metrics; a line each would drown the rest.
+            "uvicorn.access": {"handlers": [], "propagate": False},
+            "vllm": {"handlers": [], "propagate": True, "level": _vllm_level(settings)},
         },
     }
+
+
+def _vllm_level(settings: LogSettings) -> str:
+    """vLLM tells a library's developer what it chose, at length; that is for debugging here."""
+    return "INFO" if settings.level == "debug" else "ERROR"
 
 
 def configure_logging(settings: LogSettings) -> None:
@@ -120,7 +127,7 @@ def configure_logging(settings: LogSettings) -> None:
     dictConfig(config)
     os.environ.update(
         VLLM_CONFIGURE_LOGGING="1",
-        VLLM_LOGGING_LEVEL=settings.level.upper(),
+        VLLM_LOGGING_LEVEL=_vllm_level(settings),
         VLLM_LOGGING_CONFIG_PATH=str(_written(config)),
     )
 

@@ -60,9 +60,9 @@ class Stop:
             log.warning("ending at once")
             self._life.kill()
             self._draining.cancel()
+            # Here as well: a task that is cancelled before its first step runs nothing at all.
+            self._listener.should_exit = True
 
     async def _drain(self) -> None:
-        try:
-            await self._life.drain(self._drain_seconds)
-        finally:
-            self._listener.should_exit = True
+        await self._life.drain(self._drain_seconds)
+        self._listener.should_exit = True

@@ -38,8 +38,8 @@ async def run(
     seed: int | None = None,
     **sampling: object,
 ) -> list[Completion]:
-    sampling.setdefault("max_tokens", 8)
-    wanted = Sampling(**sampling)
+    chosen: dict[str, Any] = {"max_tokens": 8, **sampling}
+    wanted = Sampling(**chosen)
     samples = [
         SampleRequest(
             id=f"t{next(_COUNT)}",

@@ -86,7 +86,7 @@ from service.settings import LogSettings
 
 def log(message):
     for name in ("uvicorn.error", "vllm.engine", "engine"):
-        logging.getLogger(name).info(message)
+        logging.getLogger(name).error(message)
 
 configure_logging(LogSettings(format="json"))
 log("ours")
@@ -107,3 +107,10 @@ def test_libraries_speak_our_format_in_this_process_and_in_the_engines() -> None
         for message in ("ours", "vllm's")
         for name in ("uvicorn.error", "vllm.engine", "engine")
     ]
+
+
+def test_vllms_own_account_is_for_debugging_and_requests_are_not_logged_one_by_one() -> None:
+    for level, vllm in (("info", "ERROR"), ("debug", "INFO")):
+        loggers = logging_config(LogSettings(level=level))["loggers"]
+        assert loggers["vllm"]["level"] == vllm
+        assert loggers["uvicorn.access"] == {"handlers": [], "propagate": False}

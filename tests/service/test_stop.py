@@ -88,13 +88,16 @@ def test_what_outlives_the_drain_comes_back_with_its_tokens(tmp_path: Path) -> N
     run(script, tmp_path, FakeEngine(instant=False), drain_seconds=1)
 
 
-def test_a_second_signal_ends_at_once_with_a_problem(tmp_path: Path) -> None:
+@pytest.mark.parametrize("between_seconds", [0.0, 0.1])
+def test_a_second_signal_ends_at_once_with_a_problem(
+    tmp_path: Path, between_seconds: float
+) -> None:
     async def script(http: httpx.AsyncClient, engine: FakeEngine) -> None:
         early = asyncio.create_task(http.post("/v1/rollouts", json=body(group(1))))
         await running(http, 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(between_seconds)
+        os.kill(os.getpid(), signal.SIGINT)
         async with asyncio.timeout(5):
             answer = await early
         assert answer.json()["code"] == "engine_dead"
