@@ -5,6 +5,7 @@ AdamW the embedding and the norms.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,10 @@ def save(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, out: Path) -> 
     )
     model.to(torch.bfloat16).save_pretrained(out)
     words.save_pretrained(out)
+    # transformers 4 does not know the name that transformers 5 writes; both know the older one.
+    path = out / "tokenizer_config.json"
+    saved = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def main() -> None:
