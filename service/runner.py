@@ -113,12 +113,12 @@ async def _announce(
     """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
     url = server_url(listener)
     while not (server.started and life.pulse().stage == "serving"):
+        if server.should_exit:
+            return None
         if life.pulse().stage == "dead":
             server.should_exit = True
             return life.pulse().reason or "it died"
         await asyncio.sleep(POLL_SECONDS)
-    if server.should_exit:
-        return None
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":
         typer.echo(f"\nTry it:\n\n  {curl_line(url)}\n\nCtrl-C stops the server.\n")
