@@ -5,6 +5,7 @@ among others). All of it happens inside `spawning`, which puts the service's env
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
@@ -13,6 +14,7 @@ from pathlib import Path
 from engine.settings import EngineSettings
 
 MARK = "COPPICE_ENGINE"
+_OPENMP = re.compile(r"lib(g|i)?omp\d*[.-]")
 LAST_RESORT_STEP_SECONDS = 60
 
 
@@ -93,4 +95,7 @@ def _intel_openmp() -> Path | None:
 
 
 def _joined(library: Path) -> str:
-    return ":".join(filter(None, [os.environ.get("LD_PRELOAD", ""), str(library)]))
+    """One OpenMP runtime a process: vLLM refuses to start with two."""
+    others = os.environ.get("LD_PRELOAD", "").split(":")
+    kept = [other for other in others if other and not _OPENMP.match(Path(other).name)]
+    return ":".join([*kept, str(library)])
