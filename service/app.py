@@ -3,10 +3,12 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from engine.protocol import Engine
 from service import problems
+from service.access import authorised
+from service.keyring import Keyring
 from service.requests import RequestScope
 from service.routes import control, documents, health, rollouts, score, weights
 from service.server import Server
@@ -22,8 +24,15 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
             yield
 
     # The contract is openapi.yaml, written by hand; FastAPI must not serve another.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        lifespan=lifespan,
+        dependencies=[Depends(authorised)],
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.server = server
+    app.state.keyring = Keyring(settings.server.keys_file)
     app.add_middleware(RequestScope, metrics=server.metrics)
     problems.install(app)
     for part in (rollouts, score, weights, control, health, documents):

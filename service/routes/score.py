@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
+from service.access import needs
 from service.bodies import read_json
 from service.connection import NOBODY_READS, while_connected
 from service.routes.dependencies import ReadyServer
@@ -11,6 +12,7 @@ router = APIRouter(prefix="/v1/score")
 
 
 @router.post("")
+@needs("rollout")
 async def score(request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, ScoreRequest, limit=server.settings.limits.max_body_bytes)
     answer = await while_connected(request, server.scoring.score(body))
