@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
-from service.access import needs
+from service.access import Caller, needs
 from service.bodies import read_json
 from service.connection import NOBODY_READS, while_connected
 from service.routes.dependencies import ReadyServer
@@ -13,9 +13,9 @@ router = APIRouter(prefix="/v1/score")
 
 @router.post("")
 @needs("rollout")
-async def score(request: Request, server: ReadyServer) -> Response:
+async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_json(request, ScoreRequest, limit=server.settings.limits.max_body_bytes)
-    answer = await while_connected(request, server.scoring.score(body))
+    answer = await while_connected(request, server.scoring.score(body, owner=caller.name))
     if answer is None:
         return NOBODY_READS
     return Response(answer.model_dump_json(), media_type="application/json")
