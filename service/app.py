@@ -3,10 +3,13 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from engine.protocol import Engine
 from service import problems
+from service.access import authorised
+from service.edges import Edges
+from service.keyring import Keyring
 from service.requests import RequestScope
 from service.routes import control, documents, health, rollouts, score, weights
 from service.server import Server
@@ -22,8 +25,17 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
             yield
 
     # The contract is openapi.yaml, written by hand; FastAPI must not serve another.
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        lifespan=lifespan,
+        dependencies=[Depends(authorised)],
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the redirect would lead to whatever Host says
+    )
     app.state.server = server
+    app.state.keyring = Keyring(settings.server.keys_file)
+    app.add_middleware(Edges, limits=settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics)
     problems.install(app)
     for part in (rollouts, score, weights, control, health, documents):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 import yaml
@@ -16,6 +16,7 @@ from engine.errors import StartFailed
 from engine.protocol import Engine
 from engine.settings import EngineSettings
 from service.flags import with_settings_flags
+from service.keys import new_key, read_keys
 from service.logs import configure_logging
 from service.settings import LogSettings, Settings, load_settings, masked
 from service.sources import SettingsError
@@ -82,6 +83,7 @@ def build_cli(parts: Parts | None = None) -> typer.Typer:
 
     cli.command("serve")(with_settings_flags(serve))
     cli.command("check-config")(with_settings_flags(check_config))
+    cli.command("new-key")(_new_key)
     cli.command("version")(_print_versions)
     return cli
 
@@ -92,7 +94,10 @@ def main() -> None:
 
 def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
     try:
-        return load_settings(flags=flags, file=config)
+        settings = load_settings(flags=flags, file=config)
+        if settings.server.keys_file is not None:
+            read_keys(settings.server.keys_file)
+        return settings
     except SettingsError as error:
         _fail(2, *error.lines)
 
@@ -114,6 +119,22 @@ def _load_and_run(settings: Settings, parts: Parts) -> None:
         engine = parts.load_engine(settings.engine)
         app = parts.create_app(settings, engine)
         parts.run_server(app, app.state.server, settings, listener)
+
+
+def _new_key(
+    name: Annotated[str, typer.Argument(help="Whose key it is; rollouts and limits go by it.")],
+    roles: Annotated[str, typer.Option(help="rollout, kv, admin, or several: rollout,kv")],
+) -> None:
+    """Print a new key once, and the lines that let it in, to be added to server.keys_file.
+
+    The lines alone go to standard output: `coppice new-key NAME --roles rollout >> keys.yaml`.
+    """
+    try:
+        secret, lines = new_key(name, roles.split(","))
+    except SettingsError as error:
+        _fail(2, *error.lines)
+    typer.echo(f"The key, shown only now: {secret}", err=True)
+    typer.echo(lines, nl=False)
 
 
 def _print_versions() -> None:

@@ -3,6 +3,7 @@
 ServiceError
 |- CallerError                        the request is at fault; sending it again changes nothing
 |  |- InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
+|  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
 |  |- IdempotencyInProgress, IdempotencyMismatch
@@ -10,9 +11,10 @@ ServiceError
 |  `- WeightsRefused, DigestMismatch, PathRefused
 `- ServerSideError                    the server is at fault or not able just now
    |- Internal, ActivationFailed, InsufficientStorage
-   `- NotReady, Draining, EngineGone, VersionUnavailable
+   `- NotReady, Draining, Overloaded, EngineGone, VersionUnavailable
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from coppice.wire.problems import PROBLEMS, Problem, ProblemKind
@@ -22,6 +24,7 @@ class ServiceError(Exception):
     """Base of all. `detail` is for the caller: no path, no address, no traceback, no prompt."""
 
     code: ClassVar[str]
+    headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -75,6 +78,31 @@ class PromptTooLong(CallerError):
 
 class NoChatTemplate(CallerError):
     code = "no_chat_template"
+
+
+class Unauthorized(CallerError):
+    code = "unauthorized"
+    headers = {"WWW-Authenticate": 'Bearer realm="coppice"'}
+
+
+class Forbidden(CallerError):
+    code = "forbidden"
+
+
+class QuotaExceeded(CallerError):
+    code = "quota_exceeded"
+
+
+class RequestTimeout(CallerError):
+    """The rest of the body may still come, so the connection is of no more use."""
+
+    code = "request_timeout"
+    headers = {"Connection": "close"}
+
+
+class HeadersTooLarge(CallerError):
+    code = "headers_too_large"
+    headers = {"Connection": "close"}
 
 
 class BodyTooLarge(CallerError):
@@ -155,6 +183,10 @@ class NotReady(ServerSideError):
 
 class Draining(ServerSideError):
     code = "draining"
+
+
+class Overloaded(ServerSideError):
+    code = "overloaded"
 
 
 class EngineGone(ServerSideError):

@@ -1,7 +1,7 @@
 """Logging: one handler and one format for every logger of every process of the server.
 
-Records carry the ids of the request, rollout and group that they were made for. No caller of a
-logger passes it prompts or responses.
+Records carry the ids of the request, rollout and group that they were made for, and the name of
+the key that asked. No caller of a logger passes it prompts or responses.
 """
 
 import atexit
@@ -22,8 +22,9 @@ from service.settings import LogSettings
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 rollout_id: ContextVar[str | None] = ContextVar("rollout_id", default=None)
 group_id: ContextVar[str | None] = ContextVar("group_id", default=None)
+key_name: ContextVar[str | None] = ContextVar("key_name", default=None)
 
-_IDS = (request_id, rollout_id, group_id)
+_IDS = (request_id, rollout_id, group_id, key_name)
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
     "asctime",
     "message",

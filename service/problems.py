@@ -1,11 +1,14 @@
 """Turns every failure of a request into a problem document, the framework's own included."""
 
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from coppice.wire.problems import Problem
+from service.connection import NOBODY_READS
 from service.errors import Internal, MethodNotAllowed, NotFound, ServiceError
 
 log = logging.getLogger(__name__)
@@ -16,23 +19,24 @@ MEDIA_TYPE = "application/problem+json"
 def install(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _unexpected)
 
 
-def problem_response(problem: Problem, *, headers: dict[str, str] | None = None) -> Response:
+def problem_response(problem: Problem, *, headers: Mapping[str, str] | None = None) -> Response:
     retry = problem.retry_after_seconds
     sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
     return Response(
         problem.model_dump_json(exclude_none=True),
         status_code=problem.status,
         media_type=MEDIA_TYPE,
-        headers=sent | (headers or {}),
+        headers={**sent, **(headers or {})},
     )
 
 
 async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return problem_response(error.problem(_request_id(request)))
+    return problem_response(error.problem(_request_id(request)), headers=error.headers)
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -41,6 +45,11 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = {key: value for key, value in (error.headers or {}).items() if key == "Allow"}
     return problem_response(ours.problem(_request_id(request)), headers=headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """The caller went away in the middle of the body. Nobody reads this; the metrics count it."""
+    return NOBODY_READS
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

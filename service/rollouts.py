@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
+from service.admission import Admission, Reservation
 from service.claim import Claim
 from service.errors import InvalidRequest, RolloutNotFound
 from service.group import Group
@@ -33,6 +34,7 @@ class Rollouts:
         versions: Versions,
         prompts: Prompts,
         *,
+        admission: Admission,
         max_samples_per_request: int,
         keep_seconds: float,
         keep_bytes: int,
@@ -41,6 +43,7 @@ class Rollouts:
         self._engine = engine
         self._versions = versions
         self._prompts = prompts
+        self._admission = admission
         self._max_samples = max_samples_per_request
         self._ended = ended
         self._running: dict[str, Rollout] = {}
@@ -102,6 +105,24 @@ class Rollouts:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
         _check_enough(request)
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
+        place = self._admission.reserve(
+            owner, samples=num_samples, prompt_tokens=sum(map(len, prompts))
+        )
+        try:
+            rollout = await self._admitted(request, prompts, owner, detached, claim)
+            return self._run(rollout, place)
+        except BaseException:
+            self._admission.release(place)
+            raise
+
+    async def _admitted(
+        self,
+        request: RolloutRequest,
+        prompts: list[list[int]],
+        owner: str,
+        detached: bool,
+        claim: Claim | None,
+    ) -> Rollout:
         await self.gate_open()
         exact_version = self._versions.admit(request.policy)
         groups = [
@@ -111,7 +132,7 @@ class Rollouts:
         rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
         if claim is not None:
             self._keys.bind(claim, rollout)
-        return self._run(rollout)
+        return rollout
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Running or kept; another key's is as good as none."""
@@ -188,15 +209,16 @@ class Rollouts:
             ignore_eos=wanted.ignore_eos,
         )
 
-    def _run(self, rollout: Rollout) -> Rollout:
+    def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
         self._idle.clear()
         task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
-        task.add_done_callback(lambda _: self._forget(rollout))
+        task.add_done_callback(lambda _: self._forget(rollout, place))
         return rollout
 
-    def _forget(self, rollout: Rollout) -> None:
+    def _forget(self, rollout: Rollout, place: Reservation) -> None:
+        self._admission.release(place)
         del self._running[rollout.id]
         if not self._running:
             self._idle.set()

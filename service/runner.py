@@ -13,6 +13,7 @@ import uvloop
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
+from service.bounded_protocol import bounded_by
 from service.settings import Settings
 from service.stop import Life, Stop
 
@@ -80,7 +81,7 @@ def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.so
 def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=bounded_by(settings.limits),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -9,6 +9,7 @@ import asyncio
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol import Engine
+from service.admission import Admission
 from service.errors import InvalidRequest, PromptTooLong
 from service.failures import service_error
 from service.prompts import Prompts
@@ -26,15 +27,17 @@ class Scoring:
         prompts: Prompts,
         rollouts: Rollouts,
         *,
+        admission: Admission,
         max_samples_per_request: int,
     ) -> None:
         self._engine = engine
         self._versions = versions
         self._prompts = prompts
         self._rollouts = rollouts
+        self._admission = admission
         self._max_samples = max_samples_per_request
 
-    async def score(self, request: ScoreRequest) -> ScoreAnswer:
+    async def score(self, request: ScoreRequest, *, owner: str) -> ScoreAnswer:
         num_responses = sum(len(item.responses) for item in request.items)
         if num_responses > self._max_samples:
             raise InvalidRequest(
@@ -44,11 +47,17 @@ class Scoring:
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
             self._check(item, prompt)
+        num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
+        with self._admission.held(owner, samples=num_responses, prompt_tokens=num_tokens):
+            return await self._scored(pairs, request.policy)
+
+    async def _scored(
+        self, pairs: list[tuple[ScoreItem, list[int]]], policy: Policy | None
+    ) -> ScoreAnswer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 items = [
-                    tasks.create_task(self._item(item, prompt, request.policy))
-                    for item, prompt in pairs
+                    tasks.create_task(self._item(item, prompt, policy)) for item, prompt in pairs
                 ]
         except ExceptionGroup as failures:
             raise service_error(failures) from failures

@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
 from service import __version__
 from service.activation import Activation
+from service.admission import Admission
 from service.checkpoints import Checkpoints
 from service.errors import Draining, EngineGone, NotReady
 from service.metrics import Metrics
@@ -43,10 +44,12 @@ class Server:
             settings.weights.directory, settings.weights.source_directories
         )
         self.prompts = Prompts(engine)
+        self.admission = Admission(settings.limits)
         self.rollouts = Rollouts(
             engine,
             self.versions,
             self.prompts,
+            admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
@@ -57,6 +60,7 @@ class Server:
             self.versions,
             self.prompts,
             self.rollouts,
+            admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
         self.publisher = Publisher(

@@ -60,16 +60,20 @@ class ServerSettings(Section):
     allow_open: Annotated[
         bool, Field(description="true: listen on other addresses than loopback, without keys")
     ] = False
+    keys_file: Annotated[
+        Path | None,
+        Field(description="YAML file with the keys that are taken; none: no key is asked for"),
+    ] = None
     drain_seconds: Annotated[
         int, Field(ge=0, description="seconds that running requests may take to end at a stop")
     ] = 30
 
     @model_validator(mode="after")
     def _refuse_open(self) -> Self:
-        if not _is_loopback(self.host) and not self.allow_open:
+        if not (_is_loopback(self.host) or self.allow_open or self.keys_file):
             raise ValueError(
                 f"host {self.host} can be reached from other machines and the server has no keys; "
-                "set server.allow_open to true to serve there all the same"
+                "name server.keys_file, or set server.allow_open to true to serve there without"
             )
         return self
 
@@ -111,6 +115,25 @@ class LimitsSettings(Section):
     keep_answers_bytes: Annotated[
         int, Field(ge=0, description="bytes of ended rollouts that are kept at most")
     ] = 2**30
+    max_samples_per_key: Annotated[
+        int | None, Field(ge=1, description="samples that one key may have running; none: no bound")
+    ] = None
+    max_prompt_tokens_per_key: Annotated[
+        int | None,
+        Field(ge=1, description="prompt tokens that one key may have running; none: no bound"),
+    ] = None
+    max_samples_running: Annotated[
+        int, Field(ge=1, description="samples that the server accepts before earlier ones end")
+    ] = 131_072
+    max_header_bytes: Annotated[
+        int, Field(ge=1024, description="bytes of a request's address and headers at most")
+    ] = 64 * 2**10
+    read_seconds: Annotated[
+        float, Field(gt=0, description="seconds that a head, or 16 KiB of a body, may take to come")
+    ] = 30.0
+    write_seconds: Annotated[
+        float, Field(gt=0, description="seconds that a reader may take for 256 KiB of an answer")
+    ] = 60.0
     keep_alive_seconds: Annotated[
         int, Field(ge=1, description="seconds that an idle connection is kept open")
     ] = 75

@@ -65,7 +65,7 @@ def from_environment(environ: Mapping[str, str]) -> Source:
 
 
 def from_file(file: Path) -> Source:
-    tree = _read_yaml(file)
+    tree = read_yaml(file)
     if not isinstance(tree, dict | None):
         raise SettingsError(f"{file}: must hold sections, such as 'server:'")
     sections = {str(name): values for name, values in (tree or {}).items() if values is not None}
@@ -92,7 +92,7 @@ def _nested(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
     return tree
 
 
-def _read_yaml(file: Path) -> object:
+def read_yaml(file: Path) -> object:
     """Errors name the line and never quote it: it may hold a secret."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))

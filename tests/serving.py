@@ -1,7 +1,7 @@
 """A server on a real socket inside the test's own event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +12,19 @@ import uvicorn
 
 from engine.protocol import Engine
 from service.app import create_app
+from service.bounded_protocol import bounded_by
 from service.server import Server
 from service.settings import Settings
 
 
 @dataclass(frozen=True)
 class Served:
-    """`http` speaks to the server; `server` is the thing itself."""
+    """`http` speaks to the server; `server` is the thing itself, `connections` who is connected."""
 
     http: httpx.AsyncClient
     server: Server
     url: str
+    connections: Collection[object]
 
 
 def settings_for(tmp_path: Path, **sections: dict[str, Any]) -> Settings:
@@ -34,8 +36,12 @@ def settings_for(tmp_path: Path, **sections: dict[str, Any]) -> Settings:
 async def serving(
     engine: Engine, tmp_path: Path, *, wait: bool = True, **sections: dict[str, Any]
 ) -> AsyncIterator[Served]:
-    app = create_app(settings_for(tmp_path, **sections), engine)
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
+    settings = settings_for(tmp_path, **sections)
+    app = create_app(settings, engine)
+    http_class = bounded_by(settings.limits)
+    config = uvicorn.Config(
+        app, http=http_class, port=0, log_level="warning", lifespan="on", ws="none"
+    )
     listener = uvicorn.Server(config)
     task = asyncio.create_task(listener.serve())
     try:
@@ -46,7 +52,12 @@ async def serving(
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             while wait and (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
-            yield Served(http=http, server=app.state.server, url=url)
+            yield Served(
+                http=http,
+                server=app.state.server,
+                url=url,
+                connections=listener.server_state.connections,
+            )
     finally:
         listener.should_exit = True
         await task

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.control import PauseAnswer, PauseRequest
+from service.access import any_key, needs
 from service.bodies import read_json
 from service.routes.dependencies import AnyServer, ReadyServer
 
@@ -11,6 +12,7 @@ router = APIRouter(prefix="/v1")
 
 
 @router.post("/pause")
+@needs("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, PauseRequest, limit=server.settings.limits.max_body_bytes)
     await server.in_background(server.activation.pause(body.mode))
@@ -18,12 +20,14 @@ async def pause(request: Request, server: ReadyServer) -> Response:
 
 
 @router.post("/resume")
+@needs("admin")
 async def resume(server: ReadyServer) -> Response:
     await server.in_background(server.activation.resume())
     return _json(PauseAnswer(paused=False))
 
 
 @router.get("/status")
+@any_key
 async def status(server: AnyServer) -> Response:
     return _json(server.status())
 

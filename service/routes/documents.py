@@ -5,10 +5,13 @@ from pathlib import Path
 
 from fastapi import APIRouter, Response
 
+from service.access import public
+
 router = APIRouter()
 
 
 @router.get("/openapi.yaml")
+@public
 async def contract() -> Response:
     return Response(_contract(), media_type="application/yaml")
 

@@ -9,6 +9,7 @@
 from fastapi import APIRouter, Response
 
 from coppice.wire.control import HealthAnswer
+from service.access import public
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
@@ -18,17 +19,20 @@ router = APIRouter()
 @router.get("/startupz")
 @router.get("/readyz")
 @router.get("/health")
+@public
 async def ready(server: ReadyServer) -> Response:
     return _healthy(server)
 
 
 @router.get("/livez")
+@public
 async def alive(server: AnyServer) -> Response:
     server.check_alive()
     return _healthy(server)
 
 
 @router.get("/metrics")
+@public
 async def metrics(server: AnyServer) -> Response:
     server.observe()
     return Response(server.metrics.render(), media_type=server.metrics.content_type)

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
+from service.access import Caller, needs
 from service.bodies import parse, read
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
@@ -20,19 +21,19 @@ from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
-OWNER = "local"
-
 
 @router.post("")
-async def start(request: Request, server: ReadyServer) -> Response:
+@needs("rollout")
+async def start(request: Request, server: ReadyServer, caller: Caller) -> Response:
     headers = request.headers
     form = wanted_form(headers.get("accept"))
     respond_async = wants_async(headers.get("prefer"))
     content = await read(request, limit=server.settings.limits.max_body_bytes)
     body = parse(content, RolloutRequest)
     key = headers.get("idempotency-key")
-    claim = None if key is None else Claim.of(OWNER, key, content)
-    rollout = await server.rollouts.start(body, owner=OWNER, detached=respond_async, claim=claim)
+    owner = caller.name
+    claim = None if key is None else Claim.of(owner, key, content)
+    rollout = await server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
     if body.stream or form is Form.NDJSON:
@@ -45,11 +46,12 @@ async def start(request: Request, server: ReadyServer) -> Response:
 
 
 @router.get("/{rollout_id}")
-async def look(rollout_id: str, request: Request, server: AnyServer) -> Response:
+@needs("rollout")
+async def look(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
     form = wanted_form(request.headers.get("accept"))
     seconds = wait_seconds(_only_parameter(request, "wait"))
-    rollout = server.rollouts.get(rollout_id, owner=OWNER)
+    rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if form is Form.NDJSON:
         return _stream(server, rollout)
     try:
@@ -61,10 +63,11 @@ async def look(rollout_id: str, request: Request, server: AnyServer) -> Response
 
 
 @router.delete("/{rollout_id}")
-async def abort(rollout_id: str, request: Request, server: AnyServer) -> Response:
+@needs("rollout")
+async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
     form = wanted_form(request.headers.get("accept"))
-    rollout = server.rollouts.get(rollout_id, owner=OWNER)
+    rollout = server.rollouts.get(rollout_id, owner=caller.name)
     await server.rollouts.cancel(rollout)
     return await _answer(rollout, Form.JSON if form is Form.NDJSON else form)
 

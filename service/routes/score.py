@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
+from service.access import Caller, needs
 from service.bodies import read_json
 from service.connection import NOBODY_READS, while_connected
 from service.routes.dependencies import ReadyServer
@@ -11,9 +12,10 @@ router = APIRouter(prefix="/v1/score")
 
 
 @router.post("")
-async def score(request: Request, server: ReadyServer) -> Response:
+@needs("rollout")
+async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_json(request, ScoreRequest, limit=server.settings.limits.max_body_bytes)
-    answer = await while_connected(request, server.scoring.score(body))
+    answer = await while_connected(request, server.scoring.score(body, owner=caller.name))
     if answer is None:
         return NOBODY_READS
     return Response(answer.model_dump_json(), media_type="application/json")

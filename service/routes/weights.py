@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.weights import ActivateRequest, StageRequest, VersionsAnswer
+from service.access import needs
 from service.bodies import bounded, read_json
 from service.checkpoints import SINGLE, checked_name
 from service.parameters import label, sequence
@@ -14,22 +15,26 @@ router = APIRouter(prefix="/v1/weights")
 
 
 @router.get("")
+@needs("admin")
 async def known(server: ReadyServer) -> Response:
     versions = [version.answer() for version in server.versions.all()]
     return _json(VersionsAnswer(active=server.versions.active.label, versions=versions))
 
 
 @router.put("/{version}")
+@needs("admin")
 async def upload(version: str, request: Request, server: ReadyServer) -> Response:
     return await _receive(request, server, version, SINGLE, sharded=False)
 
 
 @router.put("/{version}/files/{name}")
+@needs("admin")
 async def upload_file(version: str, name: str, request: Request, server: ReadyServer) -> Response:
     return await _receive(request, server, version, checked_name(name), sharded=True)
 
 
 @router.post("/{version}")
+@needs("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, StageRequest, limit=server.settings.limits.max_body_bytes)
     staged = await server.publisher.stage_path(label(version), body.path, sequence=body.sequence)
@@ -37,6 +42,7 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
 
 
 @router.post("/{version}/activate")
+@needs("admin")
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, ActivateRequest, limit=server.settings.limits.max_body_bytes)
     answer = await server.in_background(
@@ -48,6 +54,7 @@ async def activate(version: str, request: Request, server: ReadyServer) -> Respo
 
 
 @router.delete("/{version}")
+@needs("admin")
 async def delete(version: str, server: ReadyServer) -> Response:
     await server.publisher.delete(label(version))
     return Response(status_code=204)

@@ -1,0 +1,186 @@
+"""Every numeric field of a rollout at its bounds and past them, against the real engine.
+
+vLLM has died of its parameters before (CVE-2026-34756, CVE-2026-114051), with /health still saying
+yes: so after each of them it must sample.
+"""
+
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP, MAX_TOKENS
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import settings
+from tests.serving import Served, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+CONTEXT = settings().max_context_tokens or 0
+LEAST = 5e-324  # the least positive number that there is
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    directory = tmp_path_factory.mktemp("bounds")
+    async with serving(VllmEngine(settings()), directory) as served:
+        yield served
+
+
+def asked(
+    prompt: Any = None, sampling: Any = None, finish: Any = None, *, groups: int = 1, **rest: Any
+) -> dict[str, Any]:
+    """A small rollout with something about it changed; `rest` belongs to its groups."""
+    group = {"prompt": {"token_ids": [12, 13, 14]} if prompt is None else prompt, **rest}
+    return {
+        "groups": [group] * groups,
+        "sampling": {"max_tokens": 2, **(sampling or {})},
+        "finish": finish,
+    }
+
+
+def ids(*token_ids: int) -> dict[str, list[int]]:
+    return {"token_ids": list(token_ids)}
+
+
+TAKEN = {
+    "n=1": asked(n=1),
+    "n at its bound": asked(n=MAX_SAMPLES_PER_GROUP, sampling={"max_tokens": 1}),
+    "groups at their bound": asked(groups=MAX_GROUPS, sampling={"max_tokens": 1}),
+    "seed=0": asked(seed=0),
+    "seed=2^62-1": asked(seed=2**62 - 1, n=2),
+    "token id 0": asked(ids(0)),
+    "a prompt that leaves one token": asked(ids(*[12] * (CONTEXT - 1))),
+    "max_tokens=1": asked(sampling={"max_tokens": 1}),
+    "max_tokens at its bound": asked(sampling={"max_tokens": MAX_TOKENS}),
+    "max_tokens at its bound without end": asked(
+        ids(*[12] * (CONTEXT - 40)), {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+    ),
+    "max_tokens=null": asked(sampling={"max_tokens": None}),
+    "temperature=0": asked(sampling={"temperature": 0}),
+    "temperature=-0.0": asked(sampling={"temperature": -0.0}),
+    "temperature least": asked(sampling={"temperature": LEAST}),
+    "temperature=1e-30": asked(sampling={"temperature": 1e-30}),
+    "temperature=1e-6": asked(sampling={"temperature": 1e-6}),
+    "temperature=2": asked(sampling={"temperature": 2}),
+    "temperature=0 with top_k and top_p": asked(
+        sampling={"temperature": 0, "top_k": 1, "top_p": LEAST}
+    ),
+    "top_p least": asked(sampling={"top_p": LEAST}),
+    "top_p=1": asked(sampling={"top_p": 1}),
+    "top_k=0": asked(sampling={"top_k": 0}),
+    "top_k=1": asked(sampling={"top_k": 1}),
+    "top_k at its bound": asked(sampling={"top_k": 2**31 - 1}),
+    "stop token id 0": asked(sampling={"stop_token_ids": [0]}),
+    "many stop token ids": asked(sampling={"stop_token_ids": [20] * 256}),
+    "priority at its lower bound": asked() | {"priority": -(2**31)},
+    "priority at its upper bound": asked() | {"priority": 2**31 - 1},
+    "finish.samples=1": asked(n=4, finish={"samples": 1}),
+    "finish.samples at its bound": asked(
+        n=MAX_SAMPLES_PER_GROUP,
+        sampling={"max_tokens": 1},
+        finish={"samples": MAX_SAMPLES_PER_GROUP},
+    ),
+    "finish.deadline_seconds least": asked(finish={"deadline_seconds": LEAST}),
+    "finish.deadline_seconds at its bound": asked(finish={"deadline_seconds": 86_400}),
+}
+
+REFUSED = {
+    "n=0": asked(n=0),
+    "n past its bound": asked(n=MAX_SAMPLES_PER_GROUP + 1),
+    "n=-1": asked(n=-1),
+    "n=2^64": asked(n=2**64),
+    "n=1.5": asked(n=1.5),
+    "n=true": asked(n=True),
+    "n='1'": asked(n="1"),
+    "n=1e400": asked(n=10**400),
+    "no group": asked(groups=0),
+    "groups past their bound": asked(groups=MAX_GROUPS + 1),
+    "seed=-1": asked(seed=-1),
+    "seed=2^62": asked(seed=2**62),
+    "no token": asked(ids()),
+    "token id -1": asked(ids(-1)),
+    "token id 2^31-1": asked(ids(2**31 - 1)),
+    "token id 2^31": asked(ids(2**31)),
+    "token id 2^63": asked(ids(2**63)),
+    "a prompt that leaves no token": asked(ids(*[12] * CONTEXT)),
+    "token ids past their bound": asked(ids(*[12] * (MAX_TOKENS + 1))),
+    "max_tokens=0": asked(sampling={"max_tokens": 0}),
+    "max_tokens past its bound": asked(sampling={"max_tokens": MAX_TOKENS + 1}),
+    "temperature below": asked(sampling={"temperature": -LEAST}),
+    "temperature above": asked(sampling={"temperature": math.nextafter(2, 3)}),
+    "temperature=nan": asked(sampling={"temperature": math.nan}),
+    "temperature=inf": asked(sampling={"temperature": math.inf}),
+    "top_p=0": asked(sampling={"top_p": 0}),
+    "top_p above": asked(sampling={"top_p": math.nextafter(1, 2)}),
+    "top_p=nan": asked(sampling={"top_p": math.nan}),
+    "top_k=-1": asked(sampling={"top_k": -1}),
+    "top_k past its bound": asked(sampling={"top_k": 2**31}),
+    "stop token id -1": asked(sampling={"stop_token_ids": [-1]}),
+    "stop token id 2^31": asked(sampling={"stop_token_ids": [2**31]}),
+    "stop token ids past their bound": asked(sampling={"stop_token_ids": [20] * 257}),
+    "priority below": asked() | {"priority": -(2**31) - 1},
+    "priority above": asked() | {"priority": 2**31},
+    "finish.samples=0": asked(finish={"samples": 0}),
+    "finish.samples past its bound": asked(finish={"samples": MAX_SAMPLES_PER_GROUP + 1}),
+    "finish.samples past n": asked(n=2, finish={"samples": 3}),
+    "finish.deadline_seconds=0": asked(finish={"deadline_seconds": 0}),
+    "finish.deadline_seconds past": asked(finish={"deadline_seconds": math.nextafter(86_400, 1e9)}),
+    "finish.deadline_seconds=nan": asked(finish={"deadline_seconds": math.nan}),
+}
+
+
+async def post(served: Served, request: dict[str, Any]) -> httpx.Response:
+    return await served.http.post("/v1/rollouts", content=json.dumps(request))
+
+
+def check(answer: httpx.Response) -> None:
+    """As many samples as were asked for, with a finite log-probability a token."""
+    assert answer.status_code == 200, answer.text
+    for group in answer.json()["groups"]:
+        for sample in group["samples"]:
+            assert len(sample["token_ids"]) == len(sample["logprobs"])
+            assert all(math.isfinite(p) and p <= 0 for p in sample["logprobs"])
+
+
+async def check_samples(served: Served) -> None:
+    answer = await post(served, asked(n=2))
+    check(answer)
+    assert all(s["token_ids"] for s in answer.json()["groups"][0]["samples"])
+    assert (await served.http.get("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize("request_", TAKEN.values(), ids=TAKEN)
+async def test_what_is_within_its_bounds_is_answered(
+    served: Served, request_: dict[str, Any]
+) -> None:
+    answer = await post(served, request_)
+    check(answer)
+    wanted = [group.get("n", 1) for group in request_["groups"]]
+    assert [len(group["samples"]) for group in answer.json()["groups"]] == wanted
+    await check_samples(served)
+
+
+@pytest.mark.parametrize("request_", REFUSED.values(), ids=REFUSED)
+async def test_what_is_past_its_bounds_is_refused(served: Served, request_: dict[str, Any]) -> None:
+    answer = await post(served, request_)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.json()["code"] in {"invalid_request", "invalid_json", "prompt_too_long"}
+    await check_samples(served)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 2**31 - 1])
+async def test_token_ids_at_the_end_of_the_vocabulary(served: Served, beyond: int) -> None:
+    """Ids within the wire's bounds that the model does not have are refused, not looked up."""
+    vocabulary = served.server.engine.facts.vocab_size
+    last = await post(served, asked(ids(vocabulary - 1)))
+    check(last)
+    past = min(vocabulary + beyond, 2**31 - 1)
+    assert (await post(served, asked(ids(past)))).status_code == 422
+    stop = await post(served, asked(sampling={"stop_token_ids": [past]}))
+    assert stop.status_code in {200, 422}
+    await check_samples(served)

@@ -1,0 +1,23 @@
+"""A file of keys, for tests of who may do what."""
+
+from pathlib import Path
+
+import yaml
+
+from service.keys import new_key
+
+
+def write_keys(file: Path, **roles: str) -> dict[str, str]:
+    """Keys by name, made anew; `roles` names each one's, separated by commas."""
+    made = {name: new_key(name, of.split(",")) for name, of in roles.items()}
+    file.write_text("".join(lines for _, lines in made.values()), encoding="utf-8")
+    return {name: secret for name, (secret, _) in made.items()}
+
+
+def entries(file: Path) -> list[dict[str, object]]:
+    content: list[dict[str, object]] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return content
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}

@@ -1,0 +1,212 @@
+"""What is never done, looked for in the source and in what comes out of a server."""
+
+import ast
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from service.logs import JsonFormatter
+from tests.fake_engine import FakeEngine
+from tests.serving import Served, serving
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    file
+    for folder in ("service", "engine", "client", "kernels")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+]
+CANARY = "canary-5d1f"
+SHORT = {"sampling": {"max_tokens": 4}}
+
+# Bytes that a stranger chose must not become code: formats are JSON, YAML's safe part, safetensors.
+MODULES = {
+    "_pickle", "cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "pickle", "shelve",
+}  # fmt: skip
+CALLS = {
+    "compile", "eval", "exec", "__import__", "torch.load", "os.system", "os.popen", "yaml.load",
+    "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "ForkingPickler", "copyreg.pickle",
+}  # fmt: skip
+OPTIONS = {"allow_pickle": True, "shell": True, "trust_remote_code": True, "weights_only": False}
+
+
+def faults(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{name.name}" for name in node.names]
+            yield from (name for name in full if name.split(".")[0] in MODULES or name in CALLS)
+        elif isinstance(node, ast.Call):
+            yield from _faults_of_call(node)
+
+
+def _faults_of_call(call: ast.Call) -> Iterator[str]:
+    name = ast.unparse(call.func)
+    if name in CALLS or name.split(".")[-1] == "ForkingPickler":
+        yield name
+    for keyword in call.keywords:
+        if keyword.arg in OPTIONS and not _is_not(keyword.value, OPTIONS[keyword.arg]):
+            yield f"{name}({keyword.arg}=...)"
+
+
+def _is_not(value: ast.expr, forbidden: bool) -> bool:
+    return isinstance(value, ast.Constant) and value.value is (not forbidden)
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_turns_bytes_into_code(file: Path) -> None:
+    assert list(faults(ast.parse(file.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "import pickle as p, json",
+        "from pickle import loads",
+        "from torch import load",
+        "import cloudpickle.fast",
+        "torch.load(f)",
+        "eval(x)",
+        "exec(x)",
+        "yaml.load(x)",
+        "np.load(f, allow_pickle=True)",
+        "np.load(f, allow_pickle=flag)",
+        "subprocess.run(x, shell=True)",
+        "AutoModel.from_pretrained(m, trust_remote_code=True)",
+        "reduction.ForkingPickler(x)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(code: str) -> None:
+    assert list(faults(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import json", "yaml.safe_load(x)", "run(x, shell=False)", "np.load(allow_pickle=False)"],
+)
+def test_the_search_lets_the_rest_be(code: str) -> None:
+    assert not list(faults(ast.parse(code)))
+
+
+# Nothing of a prompt in logs and problems
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Every record as the JSON that would be written, tracebacks and extra fields included."""
+    lines: list[str] = []
+    formatter = JsonFormatter()
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(formatter.format(record))
+
+    handler = Lines()
+    with caplog.at_level("DEBUG"):
+        logging.getLogger().addHandler(handler)
+        yield lines
+        logging.getLogger().removeHandler(handler)
+
+
+def prompts() -> list[Any]:
+    """The canary in every place that a prompt, a response or a name may have."""
+    text, long = {"text": CANARY}, {"text": CANARY * 200}
+    messages = {"messages": [{"role": "user", "content": CANARY}]}
+    return [
+        *({"groups": [{"prompt": prompt}], **SHORT} for prompt in (text, messages, long)),
+        {"groups": [{"prompt": text, "id": CANARY}], "stream": True, **SHORT},
+        {"groups": [{"prompt": {**text, **messages}}]},
+        {"groups": [{"prompt": CANARY}]},
+        {"groups": [{"prompt": {"text": [CANARY]}}]},
+        {"groups": [{"prompt": {"token_ids": [CANARY]}}]},
+        {"groups": [{"prompt": {"messages": [{"role": CANARY, "content": CANARY}]}}]},
+        {"groups": [{"prompt": text, "n": CANARY}]},
+        {"groups": [{"prompt": text, "n": 0}], "sampling": {"max_tokens": -1}},
+        {"groups": [{"prompt": text}], "sampling": {"stop": CANARY}},
+        {"groups": [{"prompt": text}], "policy": {"exact_version": "v9"}},
+        [CANARY],
+        CANARY,
+    ]
+
+
+async def post(served: Served, asked: Any, path: str = "/v1/rollouts") -> httpx.Response:
+    return await served.http.post(path, content=json.dumps(asked))
+
+
+async def test_no_prompt_is_in_a_log_or_in_a_problem(tmp_path: Path, logged: list[str]) -> None:
+    problems = []
+    async with serving(FakeEngine(), tmp_path) as served:
+        for asked in prompts():
+            answer = await post(served, asked)
+            if answer.status_code != 200:
+                problems.append(answer.text)
+        truncated = json.dumps(prompts()[0])[:-3]
+        problems.append((await served.http.post("/v1/rollouts", content=truncated)).text)
+        response = {"prompt": {"text": CANARY}, "responses": [[CANARY]]}
+        problems.append((await post(served, {"items": [response]}, "/v1/score")).text)
+    assert len(problems) >= 12
+    assert not [text for text in problems if CANARY in text]
+    assert len(logged) > 5
+    assert not [line for line in logged if CANARY in line]
+
+
+class Clumsy(FakeEngine):
+    """Fails at every prompt."""
+
+    def encode_text(self, text: str) -> list[int]:
+        raise RuntimeError("cannot encode this")
+
+
+class Dying(FakeEngine):
+    async def submit(self, samples: Any) -> Any:
+        self.alive = False
+        return await super().submit(samples)
+
+
+@pytest.mark.parametrize("engine", [Clumsy(), Dying()], ids=["clumsy", "dying"])
+async def test_no_failure_of_the_engine_brings_a_prompt_to_light(
+    tmp_path: Path, logged: list[str], engine: FakeEngine
+) -> None:
+    async with serving(engine, tmp_path) as served:
+        answer = await post(served, prompts()[0])
+    assert answer.status_code >= 500
+    assert CANARY not in answer.text
+    assert "Traceback" not in answer.text
+    assert not [line for line in logged if CANARY in line]
+
+
+async def test_problems_name_no_file_and_no_address(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        texts = [
+            (await served.http.get("/v1/weights/../../etc/passwd")).text,
+            (await post(served, {"path": "/etc/passwd"}, "/v1/weights/v1")).text,
+            (await post(served, {"path": str(tmp_path)}, "/v1/weights/v1")).text,
+            (await served.http.put("/v1/weights/v1/files/..%2f..%2fx.safetensors")).text,
+        ]
+    for text in texts:
+        assert json.loads(text)["code"] in {"not_found", "path_refused"}
+        assert not any(part in text for part in ("/etc", str(tmp_path), "0x", ".py"))
+
+
+# Nothing is served but what is declared
+
+
+async def test_nothing_is_served_but_the_contract(tmp_path: Path) -> None:
+    paths = yaml.safe_load((ROOT / "openapi.yaml").read_text())["paths"]
+    guesses = [
+        "/", "/docs", "/redoc", "/openapi.json", "/env", "/config", "/debug", "/v1/models",
+        "/v1/completions", "/v1/chat/completions", "/collective_rpc", "/run_script", "/sleep",
+        "/reset_prefix_cache", "/update_weights", "/server_info", "/metrics/", "/static/x",
+    ]  # fmt: skip
+    async with serving(FakeEngine(), tmp_path) as served:
+        answers = await asyncio.gather(*(served.http.get(path) for path in guesses))
+    assert set(guesses).isdisjoint(paths)
+    assert {answer.json()["code"] for answer in answers} == {"not_found"}
