@@ -41,7 +41,7 @@ from coppice.wire.records import (
     SampleRecord,
     StartRecord,
 )
-from coppice.wire.rollouts import GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
+from coppice.wire.rollouts import Finish, GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
 from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "Draining",
     "EndRecord",
     "EngineUnavailable",
+    "Finish",
     "Forbidden",
     "GatewayFailed",
     "Group",
