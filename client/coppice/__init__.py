@@ -1,6 +1,7 @@
 """The trainer's side of Coppice."""
 
-from coppice.client import AsyncRollouts, Rollouts
+from coppice.client import AsyncRollouts, Pending, Rollouts
+from coppice.core.pending import AsyncPending
 from coppice.errors import (
     ActivationFailed,
     BadAnswer,
@@ -31,6 +32,7 @@ from coppice.errors import (
 )
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample
+from coppice.retry import Retry
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.problems import Problem
 from coppice.wire.records import (
@@ -47,6 +49,7 @@ from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
 __all__ = [
     "ActivationAnswer",
     "ActivationFailed",
+    "AsyncPending",
     "AsyncRollouts",
     "BadAnswer",
     "ConnectionFailed",
@@ -66,6 +69,7 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PauseAnswer",
+    "Pending",
     "Policy",
     "Problem",
     "ProblemError",
@@ -76,6 +80,7 @@ __all__ = [
     "Record",
     "RequestInProgress",
     "RequestTimeout",
+    "Retry",
     "RolloutLost",
     "RolloutResult",
     "Rollouts",

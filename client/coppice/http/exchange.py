@@ -55,10 +55,14 @@ def translated() -> Iterator[None]:
     """The only place that knows what httpx raises."""
     try:
         yield
+    except httpx.ConnectTimeout as error:
+        raise TimedOut(_words(error), unsent=True) from error
     except httpx.TimeoutException as error:
         raise TimedOut(_words(error)) from error
     except httpx.DecodingError as error:
         raise BadAnswer(_words(error)) from error
+    except httpx.ConnectError as error:
+        raise ConnectionFailed(_words(error), unsent=True) from error
     except httpx.RequestError as error:
         raise ConnectionFailed(_words(error)) from error
 
@@ -75,7 +79,8 @@ def translated_stream() -> Iterator[None]:
 
 def _timeout(usual: httpx.Timeout, call: Call) -> httpx.Timeout:
     if call.silence == "usual":
-        return usual
+        read = None if usual.read is None else usual.read + call.held_seconds
+        return httpx.Timeout(connect=usual.connect, read=read, write=usual.write, pool=None)
     known = [seconds for seconds in (usual.connect, call.silence) if seconds is not None]
     connect = min(known, default=None)
     return httpx.Timeout(connect=connect, read=call.silence, write=usual.write, pool=None)
