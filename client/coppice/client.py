@@ -39,9 +39,10 @@ class Operations(RolloutOperations, WeightsOperations, ControlOperations):
 class AsyncRollouts(Operations):
     """A Coppice server, for programs on asyncio.
 
-    `timeout` is how long, in seconds, the connection may be silent: a rollout may take hours, its
-    progress records come every 15 s. `retry` says how failed calls are repeated. `transport`
-    replaces httpx's own, `pace` the clock and the dice. Calls may overlap freely.
+    `base_url` may hold credentials, http://user:key@host, in the place of `api_key`. `timeout` is
+    how long, in seconds, the connection may be silent: a rollout may take hours, its progress
+    records come every 15 s. `retry` says how failed calls are repeated. `transport` replaces
+    httpx's own, `pace` the clock and the dice. Calls may overlap freely.
     """
 
     def __init__(
