@@ -33,6 +33,7 @@ from coppice.errors import (
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample
 from coppice.retry import Retry
+from coppice.scores import Score
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.problems import Problem
 from coppice.wire.records import (
@@ -44,6 +45,7 @@ from coppice.wire.records import (
     StartRecord,
 )
 from coppice.wire.rollouts import Finish, GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
+from coppice.wire.score import ScoreItem
 from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
 
 __all__ = [
@@ -86,6 +88,8 @@ __all__ = [
     "Rollouts",
     "Sample",
     "SampleRecord",
+    "Score",
+    "ScoreItem",
     "ServerFailed",
     "StartRecord",
     "StatusAnswer",

@@ -12,6 +12,7 @@ from coppice.core.driver import Driver
 from coppice.core.pace import Pace
 from coppice.core.pending import AsyncPending
 from coppice.core.rollouts import RolloutOperations
+from coppice.core.scoring import ScoreOperations
 from coppice.core.weights import WeightsOperations
 from coppice.face import Face, blocking, iterating
 from coppice.http.asynchronous import AsyncDriver, AsyncPace
@@ -25,7 +26,7 @@ USUAL_TIMEOUT_SECONDS = 60.0
 USUAL_RETRY = Retry()
 
 
-class Operations(RolloutOperations, WeightsOperations, ControlOperations):
+class Operations(RolloutOperations, ScoreOperations, WeightsOperations, ControlOperations):
     """Everything that a server does, over one driver."""
 
     def __init__(self, driver: Driver, pace: Pace, retry: Retry) -> None:
@@ -113,6 +114,7 @@ class Rollouts(Face[Operations]):
     rollout = blocking(Operations.rollout)
     stream = iterating(Operations.stream)
     abort = blocking(Operations.abort)
+    score = blocking(Operations.score)
 
     def submit(self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]) -> Pending:
         return Pending(run(self._core.submit(prompts, **options)))
