@@ -85,8 +85,8 @@ def test_bad_credentials_are_refused_without_being_repeated(
 ) -> None:
     with pytest.raises(ValueError) as caught:
         connect(**options)
-    assert KEY not in "".join(traceback.format_exception(caught.value)).replace("options", "")
-    assert caught.value.__cause__ is None
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__context__ is None
 
 
 def test_a_wrong_key_is_not_tried_again(connect: Connect) -> None:

@@ -1,6 +1,7 @@
 """Where the server is and what it is told of who asks. No error here repeats what it was given."""
 
 import base64
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -26,11 +27,12 @@ def address_of(base_url: str, api_key: str | None) -> Address:
 
 
 def _url_of(base_url: str) -> httpx.URL:
-    try:
+    url = None
+    # Its words are not even kept as a context: they may quote a key with a slash in it as a port.
+    with suppress(httpx.InvalidURL):
         url = httpx.URL(base_url)
-    except httpx.InvalidURL:
-        # Not even as its cause: it may quote a key with a slash in it as a port.
-        raise ValueError("base_url is no URL; special characters of a key need %-escapes") from None
+    if url is None:
+        raise ValueError("base_url is no URL; special characters of a key need %-escapes")
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("base_url must begin with http:// or https:// and name a host")
     return url
