@@ -1,6 +1,7 @@
 """Streams that break and go on, over real sockets."""
 
 import asyncio
+import gc
 import random
 from collections.abc import Iterator
 from itertools import accumulate
@@ -122,6 +123,17 @@ def test_leaving_after_the_client_was_closed_is_quiet(server: Faulty) -> None:
         next(records)
     records.close()
     assert not server.deleted
+
+
+async def test_leaving_the_loop_ends_the_rollout(server: Faulty) -> None:
+    async with AsyncRollouts(server.url) as client:
+        async for _ in client.stream(["hello"]):
+            break
+        gc.collect()
+        async with asyncio.timeout(10):
+            while not server.deleted:
+                await asyncio.sleep(0.01)
+    assert server.deleted == ["/v1/rollouts/r1"]
 
 
 async def test_a_cancelled_rollout_is_ended(server: Faulty) -> None:
