@@ -19,7 +19,7 @@ import psutil
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -36,9 +36,9 @@ from engine.protocol import (
     PauseMode,
     Pulse,
     SampleRequest,
-    VersionSpan,
 )
 from engine.settings import EngineSettings
+from engine.translation import completion, first_logprobs, sampling_params, scoring_params
 from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_served
 
@@ -193,7 +193,7 @@ class VllmEngine:
                     await self.llm.add_request(
                         sample.id,
                         tokens_input(list(sample.prompt_token_ids)),
-                        _params(sample),
+                        sampling_params(sample),
                         priority=sample.priority,
                     )
                 )
@@ -202,25 +202,20 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             await self.abort([sample.id for sample in samples])
             raise RequestRefused(str(error)) from error
-        return [_completion(queue) for queue in queues]
+        return [completion(queue) for queue in queues]
 
     async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-        """vLLM scores a prompt when it computes it, so prompt and response are one prompt here."""
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        """Prompt and response are one prompt to vLLM."""
         tokens = tokens_input([*prompt, *response])
         try:
-            outputs = [o async for o in self.llm.generate(tokens, params, uuid.uuid4().hex)]
+            outputs = [
+                o async for o in self.llm.generate(tokens, scoring_params(), uuid.uuid4().hex)
+            ]
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         except VLLMClientError as error:
             raise RequestRefused(str(error)) from error
-        return _first_logprobs(outputs[-1].prompt_logprobs)[len(prompt) :]
+        return first_logprobs(outputs[-1].prompt_logprobs)[len(prompt) :]
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDeadError):
@@ -260,48 +255,3 @@ def _processes() -> dict[int, str]:
     """The engine's processes: every descendant of the service that vLLM has named."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     return {child.pid: child.name() for child in children if child.name().startswith("VLLM")}
-
-
-def _params(sample: SampleRequest) -> SamplingParams:
-    """Field by field: nothing that a caller sends reaches the engine unnamed."""
-    sampling = sample.sampling
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sample.seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-async def _completion(queue: Any) -> Completion:
-    try:
-        output = await queue.get()
-    except EngineDeadError as error:
-        raise EngineDead("the engine process died") from error
-    sample = output.outputs[0]
-    return Completion(
-        token_ids=list(sample.token_ids),
-        logprobs=_first_logprobs(sample.logprobs),
-        finish=sample.finish_reason,
-        versions=tuple(
-            VersionSpan(version=span.version, start=span.start, end=span.end)
-            for span in sample.weight_versions or ()
-        ),
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _first_logprobs(flat: Any) -> list[float]:
-    """vLLM puts the token itself first at every position; a prompt's first position has none."""
-    if flat is None:
-        return []
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]

@@ -82,12 +82,12 @@ def _in_pieces(send: Send) -> Send:
 
     async def send_in_pieces(message: Message) -> None:
         body = message.get("body", b"")
-        more = message.get("more_body", False)
-        while len(body) > PIECE_BYTES:
-            await send({"type": message["type"], "body": body[:PIECE_BYTES], "more_body": True})
-            body = body[PIECE_BYTES:]
-        if message["type"] == "http.response.body":
-            message = {"type": message["type"], "body": body, "more_body": more}
-        await send(message)
+        if len(body) <= PIECE_BYTES:
+            return await send(message)
+        view = memoryview(body)  # slices of bytes would copy what is left once a piece
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            more = start + PIECE_BYTES < len(body) or message.get("more_body", False)
+            await send({"type": message["type"], "body": piece, "more_body": more})
 
     return send_in_pieces

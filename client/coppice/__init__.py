@@ -1,19 +1,30 @@
 """The trainer's side of Coppice."""
 
-from coppice.client import AsyncRollouts, Rollouts
+from coppice.client import AsyncRollouts, Pending, Rollouts
+from coppice.core.pending import AsyncPending
 from coppice.errors import (
     ActivationFailed,
     BadAnswer,
     ConnectionFailed,
     CoppiceError,
+    Draining,
     EngineUnavailable,
+    Forbidden,
+    GatewayFailed,
+    IdempotencyMismatch,
     InvalidRequest,
     NotFound,
+    Overloaded,
     ProblemError,
+    QuotaExceeded,
+    RequestInProgress,
+    RequestTimeout,
+    RolloutLost,
     ServerFailed,
     StreamBroken,
     TimedOut,
     TransportError,
+    Unauthorized,
     VersionConflict,
     VersionSuperseded,
     VersionUnavailable,
@@ -21,6 +32,8 @@ from coppice.errors import (
 )
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample
+from coppice.retry import Retry
+from coppice.scores import Score
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.problems import Problem
 from coppice.wire.records import (
@@ -31,42 +44,59 @@ from coppice.wire.records import (
     SampleRecord,
     StartRecord,
 )
-from coppice.wire.rollouts import GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
+from coppice.wire.rollouts import Finish, GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
+from coppice.wire.score import ScoreItem
 from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
 
 __all__ = [
     "ActivationAnswer",
     "ActivationFailed",
+    "AsyncPending",
     "AsyncRollouts",
     "BadAnswer",
     "ConnectionFailed",
     "CoppiceError",
+    "Draining",
     "EndRecord",
     "EngineUnavailable",
+    "Finish",
+    "Forbidden",
+    "GatewayFailed",
     "Group",
     "GroupRecord",
     "GroupRequest",
+    "IdempotencyMismatch",
     "InvalidRequest",
     "Message",
     "NotFound",
+    "Overloaded",
     "PauseAnswer",
+    "Pending",
     "Policy",
     "Problem",
     "ProblemError",
     "ProgressRecord",
     "Prompt",
     "PromptLike",
+    "QuotaExceeded",
     "Record",
+    "RequestInProgress",
+    "RequestTimeout",
+    "Retry",
+    "RolloutLost",
     "RolloutResult",
     "Rollouts",
     "Sample",
     "SampleRecord",
+    "Score",
+    "ScoreItem",
     "ServerFailed",
     "StartRecord",
     "StatusAnswer",
     "StreamBroken",
     "TimedOut",
     "TransportError",
+    "Unauthorized",
     "Usage",
     "VersionAnswer",
     "VersionConflict",

@@ -1,42 +1,49 @@
 """The two clients: the same operations, awaited or blocking."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from functools import wraps
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Self, Unpack
 
 import httpx
 
 from coppice.core.control import ControlOperations
+from coppice.core.courier import Courier
 from coppice.core.driver import Driver
+from coppice.core.pace import Pace
+from coppice.core.pending import AsyncPending
 from coppice.core.rollouts import RolloutOperations
+from coppice.core.scoring import ScoreOperations
 from coppice.core.weights import WeightsOperations
-from coppice.http.asynchronous import AsyncDriver
-from coppice.http.blocking import BlockingDriver, iterate, run
+from coppice.face import Face, blocking, iterating
+from coppice.http.asynchronous import AsyncDriver, AsyncPace
+from coppice.http.blocking import BlockingDriver, BlockingPace, run
 from coppice.http.exchange import client_options
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from coppice.options import RolloutOptions
+from coppice.prompts import PromptLike
+from coppice.retry import Retry
 
 USUAL_TIMEOUT_SECONDS = 60.0
+USUAL_RETRY = Retry()
 
 
-class Operations(RolloutOperations, WeightsOperations, ControlOperations):
+class Operations(RolloutOperations, ScoreOperations, WeightsOperations, ControlOperations):
     """Everything that a server does, over one driver."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, pace: Pace, retry: Retry) -> None:
+        self._courier = Courier(driver, pace, retry)
 
     async def aclose(self) -> None:
         """Closes its connections."""
-        await self._driver.close()
+        await self._courier.driver.close()
 
 
 class AsyncRollouts(Operations):
     """A Coppice server, for programs on asyncio.
 
-    `timeout` is how long, in seconds, the connection may be silent: a rollout may take hours, its
-    progress records come every 15 s. `transport` replaces httpx's own. Calls may overlap freely.
+    `base_url` may hold credentials, http://user:key@host, in the place of `api_key`. `timeout` is
+    how long, in seconds, the connection may be silent: a rollout may take hours, its progress
+    records come every 15 s. `retry` says how failed calls are repeated. `transport` replaces
+    httpx's own, `pace` the clock and the dice. Calls may overlap freely.
     """
 
     def __init__(
@@ -45,10 +52,13 @@ class AsyncRollouts(Operations):
         *,
         api_key: str | None = None,
         timeout: float | None = USUAL_TIMEOUT_SECONDS,
+        retry: Retry = USUAL_RETRY,
         transport: httpx.AsyncBaseTransport | None = None,
+        pace: Pace | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
-        super().__init__(AsyncDriver(httpx.AsyncClient(transport=transport, **options)))
+        driver = AsyncDriver(httpx.AsyncClient(transport=transport, **options))
+        super().__init__(driver, pace or AsyncPace(), retry)
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,27 +72,26 @@ class AsyncRollouts(Operations):
         await self.aclose()
 
 
-def _blocking(
-    method: Callable[Concatenate[Operations, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate["Rollouts", P], T]:
-    @wraps(method)
-    def call(self: "Rollouts", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run(method(self._operations, *args, **kwargs))
+class Pending(Face[AsyncPending]):
+    """A rollout by its id. Nothing ends it but its own end and `abort`.
 
-    return call
+    Any number of processes may hold one. The server forgets an answer some time after the end:
+    NotFound from then on.
+    """
+
+    @property
+    def id(self) -> str:
+        return self._core.id
+
+    def __repr__(self) -> str:
+        return f"Pending({self.id!r})"
+
+    wait = blocking(AsyncPending.wait)
+    stream = iterating(AsyncPending.stream)
+    abort = blocking(AsyncPending.abort)
 
 
-def _iterating(
-    method: Callable[Concatenate[Operations, P], AsyncGenerator[T, None]],
-) -> Callable[Concatenate["Rollouts", P], Generator[T, None, None]]:
-    @wraps(method)
-    def call(self: "Rollouts", /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        return iterate(method(self._operations, *args, **kwargs))
-
-    return call
-
-
-class Rollouts:
+class Rollouts(Face[Operations]):
     """A Coppice server, for programs without an event loop.
 
     Takes what AsyncRollouts takes, and may be shared by threads.
@@ -94,29 +103,41 @@ class Rollouts:
         *,
         api_key: str | None = None,
         timeout: float | None = USUAL_TIMEOUT_SECONDS,
+        retry: Retry = USUAL_RETRY,
         transport: httpx.BaseTransport | None = None,
+        pace: Pace | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = BlockingDriver(httpx.Client(transport=transport, **options))
-        self._operations = Operations(driver)
+        super().__init__(Operations(driver, pace or BlockingPace(), retry))
 
-    rollout = _blocking(Operations.rollout)
-    stream = _iterating(Operations.stream)
-    abort = _blocking(Operations.abort)
+    rollout = blocking(Operations.rollout)
+    stream = iterating(Operations.stream)
+    abort = blocking(Operations.abort)
+    score = blocking(Operations.score)
 
-    upload_weights = _blocking(Operations.upload_weights)
-    stage_weights = _blocking(Operations.stage_weights)
-    activate_weights = _blocking(Operations.activate_weights)
-    publish_weights = _blocking(Operations.publish_weights)
-    weights = _blocking(Operations.weights)
-    delete_weights = _blocking(Operations.delete_weights)
+    def submit(self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]) -> Pending:
+        return Pending(run(self._core.submit(prompts, **options)))
 
-    pause = _blocking(Operations.pause)
-    resume = _blocking(Operations.resume)
-    status = _blocking(Operations.status)
-    wait_until_ready = _blocking(Operations.wait_until_ready)
+    def attach(self, rollout_id: str) -> Pending:
+        return Pending(self._core.attach(rollout_id))
 
-    close = _blocking(Operations.aclose)
+    submit.__doc__ = Operations.submit.__doc__
+    attach.__doc__ = Operations.attach.__doc__
+
+    upload_weights = blocking(Operations.upload_weights)
+    stage_weights = blocking(Operations.stage_weights)
+    activate_weights = blocking(Operations.activate_weights)
+    publish_weights = blocking(Operations.publish_weights)
+    weights = blocking(Operations.weights)
+    delete_weights = blocking(Operations.delete_weights)
+
+    pause = blocking(Operations.pause)
+    resume = blocking(Operations.resume)
+    status = blocking(Operations.status)
+    wait_until_ready = blocking(Operations.wait_until_ready)
+
+    close = blocking(Operations.aclose)
 
     def __enter__(self) -> Self:
         return self

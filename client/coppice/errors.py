@@ -5,20 +5,30 @@
         ConnectionFailed
         TimedOut
         StreamBroken
+          RolloutLost
         BadAnswer
+          GatewayFailed
       ProblemError              the server said no, and why
         InvalidRequest
+          IdempotencyMismatch
+        Unauthorized
+        Forbidden
         NotFound
         VersionSuperseded
         VersionUnavailable
         VersionConflict
         WeightsRefused
+        RequestTimeout
+        RequestInProgress
+        QuotaExceeded
+        Overloaded
         EngineUnavailable
+          Draining
         ServerFailed
           ActivationFailed
 
 What the caller got wrong before anything was sent is a TypeError or a ValueError. Every error
-survives pickling, because trainers raise them across processes.
+survives pickling, because trainers raise them across processes. None names a key.
 """
 
 from coppice.wire.problems import PROBLEMS, Problem
@@ -27,9 +37,22 @@ from coppice.wire.problems import PROBLEMS, Problem
 class CoppiceError(Exception):
     """Any failure of a conversation with a server."""
 
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return False
+
 
 class TransportError(CoppiceError):
-    """No usable answer came."""
+    """No usable answer came. `unsent`: it is known that nothing was sent."""
+
+    def __init__(self, message: str, *, unsent: bool = False) -> None:
+        super().__init__(message)
+        self.unsent = unsent
+
+    @property
+    def retryable(self) -> bool:
+        return True
 
 
 class ConnectionFailed(TransportError):
@@ -44,8 +67,28 @@ class StreamBroken(TransportError):
     """A streamed rollout ended without its last record."""
 
 
+class RolloutLost(StreamBroken):
+    """The server has forgotten the rollout whose stream broke, so it cannot be gone on with."""
+
+    @property
+    def retryable(self) -> bool:
+        return False
+
+
 class BadAnswer(TransportError):
     """What answered does not speak this wire: another server, or a proxy's error page."""
+
+    @property
+    def retryable(self) -> bool:
+        return False
+
+
+class GatewayFailed(BadAnswer):
+    """A proxy's word, 502, 503 or 504, that it did not reach the server."""
+
+    @property
+    def retryable(self) -> bool:
+        return True
 
 
 class ProblemError(CoppiceError):
@@ -81,13 +124,24 @@ class ProblemError(CoppiceError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later."""
         kind = PROBLEMS.get(self.code)
         return kind is not None and kind.retryable
 
 
 class InvalidRequest(ProblemError):
     """The request can never succeed as it is."""
+
+
+class IdempotencyMismatch(InvalidRequest):
+    """The idempotency key came with another request before."""
+
+
+class Unauthorized(ProblemError):
+    """The server wants a key, and another one than it was given."""
+
+
+class Forbidden(ProblemError):
+    """The key is known, but may not do this."""
 
 
 class NotFound(ProblemError):
@@ -110,8 +164,28 @@ class WeightsRefused(ProblemError):
     """The weights do not fit, did not arrive whole, or lie where the server may not look."""
 
 
+class RequestTimeout(ProblemError):
+    """The request came too slowly."""
+
+
+class RequestInProgress(ProblemError):
+    """The first request with this idempotency key is still being read."""
+
+
+class QuotaExceeded(ProblemError):
+    """The key has as much running as it may."""
+
+
+class Overloaded(ProblemError):
+    """The server has as much queued as it takes."""
+
+
 class EngineUnavailable(ProblemError):
     """The engine is starting, or has died."""
+
+
+class Draining(EngineUnavailable):
+    """The server is stopping."""
 
 
 class ServerFailed(ProblemError):
@@ -124,12 +198,15 @@ class ActivationFailed(ServerFailed):
 
 PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "invalid_json": InvalidRequest,
-    "forbidden_host": InvalidRequest,
+    "unauthorized": Unauthorized,
+    "forbidden": Forbidden,
     "not_found": NotFound,
     "rollout_not_found": NotFound,
     "version_not_found": NotFound,
     "method_not_allowed": InvalidRequest,
     "not_acceptable": InvalidRequest,
+    "request_timeout": RequestTimeout,
+    "idempotency_in_progress": RequestInProgress,
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
     "rollback_refused": VersionConflict,
@@ -141,9 +218,14 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "weights_refused": WeightsRefused,
     "digest_mismatch": WeightsRefused,
     "path_refused": WeightsRefused,
+    "idempotency_mismatch": IdempotencyMismatch,
+    "quota_exceeded": QuotaExceeded,
+    "headers_too_large": InvalidRequest,
     "internal": ServerFailed,
     "activation_failed": ActivationFailed,
     "not_ready": EngineUnavailable,
+    "draining": Draining,
+    "overloaded": Overloaded,
     "engine_dead": EngineUnavailable,
     "version_unavailable": VersionUnavailable,
     "insufficient_storage": ServerFailed,

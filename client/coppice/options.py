@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
-from coppice.wire.rollouts import Policy, RolloutRequest, Sampling
+from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -19,6 +19,7 @@ class RolloutOptions(TypedDict, total=False):
     stop_token_ids: Iterable[int]
     ignore_eos: bool
     policy: Policy | None
+    finish: Finish | None
     priority: int
 
 
@@ -33,7 +34,7 @@ def rollout_request(
         given["stop_token_ids"] = list(given["stop_token_ids"])
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"policy", "priority"})
+    rest = _only(given, {"policy", "finish", "priority"})
     return RolloutRequest(groups=groups, sampling=sampling, stream=True, **rest)
 
 

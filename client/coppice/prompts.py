@@ -37,13 +37,16 @@ def groups_of(
         if not isinstance(prompt, GroupRequest):
             own_seed = None if seed is None else seed + position
             prompt = GroupRequest(
-                prompt=_prompt_of(prompt, f"prompts[{position}]"), n=n, seed=own_seed
+                prompt=prompt_of(prompt, f"prompts[{position}]"), n=n, seed=own_seed
             )
         groups.append(prompt)
     return groups
 
 
-def _prompt_of(prompt: Any, where: str) -> Prompt:
+def prompt_of(prompt: Any, where: str) -> Prompt:
+    """`where` names it in an error."""
+    if isinstance(prompt, GroupRequest):
+        return prompt.prompt
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
@@ -53,12 +56,23 @@ def _prompt_of(prompt: Any, where: str) -> Prompt:
             f"{where} is {type(prompt).__name__}, not a prompt: text, token ids or messages;"
             " put a single prompt into a list"
         )
-    parts = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    parts = _parts_of(prompt)
     if not parts:
         raise ValueError(f"{where} is empty")
     if isinstance(parts[0], Mapping | Message):
         return Prompt(messages=[_message_of(part) for part in parts])
-    return Prompt(token_ids=[_token_id_of(part, where) for part in parts])
+    return Prompt(token_ids=token_ids_of(parts, where))
+
+
+def token_ids_of(token_ids: Any, where: str) -> list[int]:
+    """Of a list, an array or a tensor. `where` names it in an error."""
+    return [_token_id_of(token_id, where) for token_id in _parts_of(token_ids)]
+
+
+def _parts_of(many: Any) -> list[Any]:
+    """An array's elements at once, as Python's own."""
+    parts: list[Any] = many.tolist() if hasattr(many, "tolist") else list(many)
+    return parts
 
 
 def _message_of(message: Any) -> Message:

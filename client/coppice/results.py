@@ -3,12 +3,13 @@
 The arrays are writable and owned by nobody else, so torch.from_numpy takes them without a copy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from coppice.wire.packed import Packed
 from coppice.wire.rollouts import (
     FinishReason,
     GroupHead,
@@ -61,14 +62,7 @@ class RolloutResult:
 
 
 def sample_of(answer: SampleAnswer) -> Sample:
-    return Sample(
-        index=answer.index,
-        token_ids=np.array(answer.token_ids, dtype=np.int64),
-        logprobs=np.array(answer.logprobs, dtype=np.float32),
-        text=answer.text,
-        finish_reason=answer.finish_reason,
-        versions=tuple(answer.versions),
-    )
+    return _sample_of(answer, answer.token_ids, answer.logprobs)
 
 
 def group_of(head: GroupHead, samples: Iterable[Sample]) -> Group:
@@ -84,10 +78,49 @@ def group_of(head: GroupHead, samples: Iterable[Sample]) -> Group:
 
 
 def result_of(answer: RolloutAnswer) -> RolloutResult:
-    groups = [group_of(group, map(sample_of, group.samples)) for group in answer.groups]
+    return _result_of(answer, map(sample_of, _samples_of(answer)))
+
+
+def result_of_packed(packed: Packed) -> RolloutResult:
+    """ValueError if the arrays are not of these samples."""
+    answers = list(_samples_of(packed.answer))
+    lengths = np.diff(packed.offsets)
+    if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
+        raise ValueError("the offsets are not of these samples")
+    if not packed.offsets[-1] == len(packed.token_ids) == len(packed.logprobs):
+        raise ValueError("the offsets are not of these tokens")
+    borders = packed.offsets[1:-1]
+    parts = zip(
+        answers,
+        np.split(packed.token_ids, borders),
+        np.split(packed.logprobs, borders),
+        # Without a sample there are no borders, and still one part.
+        strict=bool(answers),
+    )
+    return _result_of(packed.answer, (_sample_of(*part) for part in parts))
+
+
+def _samples_of(answer: RolloutAnswer) -> Iterator[SampleAnswer]:
+    return (sample for group in answer.groups for sample in group.samples)
+
+
+def _result_of(answer: RolloutAnswer, samples: Iterator[Sample]) -> RolloutResult:
+    """The samples are those of the answer, in its order."""
+    groups = [group_of(group, [next(samples) for _ in group.samples]) for group in answer.groups]
     return RolloutResult(
         id=answer.id,
         outcome=answer.outcome,
         groups=tuple(sorted(groups, key=lambda group: group.index)),
         usage=answer.usage,
+    )
+
+
+def _sample_of(answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike) -> Sample:
+    return Sample(
+        index=answer.index,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        versions=tuple(answer.versions),
     )

@@ -1,26 +1,35 @@
-"""An AsyncRollouts behind the face of a Rollouts, so that a test reads once and runs over both."""
+"""An AsyncRollouts, or its handle, behind a blocking face: a test reads once and runs over both."""
 
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
-from coppice import AsyncRollouts
+from coppice import AsyncPending, AsyncRollouts
 
 
 class Awaited:
     """Runs every coroutine to its end on its own loop."""
 
-    def __init__(self, client: AsyncRollouts, runner: asyncio.Runner) -> None:
+    def __init__(self, client: AsyncRollouts | AsyncPending, runner: asyncio.Runner) -> None:
         self._client = client
         self._runner = runner
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __repr__(self) -> str:
+        return repr(self._client)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._client, name)
+        return self._calling(attribute) if callable(attribute) else attribute
+
+    def _calling(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            answer: Any = getattr(self._client, name)(*args, **kwargs)
+            answer: Any = method(*args, **kwargs)
+            if isinstance(answer, AsyncGenerator):
+                return self._iterate(answer)
             if inspect.iscoroutine(answer):
-                return self._runner.run(answer)
-            return self._iterate(answer)
+                answer = self._runner.run(answer)
+            return Awaited(answer, self._runner) if isinstance(answer, AsyncPending) else answer
 
         return call
 
@@ -32,6 +41,7 @@ class Awaited:
             self._runner.run(_close(items))
 
     def close(self) -> None:
+        assert isinstance(self._client, AsyncRollouts)
         self._runner.run(self._client.aclose())
 
 

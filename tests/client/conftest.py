@@ -6,13 +6,16 @@ from typing import Any, Protocol, cast
 import httpx
 import pytest
 
-from coppice import AsyncRollouts, Rollouts
+from coppice import AsyncRollouts, Retry, Rollouts
 from tests.client.app import App
 from tests.client.awaited import Awaited
 
 
 class Connect(Protocol):
-    """Makes a client of an app, or of a real server where there is none."""
+    """Makes a client of an app, or of a real server where there is none.
+
+    It does not retry unless it is told to.
+    """
 
     def __call__(self, app: App | None = None, /, **options: Any) -> Rollouts: ...
 
@@ -25,6 +28,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
         def connect(app: App | None = None, /, **options: Any) -> Rollouts:
             options.setdefault("base_url", "http://coppice.test")
+            options.setdefault("retry", Retry.none())
             if app is not None:
                 options["transport"] = httpx.MockTransport(app)
             if request.param == "blocking":

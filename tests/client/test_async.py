@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coppice import AsyncRollouts, Record, Rollouts
+from coppice import AsyncRollouts, Record, Retry, Rollouts
 from coppice.http.asynchronous import AsyncDriver
 from coppice.weights.digest import sha256_of
 from tests.client.answers import LINES, VERSION
@@ -18,7 +18,8 @@ from tests.client.app import App, Body, answering, streaming
 
 
 def client_of(app: App) -> AsyncRollouts:
-    return AsyncRollouts("http://coppice.test", transport=httpx.MockTransport(app))
+    transport = httpx.MockTransport(app)
+    return AsyncRollouts("http://coppice.test", retry=Retry.none(), transport=transport)
 
 
 async def test_leaving_the_loop_closes_the_connection() -> None:

@@ -4,7 +4,7 @@ import time
 import httpx
 import pytest
 
-from coppice import InvalidRequest, PauseAnswer, StatusAnswer, TimedOut
+from coppice import PauseAnswer, StatusAnswer, TimedOut, Unauthorized
 from coppice.wire.control import HealthAnswer
 from tests.client.app import App, answering, failing, refusing
 from tests.client.conftest import Connect
@@ -64,8 +64,8 @@ def test_a_server_that_does_not_come_up_is_given_up_with_the_reason(connect: Con
 
 
 def test_a_refusal_that_waiting_will_not_mend_is_raised(connect: Connect) -> None:
-    app = App(refusing("forbidden_host", 400))
-    with pytest.raises(InvalidRequest):
+    app = App(refusing("unauthorized", 401))
+    with pytest.raises(Unauthorized):
         connect(app).wait_until_ready(30)
 
 

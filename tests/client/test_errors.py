@@ -100,6 +100,29 @@ def test_an_error_survives_pickling() -> None:
     assert error.detail == "gone"
 
 
+def test_a_failure_to_connect_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(coppice.ConnectionFailed("refused", unsent=True)))
+    assert (str(error), error.unsent) == ("refused", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "retryable"),
+    [
+        (coppice.ConnectionFailed, True),
+        (coppice.TimedOut, True),
+        (coppice.StreamBroken, True),
+        (coppice.RolloutLost, False),
+        (coppice.BadAnswer, False),
+        (coppice.GatewayFailed, True),
+    ],
+)
+def test_an_error_says_whether_trying_again_may_help(
+    kind: type[coppice.TransportError], retryable: bool
+) -> None:
+    assert kind("no").retryable is retryable
+    assert not coppice.CoppiceError().retryable
+
+
 def test_an_error_names_every_wrong_field() -> None:
     errors = [{"path": "groups.0.n", "message": "too large"}]
     text = str(error_of(problem("invalid_request", detail="2 fields", errors=errors)))

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 import coppice
-from coppice import AsyncRollouts, Rollouts
+from coppice import AsyncPending, AsyncRollouts, Pending, Rollouts
 
 HEAVY = ("torch", "vllm", "transformers", "fastapi", "tqdm")
 
@@ -33,9 +33,17 @@ def test_both_clients_do_the_same() -> None:
 @pytest.mark.parametrize("name", sorted(methods_of(Rollouts) - {"close"}))
 def test_help_shows_the_same_arguments(name: str) -> None:
     blocking, awaited = getattr(Rollouts, name), getattr(AsyncRollouts, name)
-    assert inspect.signature(blocking) == inspect.signature(awaited)
+    assert inspect.signature(blocking).parameters == inspect.signature(awaited).parameters
     assert blocking.__doc__ == awaited.__doc__
     assert blocking.__doc__
+
+
+def test_both_handles_do_the_same() -> None:
+    assert methods_of(Pending) == methods_of(AsyncPending)
+    for name in methods_of(Pending):
+        blocking, awaited = getattr(Pending, name), getattr(AsyncPending, name)
+        assert inspect.signature(blocking) == inspect.signature(awaited)
+        assert blocking.__doc__ == awaited.__doc__
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -101,6 +101,22 @@ async def test_greedy_logprobs_are_the_models_own(engine: VllmEngine) -> None:
     assert worst < 1e-3
 
 
+async def test_a_score_is_the_models_own_logprob_of_every_token(engine: VllmEngine) -> None:
+    prompt, response = engine.encode_text("Compute 12+34.\n"), engine.encode_text("answer: 46")
+    scored = await engine.score(prompt, response)
+    wanted = teacher_forced(reference(), prompt, response)
+    assert len(scored) == len(response)
+    assert max(abs(a - b) for a, b in zip(scored, wanted, strict=True)) < 1e-3
+
+
+async def test_what_was_sampled_plainly_scores_as_it_was_sampled(engine: VllmEngine) -> None:
+    prompt = prompt_of(70, first=6)
+    (sample,) = await run(engine, prompt, max_tokens=40, ignore_eos=True)
+    scored = await engine.score(prompt, sample.token_ids)
+    worst = max(abs(a - b) for a, b in zip(scored, sample.logprobs, strict=True))
+    assert worst < 1e-3
+
+
 async def test_every_token_carries_its_version(engine: VllmEngine) -> None:
     (sample,) = await run(engine, prompt_of(5, first=2), ignore_eos=True)
     (span,) = sample.versions

@@ -7,10 +7,12 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from coppice.errors import BadAnswer, error_of
+from coppice.errors import BadAnswer, GatewayFailed, error_of
 from coppice.wire.problems import Problem
 
 A = TypeVar("A", bound=BaseModel)
+
+_OF_GATEWAYS = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,10 @@ class Call:
     body: bytes | FileBody | None = None
     silence: float | Literal["usual"] | None = "usual"
     """Seconds without a byte from the server after which it is given up; None: never."""
+    held_seconds: float = 0.0
+    """Seconds that the server was asked to hold its answer back; they come on top of the usual."""
+    repeatable: bool = False
+    """Whether doing it twice is as good as doing it once."""
 
 
 def json_call(
@@ -39,15 +45,17 @@ def json_call(
     path: str,
     body: BaseModel,
     *,
-    accept: str = "application/json",
+    headers: Mapping[str, str] | None = None,
     silence: float | Literal["usual"] | None = "usual",
+    repeatable: bool = False,
 ) -> Call:
     return Call(
         method=method,
         path=path,
-        headers={"Content-Type": "application/json", "Accept": accept},
+        headers={"Content-Type": "application/json", **(headers or {})},
         body=body.model_dump_json(exclude_none=True).encode(),
         silence=silence,
+        repeatable=repeatable,
     )
 
 
@@ -75,8 +83,9 @@ class Reply:
         if self.succeeded:
             return
         if not self.headers.get("content-type", "").startswith("application/problem+json"):
+            kind = GatewayFailed if self.status in _OF_GATEWAYS else BadAnswer
             excerpt = self.body[:200].decode(errors="replace")
-            raise BadAnswer(f"status {self.status} without a problem document: {excerpt}")
+            raise kind(f"status {self.status} without a problem document: {excerpt}")
         raise error_of(self._problem())
 
     def _problem(self) -> Problem:

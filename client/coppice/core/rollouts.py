@@ -1,27 +1,31 @@
-"""Rollouts: whole, streamed, aborted."""
+"""Rollouts: whole, streamed, submitted, come back to, aborted."""
 
+import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Unpack
-from urllib.parse import quote
 
 from coppice.core.call import Call, json_call
 from coppice.core.collector import Collector
-from coppice.core.driver import Driver
-from coppice.core.reader import RecordReader
-from coppice.errors import TransportError
+from coppice.core.courier import Courier
+from coppice.core.pending import AsyncPending, path_of
+from coppice.core.replay import Replay
+from coppice.core.stream import NDJSON, records_of
 from coppice.options import RolloutOptions, rollout_request
 from coppice.progress import progress_bar
 from coppice.prompts import PromptLike
-from coppice.results import RolloutResult, result_of
+from coppice.results import RolloutResult
 from coppice.wire.records import Record
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
+from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, RunningAnswer
+
+_LEAVE_SECONDS = 5.0
+"""How long an interrupted program is held up by a server that does not answer."""
 
 
 class RolloutOperations:
-    """Needs a driver and keeps no state beside it."""
+    """Needs a courier and keeps no state beside it."""
 
-    _driver: Driver
+    _courier: Courier
 
     async def rollout(
         self,
@@ -32,8 +36,12 @@ class RolloutOperations:
     ) -> RolloutResult:
         """Draws samples for every prompt and waits for all of them.
 
-        The answer comes as a stream, whose progress records tell a long sample from a dead server
-        and keep proxies from closing a silent connection.
+        A broken connection is taken up again where it broke, and no retry starts a second rollout.
+        Cancelled or interrupted, it ends the rollout, as `stream` does when it is left.
+
+        The answer comes as a stream of JSON, whose progress records tell a long sample from a dead
+        server and keep proxies from closing a silent connection. Packed arrays are a third of the
+        bytes, but come only at the end: the README has figures.
         """
         request = rollout_request(prompts, **options)
         collector = Collector()
@@ -47,29 +55,54 @@ class RolloutOperations:
     def stream(
         self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
     ) -> AsyncGenerator[Record, None]:
-        """Draws samples for every prompt and yields each record as it comes.
+        """Draws samples for every prompt and yields each record once, as it comes.
 
-        StreamBroken if the last one is not an EndRecord. Whoever stops early, by leaving the loop
-        and dropping or closing this generator, closes the connection and so cancels the rollout.
+        A broken connection is taken up again where it broke; StreamBroken, or what else it broke
+        with, once the retries are used up. RolloutLost if the server has forgotten the rollout.
+
+        Whoever stops early, by leaving the loop and dropping or closing this generator, ends the
+        rollout: with retries by a DELETE, tried once and not for long, and with Retry.none() by
+        closing the connection. A process that is killed sends no DELETE; what it had asked for
+        then runs to its own end, unless there were no retries.
         """
         return self._records(rollout_request(prompts, **options))
 
+    async def submit(
+        self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
+    ) -> AsyncPending:
+        """Starts a rollout that runs whether anybody listens or not, and comes back at once."""
+        request = rollout_request(prompts, **options).model_copy(update={"stream": False})
+        call = self._start(request, {"Prefer": "respond-async"})
+        reply = await self._courier.send(call)
+        # A retry may find the rollout ended already.
+        running = reply.status == 202
+        started = reply.read(RunningAnswer) if running else reply.read(RolloutAnswer)
+        return self.attach(started.id)
+
+    def attach(self, rollout_id: str) -> AsyncPending:
+        """The handle of a rollout that was submitted elsewhere. Nothing is sent."""
+        return AsyncPending(self._courier, rollout_id)
+
     async def abort(self, rollout_id: str) -> RolloutResult:
         """Ends a running rollout. The tokens so far are kept."""
-        path = f"/v1/rollouts/{quote(rollout_id, safe='')}"
-        reply = await self._driver.send(Call(method="DELETE", path=path))
-        return result_of(reply.read(RolloutAnswer))
+        return await self.attach(rollout_id).abort()
 
     async def _records(self, request: RolloutRequest) -> AsyncGenerator[Record, None]:
-        call = json_call("POST", "/v1/rollouts", request, accept="application/x-ndjson")
-        reader = RecordReader()
+        call = self._start(request, {"Accept": NDJSON})
+        replay = Replay()
         try:
-            async with aclosing(self._driver.receive(call)) as chunks:
-                async for chunk in chunks:
-                    for record in reader.feed(chunk):
-                        yield record
-        except TransportError:
-            # Nothing is missing once the last record is there, however the connection ends.
-            if not reader.ended:
-                raise
-        reader.finish()
+            async with aclosing(records_of(self._courier, call, replay)) as records:
+                async for record in records:
+                    yield record
+        finally:
+            # With a key the server outlives a closed connection, whatever closed it.
+            if call.repeatable and replay.rollout_id is not None and not replay.ended:
+                path = path_of(replay.rollout_id)
+                await self._courier.leave(Call(method="DELETE", path=path, silence=_LEAVE_SECONDS))
+
+    def _start(self, request: RolloutRequest, headers: dict[str, str]) -> Call:
+        """With a key no retry can start a second rollout; without retries there is no need."""
+        if self._courier.retry.wanted:
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        repeatable = "Idempotency-Key" in headers
+        return json_call("POST", "/v1/rollouts", request, headers=headers, repeatable=repeatable)

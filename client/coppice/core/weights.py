@@ -10,7 +10,7 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from coppice.core.call import Call, FileBody, json_call
-from coppice.core.driver import Driver
+from coppice.core.courier import Courier
 from coppice.weights.checkpoint import checkpoint_files
 from coppice.weights.digest import sha256_of
 from coppice.weights.tensor import StateDict, tensors_of
@@ -29,13 +29,13 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
 class WeightsOperations:
-    """Needs a driver and keeps no state beside it.
+    """Needs a courier and keeps no state beside it.
 
     How long the server takes over weights depends on their size and on the samples that run, so
     these calls wait for its answer without limit unless they are given a timeout in seconds.
     """
 
-    _driver: Driver
+    _courier: Courier
 
     async def upload_weights(
         self,
@@ -54,7 +54,7 @@ class WeightsOperations:
             return await self._upload_files(address, Path(source), sequence, timeout)
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "model.safetensors"
-            digest = await self._driver.work(write_safetensors(path, tensors_of(source)))
+            digest = await self._courier.driver.work(write_safetensors(path, tensors_of(source)))
             return await self._put(address, path, digest, sequence, timeout)
 
     async def stage_weights(
@@ -65,10 +65,13 @@ class WeightsOperations:
         sequence: int | None = None,
         timeout: float | None = None,
     ) -> VersionAnswer:
-        """Names weights that already lie in one of the server's own directories."""
+        """Names weights that already lie in one of the server's own directories.
+
+        Not repeated after a lost connection: a name that is taken is a VersionConflict.
+        """
         request = StageRequest(path=fspath(path), sequence=sequence)
         call = json_call("POST", _address(version), request, silence=timeout)
-        return (await self._driver.send(call)).read(VersionAnswer)
+        return (await self._courier.send(call)).read(VersionAnswer)
 
     async def activate_weights(
         self,
@@ -78,10 +81,21 @@ class WeightsOperations:
         allow_rollback: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """Serves this version from now on; mode says what becomes of running samples."""
+        """Serves this version from now on; mode says what becomes of running samples.
+
+        With allow_rollback it is not repeated after a lost connection.
+        """
         request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
-        call = json_call("POST", _address(version) + "/activate", request, silence=timeout)
-        return (await self._driver.send(call)).read(ActivationAnswer)
+        call = json_call(
+            "POST",
+            _address(version) + "/activate",
+            request,
+            silence=timeout,
+            # A second activation of what is active does nothing, and one of what others have since
+            # replaced is refused as a rollback, unless rollbacks are allowed.
+            repeatable=not allow_rollback,
+        )
+        return (await self._courier.send(call)).read(ActivationAnswer)
 
     async def publish_weights(
         self,
@@ -101,12 +115,12 @@ class WeightsOperations:
 
     async def weights(self) -> VersionsAnswer:
         """Every version that the server knows, and which of them is active."""
-        reply = await self._driver.send(Call(method="GET", path="/v1/weights"))
+        reply = await self._courier.send(Call(method="GET", path="/v1/weights", repeatable=True))
         return reply.read(VersionsAnswer)
 
     async def delete_weights(self, version: str) -> None:
-        """Forgets a version that is not active."""
-        reply = await self._driver.send(Call(method="DELETE", path=_address(version)))
+        """Forgets a version that is not active. Not repeated after a lost connection."""
+        reply = await self._courier.send(Call(method="DELETE", path=_address(version)))
         reply.check()
 
     async def _upload_files(
@@ -115,7 +129,7 @@ class WeightsOperations:
         checkpoint = checkpoint_files(source)
         for path in checkpoint.files:
             target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
-            digest = await self._driver.work(sha256_of(path))
+            digest = await self._courier.driver.work(sha256_of(path))
             answer = await self._put(target, path, digest, sequence, timeout)
             # The first file may have been given the next free sequence; the others share it.
             sequence = answer.sequence
@@ -135,8 +149,9 @@ class WeightsOperations:
             },
             body=FileBody(path=path, num_bytes=path.stat().st_size),
             silence=timeout,
+            repeatable=True,
         )
-        return (await self._driver.send(call)).read(VersionAnswer)
+        return (await self._courier.send(call)).read(VersionAnswer)
 
 
 def _address(version: str) -> str:

@@ -1,6 +1,8 @@
 """The driver of asyncio programs."""
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -12,6 +14,19 @@ from coppice.core.driver import CHUNK_BYTES
 from coppice.http.exchange import reply_of, request_of, translated, translated_stream
 
 T = TypeVar("T")
+
+
+class AsyncPace:
+    """The real thing."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def random(self) -> float:
+        return random.random()
 
 
 class AsyncDriver:
@@ -45,9 +60,6 @@ class AsyncDriver:
             return finished[0]
         finally:
             steps.close()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
     async def close(self) -> None:
         await self._client.aclose()

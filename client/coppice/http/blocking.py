@@ -1,5 +1,6 @@
 """The driver of programs without an event loop, and what runs the core's coroutines there."""
 
+import random
 import time
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -12,6 +13,19 @@ from coppice.core.driver import CHUNK_BYTES
 from coppice.http.exchange import reply_of, request_of, translated, translated_stream
 
 T = TypeVar("T")
+
+
+class BlockingPace:
+    """The real thing."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def random(self) -> float:
+        return random.random()
 
 
 class BlockingDriver:
@@ -45,9 +59,6 @@ class BlockingDriver:
                 except StopIteration as done:
                     result: T = done.value
                     return result
-
-    async def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     async def close(self) -> None:
         self._client.close()

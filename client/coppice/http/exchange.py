@@ -8,6 +8,7 @@ import httpx
 
 from coppice.core.call import Call, FileBody, Reply
 from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
+from coppice.http.address import address_of
 
 # A trainer may wait for any number of rollouts at once; a pool with a limit would starve them. Idle
 # connections go before uvicorn closes them after 5 s, or a request might meet one that just closed.
@@ -16,13 +17,12 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepal
 
 def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
     """The arguments that httpx.Client and httpx.AsyncClient are made with."""
-    if httpx.URL(base_url).scheme not in ("http", "https"):
-        raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
+    address = address_of(base_url, api_key)
     headers = {"User-Agent": "coppice-client"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
+    if address.authorization is not None:
+        headers["Authorization"] = address.authorization
     return {
-        "base_url": base_url,
+        "base_url": address.base_url,
         "headers": headers,
         "timeout": httpx.Timeout(timeout, pool=None),
         "limits": LIMITS,
@@ -55,10 +55,14 @@ def translated() -> Iterator[None]:
     """The only place that knows what httpx raises."""
     try:
         yield
+    except httpx.ConnectTimeout as error:
+        raise TimedOut(_words(error), unsent=True) from error
     except httpx.TimeoutException as error:
         raise TimedOut(_words(error)) from error
     except httpx.DecodingError as error:
         raise BadAnswer(_words(error)) from error
+    except httpx.ConnectError as error:
+        raise ConnectionFailed(_words(error), unsent=True) from error
     except httpx.RequestError as error:
         raise ConnectionFailed(_words(error)) from error
 
@@ -75,7 +79,8 @@ def translated_stream() -> Iterator[None]:
 
 def _timeout(usual: httpx.Timeout, call: Call) -> httpx.Timeout:
     if call.silence == "usual":
-        return usual
+        read = None if usual.read is None else usual.read + call.held_seconds
+        return httpx.Timeout(connect=usual.connect, read=read, write=usual.write, pool=None)
     known = [seconds for seconds in (usual.connect, call.silence) if seconds is not None]
     connect = min(known, default=None)
     return httpx.Timeout(connect=connect, read=call.silence, write=usual.write, pool=None)

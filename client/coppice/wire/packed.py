@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
@@ -39,13 +40,17 @@ def pack(answer: RolloutAnswer) -> bytes:
         "logprobs": _joined(samples, lambda sample: sample.logprobs, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
     }
-    packed: bytes = save(tensors, metadata={"answer": _stripped(answer).model_dump_json()})
-    return packed
+    metadata = {"answer": _stripped(answer).model_dump_json()}
+    data: bytes = save(tensors, metadata=metadata)
+    return data
 
 
 def unpack(data: bytes) -> Packed:
     """ValueError if these bytes are no packed answer."""
-    tensors = load(data)
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"no safetensors file: {error}") from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     try:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])

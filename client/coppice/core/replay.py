@@ -1,0 +1,70 @@
+"""What of a stream has been delivered, so that a stream that begins anew repeats nothing."""
+
+from coppice.errors import BadAnswer, RolloutLost
+from coppice.wire.records import (
+    EndRecord,
+    GroupRecord,
+    ProgressRecord,
+    Record,
+    SampleRecord,
+    StartRecord,
+)
+
+Key = tuple[str, int, int]
+
+
+class Replay:
+    """One rollout over any number of connections, each of which begins with its first record.
+
+    Progress records are of the moment and not repeated; they count again once the replay has
+    reached what is new.
+    """
+
+    def __init__(self) -> None:
+        self.rollout_id: str | None = None
+        self.ended = False
+        self._delivered: set[Key] = set()
+        self._behind = 0
+        self._begun = False
+
+    def rewind(self) -> None:
+        """To be called before every connection."""
+        self._behind = len(self._delivered)
+        self._begun = False
+
+    def is_new(self, record: Record) -> bool:
+        self._check_beginning(record)
+        if isinstance(record, ProgressRecord):
+            return self._behind == 0
+        key = _key(record)
+        if key in self._delivered:
+            self._behind -= 1
+            return False
+        if isinstance(record, EndRecord):
+            self._check_end()
+        self._delivered.add(key)
+        return True
+
+    def _check_beginning(self, record: Record) -> None:
+        if isinstance(record, StartRecord):
+            known, self.rollout_id = self.rollout_id, record.id
+            if known not in (None, record.id):
+                raise RolloutLost(f"rollout {known} is forgotten; {record.id} began in its place")
+            self._begun = True
+        if not self._begun:
+            raise BadAnswer("the stream lacks its first record")
+
+    def _check_end(self) -> None:
+        if self._behind > 0:
+            raise RolloutLost(f"rollout {self.rollout_id} came again without all of its records")
+        self.ended = True
+
+
+def _key(record: SampleRecord | GroupRecord | StartRecord | EndRecord) -> Key:
+    match record:
+        case SampleRecord():
+            return (record.type, record.group, record.sample.index)
+        case GroupRecord():
+            return (record.type, record.group.index, 0)
+        case _:
+            return (record.type, 0, 0)

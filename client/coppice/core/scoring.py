@@ -1,0 +1,36 @@
+"""Scoring: what the model thinks of responses that are given."""
+
+from collections.abc import Iterable
+
+from coppice.core.call import json_call
+from coppice.core.courier import Courier
+from coppice.errors import BadAnswer
+from coppice.scores import Scorable, Score, score_request, scores_of
+from coppice.wire.rollouts import Policy
+from coppice.wire.score import ScoreAnswer
+
+
+class ScoreOperations:
+    """Needs a courier and keeps no state beside it."""
+
+    _courier: Courier
+
+    async def score(
+        self,
+        prompts_and_responses: Iterable[Scorable],
+        policy: Policy | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> tuple[Score, ...]:
+        """Log-probabilities of given responses, at temperature 1 and without truncation.
+
+        Each item is a prompt, in any form that `rollout` takes, and a list of responses as token
+        ids. It takes as long as the server needs, or `timeout` seconds of silence.
+        """
+        request = score_request(prompts_and_responses, policy)
+        call = json_call("POST", "/v1/score", request, silence=timeout, repeatable=True)
+        answer = (await self._courier.send(call)).read(ScoreAnswer)
+        try:
+            return scores_of(answer, request)
+        except ValueError as error:
+            raise BadAnswer(str(error)) from error

@@ -1,0 +1,67 @@
+"""What is to be scored and what came of it, as a trainer has the one and wants the other."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.prompts import PromptLike, prompt_of, token_ids_of
+from coppice.wire.rollouts import Policy
+from coppice.wire.score import ScoreAnswer, ScoredItem, ScoreItem, ScoreRequest
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+Scorable = tuple[PromptLike, Iterable[TokenIds]] | ScoreItem
+"""A prompt and the responses to score after it, or a wire object, which is sent as it is."""
+
+
+# Arrays have no truth value for ==, so these compare by identity.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """One prompt's responses, in the order given. logprobs[i][j] is of response i's token j.
+
+    versions[i] is the weights version that scored response i, all of it.
+    """
+
+    num_prompt_tokens: int
+    logprobs: tuple[NDArray[np.float32], ...]
+    versions: tuple[str, ...]
+
+
+def score_request(items: Iterable[Scorable], policy: Policy | None) -> ScoreRequest:
+    """TypeError or ValueError where none can be made."""
+    wire = [_item_of(item, f"item {position}") for position, item in enumerate(items)]
+    return ScoreRequest(items=wire, policy=policy)
+
+
+def scores_of(answer: ScoreAnswer, request: ScoreRequest) -> tuple[Score, ...]:
+    """ValueError if the answer is not of that request's shape."""
+    return tuple(
+        _score_of(scored, asked) for scored, asked in zip(answer.items, request.items, strict=True)
+    )
+
+
+def _item_of(item: Scorable, where: str) -> ScoreItem:
+    if isinstance(item, ScoreItem):
+        return item
+    try:
+        prompt, responses = item
+    except (TypeError, ValueError):
+        raise TypeError(f"{where} is no pair of a prompt and its responses") from None
+    named = f"a response of {where}"
+    return ScoreItem(
+        prompt=prompt_of(prompt, f"the prompt of {where}"),
+        responses=[token_ids_of(response, named) for response in responses],
+    )
+
+
+def _score_of(scored: ScoredItem, asked: ScoreItem) -> Score:
+    lengths = [len(response.logprobs) for response in scored.responses]
+    if lengths != [len(response) for response in asked.responses]:
+        raise ValueError("the answer's logprobs are not as many as the tokens that were sent")
+    return Score(
+        num_prompt_tokens=scored.num_prompt_tokens,
+        logprobs=tuple(np.array(item.logprobs, dtype=np.float32) for item in scored.responses),
+        versions=tuple(item.version for item in scored.responses),
+    )

@@ -1,0 +1,65 @@
+"""Between the protocol's types and vLLM's, field by field."""
+
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from engine.errors import EngineDead
+from engine.protocol import Completion, SampleRequest, VersionSpan
+
+
+def sampling_params(sample: SampleRequest) -> SamplingParams:
+    """Field by field: nothing that a caller sends reaches the engine unnamed."""
+    sampling = sample.sampling
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sample.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def completion(queue: Any) -> Completion:
+    try:
+        output = await queue.get()
+    except EngineDeadError as error:
+        raise EngineDead("the engine process died") from error
+    sample = output.outputs[0]
+    return Completion(
+        token_ids=list(sample.token_ids),
+        logprobs=first_logprobs(sample.logprobs),
+        finish=sample.finish_reason,
+        versions=tuple(
+            VersionSpan(version=span.version, start=span.start, end=span.end)
+            for span in sample.weight_versions or ()
+        ),
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def first_logprobs(flat: Any) -> list[float]:
+    """vLLM puts the token itself first at every position; a prompt's first position has none."""
+    if flat is None:
+        return []
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]
+
+
+def scoring_params() -> SamplingParams:
+    """vLLM scores a prompt when it computes it; it wants to sample one token after it."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,57 @@
+import pytest
+
+from coppice import BadAnswer, EndRecord, ProgressRecord, Record, RolloutLost, StartRecord
+from coppice.core.replay import Replay
+from tests.client.answers import RECORDS, USAGE
+
+START, SAMPLE, GROUP, _, *REST = RECORDS
+PROGRESS = ProgressRecord(samples=3, samples_done=1)
+
+
+def new_of(replay: Replay, records: list[Record]) -> list[Record]:
+    """One connection's records that are new."""
+    replay.rewind()
+    return [record for record in records if replay.is_new(record)]
+
+
+def test_a_replay_repeats_nothing() -> None:
+    replay = Replay()
+    assert new_of(replay, [START, SAMPLE]) == [START, SAMPLE]
+    assert new_of(replay, [START]) == []
+    assert new_of(replay, [START, SAMPLE, GROUP, *REST]) == [GROUP, *REST]
+    assert replay.ended
+
+
+def test_the_order_of_a_replay_may_be_another() -> None:
+    replay = Replay()
+    new_of(replay, [START, SAMPLE, GROUP])
+    assert new_of(replay, [START, *REST[:1], GROUP, SAMPLE, *REST]) == REST
+
+
+def test_progress_counts_once_the_replay_has_caught_up() -> None:
+    replay = Replay()
+    assert new_of(replay, [START, PROGRESS, SAMPLE]) == [START, PROGRESS, SAMPLE]
+    assert new_of(replay, [START, PROGRESS, SAMPLE, PROGRESS]) == [PROGRESS]
+
+
+def test_another_rollout_is_no_replay() -> None:
+    replay = Replay()
+    new_of(replay, [START, SAMPLE])
+    with pytest.raises(RolloutLost, match="r1 is forgotten; r2 began"):
+        new_of(replay, [StartRecord(id="r2")])
+    assert replay.rollout_id == "r2"
+
+
+def test_a_replay_without_what_was_delivered_is_none() -> None:
+    replay = Replay()
+    new_of(replay, [START, SAMPLE, GROUP])
+    with pytest.raises(RolloutLost, match="without all of its records"):
+        new_of(replay, [START, GROUP, EndRecord(outcome="done", usage=USAGE)])
+    assert not replay.ended
+
+
+def test_a_replay_begins_with_the_rollouts_name() -> None:
+    replay = Replay()
+    new_of(replay, [START])
+    with pytest.raises(BadAnswer, match="first record"):
+        new_of(replay, [SAMPLE])

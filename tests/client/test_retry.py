@@ -1,0 +1,250 @@
+"""When a call is repeated, how often, and how long that may go on."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coppice import (
+    BadAnswer,
+    ConnectionFailed,
+    CoppiceError,
+    EndRecord,
+    EngineUnavailable,
+    Overloaded,
+    PauseAnswer,
+    Problem,
+    Retry,
+    Rollouts,
+    TimedOut,
+)
+from coppice.wire.problems import PROBLEMS
+from tests.client.answers import ACTIVATION, LINES, RECORDS, USAGE, VERSION
+from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming
+from tests.client.checkpoints import single
+from tests.client.conftest import Connect
+from tests.client.pace import FakePace
+
+PAUSED = answering(PauseAnswer(paused=True))
+LOST = failing(httpx.ReadError("lost"))
+UNREACHED = failing(httpx.ConnectError("refused"))
+BUSY = refusing("overloaded", 503)
+
+
+def patient(connect: Connect, app: App, **options: Any) -> Rollouts:
+    return connect(app, **{"retry": Retry(), "pace": FakePace(), **options})
+
+
+@pytest.mark.parametrize("code", PROBLEMS)
+def test_what_may_pass_is_tried_again_and_nothing_else(connect: Connect, code: str) -> None:
+    kind = PROBLEMS[code]
+    app = App(refusing(code, kind.status), PAUSED)
+    client = patient(connect, app)
+    if kind.retryable:
+        assert client.pause().paused
+    else:
+        with pytest.raises(CoppiceError):
+            client.pause()
+    assert len(app.requests) == 1 + kind.retryable
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [LOST, UNREACHED, failing(httpx.ReadTimeout("")), failing(httpx.RemoteProtocolError(""))],
+)
+def test_a_lost_connection_is_tried_again(connect: Connect, failure: Answer) -> None:
+    app = App(failure, failure, PAUSED)
+    assert patient(connect, app).pause().paused
+
+
+def test_a_gateway_that_found_nobody_is_tried_again(connect: Connect) -> None:
+    app = App(lambda request: httpx.Response(504, text="gateway timeout"), PAUSED)
+    assert patient(connect, app).pause().paused
+
+
+def test_another_server_is_not_tried_again(connect: Connect) -> None:
+    app = App(lambda request: httpx.Response(200, text="hello"))
+    with pytest.raises(BadAnswer):
+        patient(connect, app).pause()
+    assert len(app.requests) == 1
+
+
+def test_waits_double_up_to_their_longest(connect: Connect) -> None:
+    pace = FakePace()
+    with pytest.raises(Overloaded):
+        patient(connect, App(BUSY), pace=pace).status()
+    assert pace.slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+
+
+def test_waits_are_a_random_share(connect: Connect) -> None:
+    pace = FakePace(share=0.25)
+    with pytest.raises(Overloaded):
+        patient(connect, App(BUSY), pace=pace, retry=Retry(attempts=3)).status()
+    assert pace.slept == [0.125, 0.25]
+
+
+def test_the_server_says_when_to_come_back(connect: Connect) -> None:
+    pace = FakePace(share=0.5)
+    app = App(refusing("quota_exceeded", 429, {"Retry-After": "9"}), PAUSED)
+    assert patient(connect, app, pace=pace).pause().paused
+    assert pace.slept == [9.25]
+
+
+def test_later_than_the_whole_time_is_not_waited_for(connect: Connect) -> None:
+    pace = FakePace()
+    app = App(refusing("draining", 503, {"Retry-After": "301"}))
+    with pytest.raises(EngineUnavailable):
+        patient(connect, app, pace=pace).status()
+    assert (len(app.requests), pace.slept) == (1, [])
+
+
+@given(
+    attempts=st.integers(1, 12),
+    base=st.floats(0, 5),
+    longest=st.floats(5, 50),
+    total=st.floats(0, 200),
+    share=st.floats(0, 1, exclude_max=True),
+    took=st.floats(0, 30),
+    retry_after=st.none() | st.integers(0, 60),
+)
+def test_attempts_and_their_time_are_bounded(
+    attempts: int,
+    base: float,
+    longest: float,
+    total: float,
+    share: float,
+    took: float,
+    retry_after: int | None,
+) -> None:
+    pace = FakePace(share)
+    failed: list[float] = []
+    begun: list[float] = []
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        begun.append(pace.time)
+        pace.time += took
+        failed.append(pace.time)
+        return refusing("overloaded", 503, headers)(request)
+
+    retry = Retry(attempts=attempts, base_seconds=base, max_seconds=longest, total_seconds=total)
+    transport = httpx.MockTransport(App(answer))
+    client = Rollouts("http://coppice.test", retry=retry, pace=pace, transport=transport)
+    with client, pytest.raises(Overloaded):
+        client.status()
+    assert len(begun) <= attempts
+    assert begun[-1] <= failed[0] + total + 1e-6
+    assert all(wait >= (retry_after or 0) for wait in pace.slept)
+
+
+def test_a_first_attempt_that_took_long_is_tried_again(connect: Connect) -> None:
+    pace = FakePace()
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        pace.time += 10_000
+        raise httpx.ReadError("lost")
+
+    assert patient(connect, App(slow, PAUSED), pace=pace).pause().paused
+
+
+def test_a_rollout_is_asked_for_again_with_its_key(connect: Connect) -> None:
+    app = App(BUSY, LOST, refusing("idempotency_in_progress", 409), streaming(Body(LINES)))
+    client = patient(connect, app)
+    assert client.rollout(["hello"]).id == "r1"
+    keys = [request.headers["Idempotency-Key"] for request in app.requests]
+    assert len(keys) == 4
+    assert len(set(keys)) == 1
+    assert len({request.content for request in app.requests}) == 1
+    app.answers[-1] = streaming(Body(LINES))
+    client.rollout(["hello"])
+    assert app.requests[-1].headers["Idempotency-Key"] not in keys
+
+
+def test_a_rollout_that_failed_is_not_asked_for_again(connect: Connect) -> None:
+    problem = Problem(type="urn:x", title="Dead", status=503, code="engine_dead")
+    end = EndRecord(outcome="failed", usage=USAGE, problem=problem)
+    lines = [record.model_dump_json().encode() + b"\n" for record in [RECORDS[0], end]]
+    app = App(streaming(Body(lines)))
+    with pytest.raises(EngineUnavailable):
+        patient(connect, app).rollout(["hello"])
+    assert len(app.requests) == 1
+
+
+def test_an_upload_is_read_again(connect: Connect, tmp_path: Path) -> None:
+    path = single(tmp_path / "model.safetensors")
+    app = App(LOST, BUSY, answering(VERSION, 201))
+    assert patient(connect, app).upload_weights("v7", path) == VERSION
+    assert [request.content for request in app.requests] == [path.read_bytes()] * 3
+
+
+def test_an_upload_of_a_state_dict_is_read_again(connect: Connect) -> None:
+    app = App(LOST, answering(VERSION, 201))
+    assert patient(connect, app).upload_weights("v7", {"w": np.ones(3)}) == VERSION
+    first, second = (request.content for request in app.requests)
+    assert first == second
+
+
+def test_an_activation_is_repeated(connect: Connect) -> None:
+    app = App(LOST, answering(ACTIVATION))
+    assert patient(connect, app).activate_weights("v7") == ACTIVATION
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("activate_weights", {"version": "v7", "allow_rollback": True}),
+        ("stage_weights", {"version": "v7", "path": "/weights/7"}),
+        ("delete_weights", {"version": "v7"}),
+    ],
+)
+def test_what_may_not_happen_twice_is_repeated_only_if_it_did_not_happen(
+    connect: Connect, name: str, arguments: dict[str, Any]
+) -> None:
+    app = App(LOST)
+    with pytest.raises(ConnectionFailed):
+        getattr(patient(connect, app), name)(**arguments)
+    assert len(app.requests) == 1
+    done = answering(ACTIVATION.model_copy(update={"state": "staged", "num_bytes": 1}))
+    app = App(UNREACHED, failing(httpx.ConnectTimeout("")), BUSY, done)
+    if name == "stage_weights":
+        app.answers[-1] = answering(VERSION)
+    getattr(patient(connect, app), name)(**arguments)
+    assert len(app.requests) == 4
+
+
+def test_waiting_for_readiness_has_its_own_bound(connect: Connect) -> None:
+    pace = FakePace()
+    with pytest.raises(TimedOut, match="not ready after 10 s"):
+        patient(connect, App(UNREACHED), pace=pace).wait_until_ready(10)
+    assert sum(pace.slept) == pytest.approx(10)
+
+
+def test_what_is_tried_again_is_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="coppice"):
+        patient(connect, App(BUSY, PAUSED)).pause()
+    assert caplog.messages == ["overloaded (503): No; trying again in 0.5 s"]
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"attempts": 0},
+        {"base_seconds": -1.0},
+        {"base_seconds": 2.0, "max_seconds": 1.0},
+        {"total_seconds": -1.0},
+        {"total_seconds": float("nan")},
+    ],
+)
+def test_bounds_that_are_none_are_refused(bounds: Any) -> None:
+    with pytest.raises(ValueError):
+        Retry(**bounds)
+
+
+def test_no_wait_is_too_long_to_be_counted() -> None:
+    assert Retry(attempts=10**6).longest_wait(10**6) == 30.0
+    assert not Retry.none().wanted
