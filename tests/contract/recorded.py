@@ -30,7 +30,8 @@ class Recorded(httpx.AsyncBaseTransport):
         response = await self._inner.handle_async_request(request)
         expected = checked_head(request.method, request.url.path, response)
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Body(response.stream, _media_type(response), expected)
+        if request.method != "HEAD":
+            response.stream = _Body(response.stream, _media_type(response), expected)
         return response
 
     async def aclose(self) -> None:
