@@ -23,7 +23,8 @@ from service.errors import (
     NotAcceptable,
     RolloutNotFound,
 )
-from service.preferences import Form, wait_seconds, wanted_form, wants_async
+from service.parameters import wait_seconds
+from service.preferences import Form, wanted_form, wants_async
 from service.rollout import Rollout
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
@@ -68,7 +69,7 @@ async def start(request: Request, server: ReadyServer, caller: Caller) -> Respon
 async def look(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
     form = wanted_form(request.headers.get("accept"))
-    seconds = wait_seconds(_only_parameter(request, "wait"))
+    seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if form is Form.NDJSON:
         return _stream(server, rollout)
@@ -133,10 +134,3 @@ def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:
 
 def _headers(rollout: Rollout) -> dict[str, str]:
     return {"Coppice-Rollout-Id": rollout.id}
-
-
-def _only_parameter(request: Request, name: str) -> str | None:
-    unknown = request.query_params.keys() - {name}
-    if unknown:
-        raise InvalidRequest(f"unknown parameter: {min(unknown)}")
-    return request.query_params.get(name)
