@@ -104,10 +104,15 @@ class Checkpoints:
 
     def allowed(self, path: str) -> Path:
         """Resolved before it is compared, so that neither `..` nor a link leads out."""
-        resolved = Path(path).resolve()
-        if not any(resolved.is_relative_to(source) for source in self._sources):
+        try:
+            resolved = Path(path).resolve()
+            inside = any(resolved.is_relative_to(source) for source in self._sources)
+            present = inside and resolved.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
+            raise PathRefused() from error
+        if not inside:
             raise PathRefused()
-        if not resolved.exists():
+        if not present:
             raise PathRefused("there is nothing at that path")
         return resolved
 

@@ -131,7 +131,16 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         async def stage(path: Path) -> Any:
             return await served.http.post("/v1/weights/v1", json={"path": str(path)})
 
-        for path in (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing"):
+        (allowed / "loop").symlink_to(allowed / "loop")
+        for path in (
+            outside,
+            allowed / ".." / "outside",
+            allowed / "link",
+            allowed / "missing",
+            allowed / ("x" * 300),
+            allowed / "nul\0",
+            allowed / "loop",
+        ):
             refused = await stage(path)
             assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
             assert str(tmp_path) not in refused.text
