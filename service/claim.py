@@ -22,3 +22,7 @@ class Claim:
         if not _KEY.match(key):
             raise InvalidRequest("Idempotency-Key is 1 to 255 visible ASCII characters")
         return cls(owner, key, hashlib.sha256(body).digest())
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.owner, self.key
