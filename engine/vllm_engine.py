@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
@@ -115,6 +116,9 @@ class VllmEngine:
         try:
             with spawning(self._settings, on_cpu=on_cpu):
                 return AsyncLLM.from_engine_args(arguments)
+        except ValidationError as error:
+            said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
+            raise StartFailed(f"vLLM refuses these settings: {said}") from error
         except (ValueError, RuntimeError, OSError) as error:
             raise StartFailed(f"vLLM did not start: {error}") from error
 
