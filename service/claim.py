@@ -24,3 +24,7 @@ class Claim:
                 "Idempotency-Key", "1 to 255 visible ASCII characters"
             )
         return cls(owner, key, hashlib.sha256(body).digest())
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.owner, self.key

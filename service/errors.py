@@ -2,7 +2,7 @@
 
 ServiceError
 |- CallerError                        the request is at fault; sending it again changes nothing
-|  |- InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
+|  |- MalformedRequest, InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
@@ -62,6 +62,10 @@ class CallerError(ServiceError):
 
 class ServerSideError(ServiceError):
     """The server is at fault or not able just now."""
+
+
+class MalformedRequest(CallerError):
+    code = "malformed_request"
 
 
 class InvalidJson(CallerError):

@@ -47,8 +47,8 @@ class Rollouts:
         self._max_samples = max_samples_per_request
         self._ended = ended
         self._running: dict[str, Rollout] = {}
-        self._keys = IdempotencyKeys()
-        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes, dropped=self._release)
+        self._keys = IdempotencyKeys(max_seconds=keep_seconds)
+        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -87,10 +87,9 @@ class Rollouts:
         """
         if claim is None:
             return await self._start(request, owner=owner, detached=detached)
-        self._kept.trim()
         started = self._keys.claim(claim)
         if started is not None:
-            return started
+            return self.get(started, owner=owner)
         try:
             return await self._start(request, owner=owner, detached=True, claim=claim)
         except BaseException:
@@ -131,7 +130,7 @@ class Rollouts:
         ]
         rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
         if claim is not None:
-            self._keys.bind(claim, rollout)
+            self._keys.bind(claim, rollout.id)
         return rollout
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
@@ -223,14 +222,10 @@ class Rollouts:
         if not self._running:
             self._idle.set()
         self._ended(rollout)
-        if rollout.error is not None:
-            self._release(rollout)
         if rollout.detached:
             self._kept.add(rollout)
-
-    def _release(self, rollout: Rollout) -> None:
         if rollout.claim is not None:
-            self._keys.release(rollout.claim)
+            self._keys.ended(rollout.claim)
 
 
 def _check_enough(request: RolloutRequest) -> None:

@@ -124,7 +124,7 @@ async def test_a_retry_while_the_first_is_still_being_read_is_told_to_come_again
         first.cancel()
 
 
-async def test_after_a_refusal_or_a_failure_a_retry_starts_anew(tmp_path: Path) -> None:
+async def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
     engine = FakeEngine()
     key = {"idempotency-key": "k"}
     async with serving(engine, tmp_path) as served:
@@ -133,6 +133,17 @@ async def test_after_a_refusal_or_a_failure_a_retry_starts_anew(tmp_path: Path) 
         await served.http.put("/v1/weights/v1", content=b"w")
         await served.http.post("/v1/weights/v1/activate", json={})
         assert (await start(served, wanted, **key)).status_code == 200
+
+
+async def test_a_retry_after_the_answer_had_to_go_never_starts_a_second_rollout(
+    tmp_path: Path,
+) -> None:
+    key = {"idempotency-key": "k"}
+    async with serving(FakeEngine(), tmp_path, limits={"keep_answers_bytes": 0}) as served:
+        assert (await start(served, body(group(1)), **key)).status_code == 200
+        await asyncio.sleep(0.05)
+        late = await start(served, body(group(1)), **key)
+        assert (late.status_code, late.json()["code"]) == (404, "rollout_not_found")
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "\u00e9"])

@@ -172,6 +172,15 @@ async def test_going_back_needs_to_be_asked_for(tmp_path: Path) -> None:
         assert (await activate(served, "nope")).json()["code"] == "version_not_found"
 
 
+async def test_the_first_version_is_found_again_where_the_engine_found_it(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        await activate(served, "v1")
+        await activate(served, "v0", allow_rollback=True)
+        assert engine.loaded[-1] == engine.facts.model_path
+
+
 async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         await upload(served, "v1")
