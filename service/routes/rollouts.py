@@ -35,7 +35,8 @@ IDEMPOTENCY = (IdempotencyInProgress, IdempotencyMismatch)
 LOST = (RolloutNotFound, Draining, EngineGone)
 STARTED = answers(
     {200: tuple(Form), 202: JSON},
-    *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK, *IDEMPOTENCY, NotAcceptable),
+    *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK, *IDEMPOTENCY),
+    *(NotAcceptable, RolloutNotFound),
 )
 LOOKED = answers({200: tuple(Form), 202: JSON}, *WITH_KEY, *LOST, NotAcceptable, InvalidRequest)
 ABORTED = answers({200: {Form.JSON, Form.PACKED}}, *WITH_KEY, *LOST, NotAcceptable)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from coppice.wire.problems import PROBLEMS
 from service.app import create_app
-from tests.contract.document import operations, schemas
+from tests.contract.document import document, operations, schemas
 from tests.contract.models import differences, wire_models
 from tests.fake_engine import FakeEngine
 from tests.serving import settings_for
@@ -62,6 +62,13 @@ def test_every_name_in_a_path_is_a_parameter(routes: list[APIRoute]) -> None:
     for operation in operations():
         parameters = [p["name"] for p in operation.node["parameters"] if p["in"] == "path"]
         assert set(parameters) == names[operation.path], operation.path
+
+
+def test_every_security_scheme_that_is_asked_for_is_described() -> None:
+    described = document()["components"]["securitySchemes"].keys()
+    for holder in (document(), *(operation.node for operation in operations())):
+        for requirement in holder.get("security", []):
+            assert requirement.keys() <= described
 
 
 def test_operations_have_names_of_their_own() -> None:
