@@ -65,6 +65,7 @@ def _config() -> schemathesis.Config:
     return schemathesis.Config.from_dict(
         {
             "seed": 1,
+            "request-timeout": 60,
             # By the links that the contract has, not by those that names suggest: a rollout that
             # was waited for is not kept.
             "phases": {
