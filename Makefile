@@ -22,9 +22,9 @@ serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (80
 test: check coverage ## everything: the checks, then all tests
 	$(python) -m pytest -m 'engine or gpu'
 
-test-fast: ## the tests that start no engine; under a minute
+test-fast: ## the tests that start no engine and are not slow; under a minute
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu'
+	$(python) -m pytest -m 'not engine and not gpu and not slow'
 
 coverage: ## the tests that start no engine, and whether they reach 95 % of service/
 	@$(setup) dev

@@ -20,6 +20,7 @@ from tests.serving import Served, serving
 HEAD = b"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 SOON = {"read_seconds": 0.2, "write_seconds": 0.2}
+UNREAD = {"write_seconds": 0.2}
 
 
 async def alive(served: Served) -> bool:
@@ -257,7 +258,7 @@ LARGE = {"sampling": {"max_tokens": 30_000}}
 
 async def test_a_stream_that_nobody_reads_is_dropped_and_its_rollout_ends(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, max_context_tokens=2**21)
-    async with serving(engine, tmp_path, limits=SOON) as served:
+    async with serving(engine, tmp_path, limits=UNREAD) as served:
         with narrow(served) as client:
             groups = [group(1, n=64), group(2)]
             await ask_and_not_read(
@@ -273,7 +274,7 @@ async def test_a_stream_that_nobody_reads_is_dropped_and_its_rollout_ends(tmp_pa
 
 async def test_a_plain_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
     engine = FakeEngine(max_context_tokens=2**21)
-    async with serving(engine, tmp_path, limits=SOON) as served:
+    async with serving(engine, tmp_path, limits=UNREAD) as served:
         with narrow(served) as client:
             engine.instant = False
             asked = {"groups": [group(1, n=256)], "sampling": {"max_tokens": 10_000}}

@@ -22,6 +22,8 @@ from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread
 
+pytestmark = pytest.mark.slow
+
 Case = schemathesis.Case[Any]
 EXAMPLES = 25
 SEQUENCES = 12
