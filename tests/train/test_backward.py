@@ -12,6 +12,9 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
+from coppice.train.interface import attending
+from coppice.train.prompts import no_grad_layers
+from coppice.train.responses import response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
 SCHEDULES: list[Schedule] = ["kept", "recomputed", "injected", "packed"]
@@ -120,19 +123,15 @@ def test_the_prompt_kv_of_other_weights_shows_in_the_report() -> None:
 
 
 def test_dropping_the_prompts_gradient_would_not_be_a_small_error() -> None:
-    """Whoever detaches the prompt saves a quarter of the time and trains on something else."""
+    """Whoever detaches the prompt saves time and trains on something else."""
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     grouped_backward(model, group, random_loss(group), schedule="recomputed")
     assert error(gradients(model), exact) < 1e-5
-    assert error(without_the_prompts(model, group), exact) > 0.2
+    assert error(without_the_prompts(model, group), exact) > 0.5
 
 
 def without_the_prompts(model: Any, group: TrainingGroup) -> Gradients:
-    from coppice.train.interface import attending
-    from coppice.train.prompts import no_grad_layers
-    from coppice.train.responses import response_logprobs
-
     with attending(model):
         prompt = no_grad_layers(model, group, None)
         rows = response_logprobs(model, group, range(len(group.responses)), prompt, 1.0)

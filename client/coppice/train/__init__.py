@@ -12,8 +12,9 @@ except ModuleNotFoundError as missing:
     ) from None
 
 from coppice.train.backward import BackwardReport, grouped_backward
+from coppice.train.contexts import UnsupportedModel
 from coppice.train.groups import TrainingGroup
-from coppice.train.interface import UnsupportedModel, attending
+from coppice.train.interface import attending
 from coppice.train.logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
 from coppice.train.losses import Clip, advantages, grpo_loss, kl_estimate
 from coppice.train.normalizers import TokenWeights, Totals, dr_grpo, sequence_mean, token_mean

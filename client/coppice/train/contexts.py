@@ -19,6 +19,10 @@ from coppice.train.attention import shared_prompt_attention
 from coppice.train.prompt_kv import Layers
 
 
+class UnsupportedModel(ValueError):
+    """The model computes something that sharing a prompt would change."""
+
+
 class PromptDone(Exception):
     """The last layer's keys and values are made: nothing after them is of use."""
 
@@ -39,7 +43,7 @@ class Context(ABC):
 
     def check_seen(self) -> None:
         if self.seen != set(range(self.num_layers)):
-            raise ValueError(
+            raise UnsupportedModel(
                 f"{len(self.seen)} of {self.num_layers} layers use the attention interface;"
                 " the others would not see the prompt"
             )

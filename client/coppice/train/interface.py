@@ -11,16 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coppice.train.contexts import Context, PromptDone
+from coppice.train.contexts import Context, PromptDone, UnsupportedModel
 from coppice.train.passes import Inputs
 
 NAME = "coppice"
 # What other attention than softmax over all that came before is told by.
 _OTHER = ("attention_mask", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q")
-
-
-class UnsupportedModel(ValueError):
-    """The model computes something that sharing a prompt would change."""
 
 
 @contextmanager

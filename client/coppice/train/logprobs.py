@@ -11,7 +11,7 @@ from coppice.train.interface import attending, forward, is_attending
 from coppice.train.passes import joined, prompt_inputs, response_inputs
 from coppice.train.prompt_kv import PromptKV, prompt_kv_of
 from coppice.train.prompts import compute_layers, no_grad_layers
-from coppice.train.ranks import unwrapped
+from coppice.train.ranks import is_sharded, unwrapped
 from coppice.train.responses import PASS_TOKENS, longest, passes_of, response_logprobs, whole
 from coppice.train.rows import RowLogprobs, token_logprobs
 from coppice.train.traits import traits_of
@@ -35,16 +35,15 @@ def group_logprobs(
 ) -> RowLogprobs:
     """Of all responses, without a graph. A given prompt_kv must be of this model's weights."""
     model = unwrapped(model)
-    if not group.num_tokens:
+    if not group.num_tokens and not is_sharded(model):
         return whole(group, torch.zeros(0))
     with attending(model):
         prompt = no_grad_layers(model, group, prompt_kv)
-        logprobs = [
-            response_logprobs(model, group, each.rows, prompt, temperature).logprobs
+        computed = [
+            (each, response_logprobs(model, group, each.rows, prompt, temperature).logprobs)
             for each in passes_of(model, group, pass_tokens)
-            if not each.idle
         ]
-    return whole(group, torch.cat(logprobs))
+    return whole(group, torch.cat([logprobs for each, logprobs in computed if not each.idle]))
 
 
 def packed_logprobs(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,15 +53,16 @@ def unsynchronised(model: Any) -> Iterator[None]:
 
 def loss_scale(model: Any) -> int:
     """FSDP2 averages over the ranks, and what is summed here must come out as a sum."""
-    return _mesh_size(model) if is_sharded(model) else 1
+    return int(_mesh(model).size()) if is_sharded(model) else 1
 
 
 def most_passes(model: Any, num_passes: int) -> int:
     """Of all ranks that share the model's shards, which must call it equally often."""
     if not is_sharded(model):
         return num_passes
-    most = torch.tensor(num_passes, device=_local_device(model))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    mesh = _mesh(model)
+    most = torch.tensor(num_passes, device=mesh.device_type)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
     return int(most.item())
 
 
@@ -89,14 +91,17 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _backward_of_nothing(model: Any) -> None:
-    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=_local_device(model))
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=_mesh(model).device_type)
     logits = model(input_ids=token_11, use_cache=False).logits
     logits.backward(torch.zeros_like(logits))
 
 
-def _mesh_size(model: Any) -> int:
-    return int(next(model.parameters()).device_mesh.size())
-
-
-def _local_device(model: Any) -> torch.device:
-    return torch.device(next(model.parameters()).device)
+def _mesh(model: Any) -> DeviceMesh:
+    """That the model is sharded over. A forward leaves some weights whole, which name none."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()
+    mesh: DeviceMesh = next(model.parameters()).device_mesh
+    if mesh.ndim > 1:
+        raise ValueError("only models sharded over a mesh of one dimension are supported")
+    return mesh
