@@ -9,6 +9,7 @@ from coppice.train import (
     Schedule,
     TrainingGroup,
     compute_prompt_kv,
+    group_logprobs,
     grouped_backward,
     naive_backward,
 )
@@ -139,12 +140,45 @@ def without_the_prompts(model: Any, group: TrainingGroup) -> Gradients:
     return gradients(model)
 
 
-def test_prompt_forwards_are_counted() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "given", "num_forwards"),
+    [
+        ("kept", False, 1),
+        ("recomputed", False, 2),
+        ("recomputed", True, 1),
+        ("injected", False, 2),
+        ("injected", True, 1),
+        ("packed", False, 1),
+    ],
+)
+def test_prompt_forwards_are_as_many_as_reported(
+    schedule: Schedule, given: bool, num_forwards: int
+) -> None:
     model, group = tiny_model(), random_group()
-    forwards = {
-        schedule: grouped_backward(
-            model, group, random_loss(group), schedule=schedule
-        ).num_prompt_forwards
-        for schedule in SCHEDULES
-    }
-    assert forwards == {"kept": 1, "recomputed": 2, "injected": 2, "packed": 1}
+    prompt_kv = compute_prompt_kv(model, group) if given else None
+    computed = count_tokens(model)
+    report = grouped_backward(
+        model, group, random_loss(group), schedule=schedule, prompt_kv=prompt_kv, pass_tokens=100
+    )
+    assert report.num_prompt_forwards == num_forwards
+    assert sum(computed) == num_forwards * (len(group.prompt) - 1) + group.num_tokens
+
+
+def test_logprobs_compute_the_prompt_once_or_from_prompt_kv_never() -> None:
+    model, group = tiny_model(), random_group()
+    prompt_kv = compute_prompt_kv(model, group)
+    computed = count_tokens(model)
+    group_logprobs(model, group, pass_tokens=100)
+    assert sum(computed) == len(group.prompt) - 1 + group.num_tokens
+    computed.clear()
+    group_logprobs(model, group, prompt_kv, pass_tokens=100)
+    assert sum(computed) == group.num_tokens
+
+
+def count_tokens(model: Any) -> list[int]:
+    """Grows by the tokens of every forward."""
+    computed: list[int] = []
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda module, inputs: computed.append(inputs[0].numel())
+    )
+    return computed

@@ -1,5 +1,6 @@
 """Gradient checkpointing computes layers again in the backward, and they must see the prompt."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from coppice.train import (
     grouped_backward,
     packed_logprobs,
 )
+from coppice.train.contexts import Context
 from tests.train.models import LENGTHS, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, naive_gradients
 
@@ -134,3 +136,21 @@ def test_a_packed_backward_belongs_inside_attending(reentrant: bool) -> None:
         [rows] = packed_logprobs(model, [group])
         random_loss(group)(rows).backward()  # type: ignore[no-untyped-call]
     assert error(gradients(model), exact) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "schedule"),
+    [(reentrant, schedule) for reentrant in (False, True) for schedule in schedules(reentrant)],
+)
+def test_nothing_outlives_a_loss_that_fails(reentrant: bool, schedule: Schedule) -> None:
+    """A graph that holds what holds it is out of the garbage collector's sight."""
+
+    def fail(rows: RowLogprobs) -> Tensor:
+        raise ZeroDivisionError
+
+    model = checkpointed(tiny_model(), reentrant=reentrant)
+    with pytest.raises(ZeroDivisionError):
+        grouped_backward(model, random_group(), fail, schedule=schedule)
+    grouped_backward(model, random_group(), mean_surprise, schedule=schedule)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if Context in type(thing).__mro__]

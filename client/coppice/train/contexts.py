@@ -50,25 +50,32 @@ class Context(ABC):
 
 
 class PromptContext(Context):
-    """Keeps the keys and values of the prompt. may_stop: ends the forward once it has the last."""
+    """Gathers the keys and values of the prompt. may_stop: the last ones end the forward."""
 
     def __init__(self, num_layers: int, longest: int, *, may_stop: bool) -> None:
         super().__init__(num_layers, longest)
         self.may_stop = may_stop
+        self.taken = False
         self.made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
-        # A checkpointed layer comes here again in its backward; what counts was made first.
-        self.made.setdefault(layer, (k_1KTD, v_1KTD))
+        # A checkpointed layer comes here again in its backward.
+        if not self.taken:
+            self.made[layer] = k_1KTD, v_1KTD
         if self.may_stop and len(self.made) == self.num_layers:
             raise PromptDone
         return _causal(q_1HTD, k_1KTD, v_1KTD, scale)
 
-    @property
-    def layers(self) -> Layers:
-        return [self.made[layer] for layer in range(self.num_layers)]
+    def take(self) -> Layers:
+        """Once. A checkpoint's graph holds its context, so a context that held the graph's tensors
+        would keep both for ever.
+        """
+        layers = [self.made[layer] for layer in range(self.num_layers)]
+        self.taken = True
+        self.made.clear()
+        return layers
 
 
 class InjectingContext(PromptContext):

@@ -22,7 +22,7 @@ def compute_layers(model: Any, group: TrainingGroup) -> Layers:
         return ()
     context = PromptContext(traits.num_layers, num_tokens, may_stop=traits.may_stop)
     forward(model, prompt_inputs(group, traits.device), context)
-    return context.layers
+    return context.take()
 
 
 def given_layers(model: Any, group: TrainingGroup, prompt_kv: PromptKV) -> Layers:
@@ -47,6 +47,7 @@ def inject(model: Any, group: TrainingGroup, leaves: Layers) -> Layers:
     context = InjectingContext(traits.num_layers, len(group.prompt) - 1, leaves)
     logits_TV = forward(model, prompt_inputs(group, traits.device), context)
     assert logits_TV is not None, "an injecting forward runs to its end"
+    made = context.take()
     # Nothing comes from the logits; their backward only passes by where the gradients are added.
     logits_TV.backward(torch.zeros_like(logits_TV))  # type: ignore[no-untyped-call]
-    return context.layers
+    return made
