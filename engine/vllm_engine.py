@@ -15,20 +15,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine import shared_memory
-from engine.arguments import WORKER_EXTENSION, engine_arguments
-from engine.environment import spawning
+from engine.arguments import WORKER_EXTENSION
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts
 from engine.heartbeat import Heartbeat
+from engine.launch import engine_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
     Completion,
@@ -98,25 +96,15 @@ class VllmEngine:
             locate, self._settings.model, self._settings.revision
         )
         self._first = await asyncio.to_thread(read_served, self._serving_path)
-        self._llm = await asyncio.to_thread(self._start_vllm, self._serving_path)
+        self._llm = await asyncio.to_thread(
+            launch, self._settings, self._serving_path, worker_extension=self._worker_extension
+        )
         await self._verify_plugin()
         self._facts = gather_facts(self._llm, self._settings, self._serving_path)
         await self._warm_up()
         await self.llm.update_weight_version(version)
         self._heart.enter("serving")
         self._heart_task = asyncio.create_task(self._beat(), name="engine-heartbeat")
-
-    def _start_vllm(self, model: Path) -> AsyncLLM:
-        """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
-        on_cpu = current_platform.is_cpu()
-        arguments = engine_arguments(
-            self._settings, model, on_cpu=on_cpu, worker_extension=self._worker_extension
-        )
-        try:
-            with spawning(self._settings, on_cpu=on_cpu):
-                return AsyncLLM.from_engine_args(arguments)
-        except (ValueError, RuntimeError, OSError) as error:
-            raise StartFailed(f"vLLM did not start: {error}") from error
 
     async def _verify_plugin(self) -> None:
         """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
@@ -135,9 +123,9 @@ class VllmEngine:
             pass
 
     async def _beat(self) -> None:
-        core = self.llm.engine_core
+        core, processes = self.llm.engine_core, engine_processes()
         try:
-            await self._heart.run(lambda: core.call_utility_async("coppice_ping"), _processes)
+            await self._heart.run(lambda: core.call_utility_async("coppice_ping"), processes)
         except EngineDeadError:
             self._heart.died("the engine process died")
 
@@ -154,7 +142,7 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
 
     def kill(self) -> None:
-        for pid in _processes():
+        for pid in engine_processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -249,9 +237,3 @@ class VllmEngine:
         await self.llm.update_weight_version(version)
         self._serving_path = path
         self._heart.enter("serving")
-
-
-def _processes() -> dict[int, str]:
-    """The engine's processes: every descendant of the service that vLLM has named."""
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    return {child.pid: child.name() for child in children if child.name().startswith("VLLM")}
