@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve test test-fast check bench lock clean help
+.PHONY: serve test test-fast coverage check bench lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -19,12 +19,17 @@ serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (80
 	@exec .venv/bin/coppice serve --port '$(PORT)' \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
 
-test: check ## everything: the checks, then all tests
-	$(python) -m pytest
+test: check coverage ## everything: the checks, then all tests
+	$(python) -m pytest -m 'engine or gpu'
 
 test-fast: ## the tests that start no engine; under a minute
 	@$(setup) dev
 	$(python) -m pytest -m 'not engine and not gpu'
+
+coverage: ## the tests that start no engine, and whether they reach 95 % of service/
+	@$(setup) dev
+	$(python) -m pytest -m 'not engine and not gpu' \
+		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## format, lint, types, and the HTTP contract
 	@$(setup) dev

@@ -75,6 +75,11 @@ class InvalidJson(CallerError):
 class InvalidRequest(CallerError):
     code = "invalid_request"
 
+    @classmethod
+    def of_parameter(cls, name: str, message: str) -> "InvalidRequest":
+        """A header, or a part of the address: it has a name, as a field of a body has a place."""
+        return cls(f"{name}: {message}", errors=[{"location": name, "message": message}])
+
 
 class PromptTooLong(CallerError):
     code = "prompt_too_long"

@@ -47,12 +47,32 @@ async def test_an_asynchronous_rollout_is_answered_when_somebody_comes_back(tmp_
         assert (await served.http.delete(place)).json() == answer.json()
 
 
-@pytest.mark.parametrize("query", [{"wait": "-1"}, {"wait": "x"}, {"wait": "61"}, {"weight": "1"}])
+@pytest.mark.parametrize("seconds", ["0", "60", "60.0", "0.12345", "1e-5", "6E1"])
+async def test_the_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        accepted = await start(served, body(group(1)), **ASYNC)
+        query = {"wait": seconds}
+        answer = await served.http.get(accepted.headers["location"], params=query)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *(
+            {"wait": wait}
+            for wait in ("-1", "x", "61", "", "1e9", "nan", "1_0", " 1", "\u0661", "1\n")
+        ),
+        {"wait": ["1", "2"]},
+        {"weight": "1"},
+    ],
+)
 async def test_how_long_to_wait_is_a_number_of_seconds(tmp_path: Path, query: Any) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         accepted = await start(served, body(group(1)), **ASYNC)
         refused = await served.http.get(accepted.headers["location"], params=query)
     assert refused.json()["code"] == "invalid_request"
+    assert [fault["location"] for fault in refused.json()["errors"]] == list(query)
 
 
 async def test_a_stream_can_be_read_again_from_its_start(tmp_path: Path) -> None:

@@ -71,10 +71,12 @@ async def test_a_digest_is_compared(tmp_path: Path) -> None:
         path = "/v1/weights/v1"
         wrong = await served.http.put(path, content=b"x", headers=digest_of(b"y"))
         assert (wrong.status_code, wrong.json()["code"]) == (422, "digest_mismatch")
-        unknown = await served.http.put(path, content=b"x", headers={"content-digest": "md5=:A:"})
-        assert unknown.json()["code"] == "invalid_request"
-        right = await served.http.put(path, content=b"x", headers=digest_of(b"x"))
-        assert right.status_code == 201
+        right = digest_of(b"x")["content-digest"]
+        for other in ("md5=:A:", "sha-256=:A:", f"x{right}", f"{right}x"):
+            refused = await served.http.put(path, content=b"x", headers={"content-digest": other})
+            assert refused.json()["errors"][0]["location"] == "Content-Digest"
+        accepted = await served.http.put(path, content=b"x", headers=digest_of(b"x"))
+        assert accepted.status_code == 201
         assert [
             v["version"] for v in (await served.http.get("/v1/weights")).json()["versions"]
         ] == [
@@ -129,7 +131,16 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         async def stage(path: Path) -> Any:
             return await served.http.post("/v1/weights/v1", json={"path": str(path)})
 
-        for path in (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing"):
+        (allowed / "loop").symlink_to(allowed / "loop")
+        for path in (
+            outside,
+            allowed / ".." / "outside",
+            allowed / "link",
+            allowed / "missing",
+            allowed / ("x" * 300),
+            allowed / "nul\0",
+            allowed / "loop",
+        ):
             refused = await stage(path)
             assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
             assert str(tmp_path) not in refused.text
@@ -144,7 +155,7 @@ async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) 
         assert (await upload(served, "next")).json()["sequence"] == 6
         assert (await upload(served, "other", sequence=5)).json()["code"] == "version_conflict"
         assert (await upload(served, "v5", sequence=4)).json()["code"] == "version_conflict"
-        for wrong in ("x", "-1", str(2**53)):
+        for wrong in ("x", "-1", str(2**53), "1_0", " 1", "07", "", "\u0667", ["7", "8"]):
             assert (await upload(served, "v9", sequence=wrong)).json()["code"] == "invalid_request"
         assert (await upload(served, "v9", sequenze=1)).json()["code"] == "invalid_request"
 
