@@ -27,4 +27,5 @@ compile cpu pyproject.toml requirements/cpu.in --extra cpu ${links:+--find-links
     compile cpu pyproject.toml requirements/cpu.in --extra cpu --index-strategy unsafe-best-match \
         --extra-index-url https://download.pytorch.org/whl/cpu
 compile gpu pyproject.toml requirements/gpu.in --extra gpu
-compile dev requirements/dev.in --constraint requirements/cpu.txt ${links:+--find-links "$links"}
+compile dev requirements/dev.in --constraint requirements/cpu.txt ${links:+--find-links "$links"} \
+    --no-emit-package torch # whichever build the device has

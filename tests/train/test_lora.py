@@ -1,7 +1,8 @@
-"""Frozen weights with trained adapters beside them: our own here, PEFT's where it is installed."""
+"""Frozen weights with trained adapters beside them: our own, and PEFT's."""
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,6 @@ def test_checkpointed_adapters_get_the_naive_gradient(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("checkpoint", [None, False, True], ids=["none", "plain", "reentrant"])
 def test_pefts_adapters_get_the_naive_gradient(checkpoint: bool | None) -> None:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     settings = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}
     model = peft.get_peft_model(
