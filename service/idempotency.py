@@ -35,5 +35,8 @@ class IdempotencyKeys:
     def bind(self, claim: Claim, rollout: Rollout) -> None:
         self._claims[claim.owner, claim.key] = (claim, rollout)
 
-    def release(self, claim: Claim) -> None:
-        self._claims.pop((claim.owner, claim.key), None)
+    def release(self, claim: Claim, rollout: Rollout | None) -> None:
+        """By whom it is bound to, if to any: another rollout may have the key by now."""
+        _, bound = self._claims.get((claim.owner, claim.key), (None, None))
+        if bound is rollout:
+            self._claims.pop((claim.owner, claim.key), None)

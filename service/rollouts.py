@@ -94,7 +94,7 @@ class Rollouts:
         try:
             return await self._start(request, owner=owner, detached=True, claim=claim)
         except BaseException:
-            self._keys.release(claim)
+            self._keys.release(claim, None)
             raise
 
     async def _start(
@@ -129,10 +129,7 @@ class Rollouts:
             self._group(request, group, index, prompts[index], exact_version)
             for index, group in enumerate(request.groups)
         ]
-        rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
-        if claim is not None:
-            self._keys.bind(claim, rollout)
-        return rollout
+        return Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Running or kept; another key's is as good as none."""
@@ -212,6 +209,8 @@ class Rollouts:
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
+        if rollout.claim is not None:
+            self._keys.bind(rollout.claim, rollout)
         self._idle.clear()
         task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
         task.add_done_callback(lambda _: self._forget(rollout, place))
@@ -230,7 +229,7 @@ class Rollouts:
 
     def _release(self, rollout: Rollout) -> None:
         if rollout.claim is not None:
-            self._keys.release(rollout.claim)
+            self._keys.release(rollout.claim, rollout)
 
 
 def _check_enough(request: RolloutRequest) -> None:
