@@ -161,8 +161,11 @@ class Server:
             self._started = True
 
     def _count(self, rollout: Rollout) -> None:
-        for group in rollout.answers():
+        answers = rollout.answers()
+        for group in answers:
             self.metrics.group_ended(group)
+        # A group that broke off has no answer; its callers are told the problem instead.
+        self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
 
     def _engine_status(self) -> EngineStatus:
         facts = self.engine.facts
