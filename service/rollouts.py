@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
-from service.admission import Admission, Reservation
+from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
-from service.errors import InvalidRequest, RolloutNotFound
+from service.errors import Draining, InvalidRequest, RolloutNotFound
 from service.group import Group
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
@@ -52,6 +52,7 @@ class Rollouts:
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self._over = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -142,6 +143,9 @@ class Rollouts:
         await rollout.end(self._engine, "cancelled")
 
     async def cancel_all(self) -> None:
+        """For good: what waits at the gate is sent away."""
+        self._over = True
+        self._gate.set()
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
 
@@ -168,6 +172,8 @@ class Rollouts:
 
     async def gate_open(self) -> None:
         await self._gate.wait()
+        if self._over:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
     async def idle(self) -> None:
         await self._idle.wait()

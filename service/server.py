@@ -13,7 +13,7 @@ from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
 from service import __version__
 from service.activation import Activation
-from service.admission import Admission
+from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
 from service.errors import Draining, EngineGone, NotReady
 from service.metrics import Metrics
@@ -28,7 +28,6 @@ from service.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 STARTING_RETRY_SECONDS = 2.0
-DRAINING_RETRY_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
@@ -94,11 +93,12 @@ class Server:
         return self.engine.pulse()
 
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new, lets what runs end, and then ends what still runs."""
+        """Takes nothing new, lets what was admitted end, and then ends what still runs."""
         self._draining = True
+        self.admission.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.rollouts.idle()
+                await self.admission.idle()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:
@@ -106,10 +106,14 @@ class Server:
         self.engine.kill()
 
     def check_ready(self) -> None:
-        """Raises the problem for which a request cannot be served now."""
-        pulse = self.engine.pulse()
+        """Raises the problem for which a new request cannot be served now."""
         if self._draining:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+        self.check_serving()
+
+    def check_serving(self) -> None:
+        """As above, for what serves the requests that were taken before a drain."""
+        pulse = self.engine.pulse()
         if pulse.stage == "dead" or (self._started and not pulse.alive):
             raise EngineGone(retry_after_seconds=30)
         if not self._started:

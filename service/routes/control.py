@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from coppice.wire.control import PauseAnswer, PauseRequest
 from service.access import any_key, needs
 from service.bodies import read_json
-from service.routes.dependencies import AnyServer, ReadyServer
+from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
 
@@ -21,7 +21,8 @@ async def pause(request: Request, server: ReadyServer) -> Response:
 
 @router.post("/resume")
 @needs("admin")
-async def resume(server: ReadyServer) -> Response:
+async def resume(server: ServingServer) -> Response:
+    """Also while draining: what is frozen could never end otherwise."""
     await server.in_background(server.activation.resume())
     return _json(PauseAnswer(paused=False))
 
