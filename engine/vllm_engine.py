@@ -218,7 +218,7 @@ class VllmEngine:
         return first_logprobs(outputs[-1].prompt_logprobs)[len(prompt) :]
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
-        with suppress(EngineDeadError):
+        with suppress(EngineDead, EngineDeadError):
             await self.llm.abort(list(sample_ids))
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:

@@ -142,6 +142,13 @@ class Rollouts:
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
 
+    def left(self, rollout: Rollout) -> None:
+        """Its caller has gone. What could not be come back for is ended, in a task of our own: in
+        the caller's, which is being cancelled, the first await could be the last.
+        """
+        if self._tasks is not None and not (rollout.ended or rollout.detached):
+            self._tasks.create_task(self.cancel(rollout))
+
     async def cancel_all(self) -> None:
         """For good: what waits at the gate is sent away."""
         self._over = True

@@ -1,0 +1,69 @@
+"""P1: no accepted group disappears. It ends once, its caller and the metrics agree on how, and none
+of its samples outlives it in the engine."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.promises.hesitant import HesitantEngine
+from tests.service.test_rollouts import body, group, lines, running_samples
+from tests.serving import serving
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_closed_connection_ends_the_samples_of_every_group(
+    tmp_path: Path, stream: bool
+) -> None:
+    engine = HesitantEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        asked = body(*[group(i + 1, n=2) for i in range(8)], stream=stream)
+        async with httpx.AsyncClient(base_url=served.url) as leaving:
+            request = asyncio.create_task(leaving.post("/v1/rollouts", json=asked))
+            await running_samples(served, 16)
+            request.cancel()
+        async with asyncio.timeout(10):
+            await running_samples(served, 0)
+            assert not engine.running
+            await served.server.rollouts.idle()
+        served.server.admission.check()
+        metrics = (await served.http.get("/metrics")).text
+    assert 'coppice_groups_total{outcome="cancelled"} 8.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, stream: bool) -> None:
+    engine = HesitantEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        async with served.server.rollouts.gate_shut():
+            async with httpx.AsyncClient(base_url=served.url) as leaving:
+                asked = body(group(1, n=2), group(2), stream=stream)
+                request = asyncio.create_task(leaving.post("/v1/rollouts", json=asked))
+                while served.server.admission.num_samples != 3:
+                    await asyncio.sleep(0.001)
+                request.cancel()
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            while served.server.admission.num_samples or engine.running:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_second_reader_of_a_stream_ends_nothing_by_leaving(tmp_path: Path) -> None:
+    engine = HesitantEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1, n=2), stream=True)
+        async with served.http.stream("POST", "/v1/rollouts", json=asked) as first:
+            await running_samples(served, 2)
+            place = f"/v1/rollouts/{first.headers['coppice-rollout-id']}"
+            ndjson = {"accept": "application/x-ndjson"}
+            async with (
+                httpx.AsyncClient(base_url=served.url) as other,
+                other.stream("GET", place, headers=ndjson) as second,
+            ):
+                await anext(second.aiter_lines())
+            await asyncio.sleep(0.05)
+            assert len(engine.running) == 2
+            engine.step(4)
+            records = await lines(first)
+    assert records[-1]["outcome"] == "done"
