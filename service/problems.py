@@ -8,8 +8,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coppice.wire.problems import Problem
+from engine.errors import EngineDead
 from service.connection import NOBODY_READS
-from service.errors import Internal, MethodNotAllowed, NotFound, ServiceError
+from service.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
+from service.failures import ENGINE_RETRY_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(ClientDisconnect, _left)
+    app.add_exception_handler(EngineDead, _engine_dead)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -45,6 +48,11 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = {key: value for key, value in (error.headers or {}).items() if key == "Allow"}
     return problem_response(ours.problem(_request_id(request)), headers=headers)
+
+
+async def _engine_dead(request: Request, error: Exception) -> Response:
+    """Met by whoever asks something of the engine itself, such as a pause."""
+    return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
 
 
 async def _left(request: Request, error: Exception) -> Response:
