@@ -231,6 +231,8 @@ class Rollouts:
 
     def _forget(self, rollout: Rollout, place: Reservation) -> None:
         self._admission.release(place)
+        if not rollout.ended:
+            rollout.never_ran()
         del self._running[rollout.id]
         if not self._running:
             self._idle.set()

@@ -7,9 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from coppice.wire.rollouts import RolloutRequest
+from service.errors import Draining
+from service.rollout import Rollout
+from service.server import Server
+from tests.fake_engine import FakeEngine
 from tests.promises.hesitant import HesitantEngine
 from tests.service.test_rollouts import body, group, lines, running_samples
-from tests.serving import serving
+from tests.serving import serving, settings_for
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -67,3 +72,21 @@ async def test_a_second_reader_of_a_stream_ends_nothing_by_leaving(tmp_path: Pat
             engine.step(4)
             records = await lines(first)
     assert records[-1]["outcome"] == "done"
+
+
+async def test_a_rollout_that_is_cancelled_before_its_first_step_ends_too(tmp_path: Path) -> None:
+    server = Server(settings_for(tmp_path), FakeEngine())
+    started: list[Rollout] = []
+
+    async def broken() -> None:
+        async with server.rollouts.running():
+            request = RolloutRequest.model_validate(body(group(1)))
+            started.append(await server.rollouts.start(request, owner="local"))
+            raise RuntimeError("the server breaks")
+
+    with pytest.raises(ExceptionGroup):
+        await broken()
+    async with asyncio.timeout(5):
+        with pytest.raises(Draining):
+            await started[0].answer()
+    assert server.rollouts.num_running == server.admission.num_samples == 0
