@@ -36,6 +36,7 @@ from engine.protocol import (
     Pulse,
     SampleRequest,
 )
+from engine.scratch import Scratch
 from engine.settings import EngineSettings
 from engine.translation import Pending, first_logprobs, sampling_params, scoring_params
 from engine.weights.check import check
@@ -64,6 +65,7 @@ class VllmEngine:
         )
         self._watching: asyncio.Task[None] | None = None
         self._starting: asyncio.Future[None] | None = None
+        self._scratch: Scratch | None = None
         self._llm: AsyncLLM | None = None
         self._facts: EngineFacts | None = None
         self._first: Checkpoint | None = None
@@ -118,7 +120,8 @@ class VllmEngine:
         arguments = engine_arguments(
             self._settings, model, on_cpu=on_cpu, worker_extension=self._worker_extension
         )
-        with spawning(self._settings, on_cpu=on_cpu):
+        self._scratch = Scratch()
+        with spawning(self._settings, on_cpu=on_cpu, scratch=self._scratch.path):
             self._llm = AsyncLLM.from_engine_args(arguments)
 
     async def _verify_plugin(self) -> None:
@@ -171,6 +174,13 @@ class VllmEngine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a death
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> None:
+        """vLLM kills its processes if they take long, and then nobody tidies up after them."""
+        if self._scratch is not None:
+            self._scratch.close()
+        shared_memory.sweep()
 
     async def _end_start(self) -> None:
         """A start cannot be cancelled, only made to fail."""
