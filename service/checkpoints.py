@@ -104,10 +104,14 @@ class Checkpoints:
 
     def allowed(self, path: str) -> Path:
         """Resolved before it is compared, so that neither `..` nor a link leads out."""
-        resolved = Path(path).resolve()
+        try:
+            resolved = Path(path).resolve()
+            exists = resolved.exists()
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a null byte
+            raise PathRefused() from None
         if not any(resolved.is_relative_to(source) for source in self._sources):
             raise PathRefused()
-        if not resolved.exists():
+        if not exists:
             raise PathRefused("there is nothing at that path")
         return resolved
 

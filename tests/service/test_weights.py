@@ -132,7 +132,10 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         async def stage(path: Path) -> Any:
             return await served.http.post("/v1/weights/v1", json={"path": str(path)})
 
-        for path in (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing"):
+        odd = (Path("\0"), allowed / ("x" * 300), allowed / "loop")
+        (allowed / "loop").symlink_to(allowed / "loop")
+        outward = (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing")
+        for path in (*outward, *odd):
             refused = await stage(path)
             assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
             assert str(tmp_path) not in refused.text
