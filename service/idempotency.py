@@ -19,6 +19,9 @@ class IdempotencyKeys:
     def __len__(self) -> int:
         return len(self._claims)
 
+    def bound(self) -> list[Rollout]:
+        return [rollout for _, rollout in self._claims.values() if rollout is not None]
+
     def claim(self, claim: Claim) -> Rollout | None:
         """The rollout that this request has started already; None if it is the first."""
         known = self._claims.get((claim.owner, claim.key))

@@ -185,6 +185,13 @@ class Rollouts:
     async def idle(self) -> None:
         await self._idle.wait()
 
+    def check(self) -> None:
+        """The books balance: what is kept, and who holds which key."""
+        self._kept.check()
+        for rollout in self._keys.bound():
+            known = self._running.get(rollout.id) or self._kept.get(rollout.id)
+            assert known is rollout, "a key leads to a rollout that is forgotten"
+
     def _group(
         self,
         request: RolloutRequest,

@@ -12,7 +12,7 @@ from service.errors import Draining
 from service.rollout import Rollout
 from service.server import Server
 from tests.fake_engine import FakeEngine
-from tests.promises.hesitant import HesitantEngine
+from tests.promises.hesitant import HesitantEngine, turns
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import serving, settings_for
 
@@ -90,3 +90,36 @@ async def test_a_rollout_that_is_cancelled_before_its_first_step_ends_too(tmp_pa
         with pytest.raises(Draining):
             await started[0].answer()
     assert server.rollouts.num_running == server.admission.num_samples == 0
+
+
+@pytest.mark.parametrize("how", ["delete", "leave", "break"])
+async def test_an_end_at_any_turn_of_the_loop_leaves_no_sample(tmp_path: Path, how: str) -> None:
+    """Every await of a rollout and of its groups is met: before the first step, around the
+    submission, while sampling, and within an abort."""
+    for num_turns in range(24):
+        engine = HesitantEngine(instant=False)
+        server = Server(settings_for(tmp_path), engine)
+        owner = asyncio.create_task(_own(server))
+        await turns(2)
+        request = RolloutRequest.model_validate(body(group(1, n=2), group(2, n=2)))
+        rollout = await server.rollouts.start(request, owner="local")
+        await turns(num_turns)
+        match how:
+            case "delete":
+                await server.rollouts.cancel(rollout)
+            case "leave":
+                server.rollouts.left(rollout)
+            case "break":
+                owner.cancel()
+        async with asyncio.timeout(5):
+            await rollout.wait()
+            await turns()
+        assert not engine.running and server.admission.num_samples == 0, num_turns
+        assert how == "break" or rollout.error is None, num_turns
+        owner.cancel()
+        await asyncio.gather(owner, return_exceptions=True)
+
+
+async def _own(server: Server) -> None:
+    async with server.rollouts.running():
+        await asyncio.Event().wait()

@@ -51,7 +51,7 @@ async def test_a_death_during_an_activation_fails_it_at_once() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [("EngineCore", {}), ("Worker", {"tensor_parallel_size": 2})]
 )
-async def test_a_hang_that_goes_on_is_made_a_death(name: str, ranks: dict[str, int]) -> None:
+async def test_a_hang_that_goes_on_is_made_a_death(name: str, ranks: dict[str, Any]) -> None:
     async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:
         running = asked(one_sample(engine, 900))
         await asyncio.sleep(0.3)
