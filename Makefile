@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve test test-fast check bench soak lock clean help
+.PHONY: serve test test-fast coverage check bench soak lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -19,12 +19,17 @@ serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (80
 	@exec .venv/bin/coppice serve --port '$(PORT)' \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
 
-test: check ## everything: the checks, then all tests
-	$(python) -m pytest
+test: check coverage ## everything: the checks, then all tests
+	$(python) -m pytest -m 'engine or gpu'
 
-test-fast: ## the tests that start no engine; under a minute
+test-fast: ## the tests that start no engine and are not slow; under a minute
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu'
+	$(python) -m pytest -m 'not engine and not gpu and not slow'
+
+coverage: ## the tests that start no engine, and whether they reach 95 % of service/
+	@$(setup) dev
+	$(python) -m pytest -m 'not engine and not gpu' \
+		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## format, lint, types, and the HTTP contract
 	@$(setup) dev
@@ -33,10 +38,11 @@ check: ## format, lint, types, and the HTTP contract
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
 
-bench: ## every benchmark, one after the other
+bench: ## every benchmark, one after the other, and docs/benchmarks.md
 	@$(setup) dev
 	@set -e; for file in bench/[!_]*.py; do \
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
+	$(python) -m bench.harness.report
 
 soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md
 	@$(setup) dev

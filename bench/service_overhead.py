@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.caller import GROUPS, SAMPLES, TOKENS, caller, prompts
-from bench.pairs import Pairs, in_turn
-from bench.record import Record, Row
+from bench.harness.caller import GROUPS, SAMPLES, TOKENS, caller, prompts
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.record import Record, Row
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
+from service.bounded_protocol import bounded_by
 from service.settings import Settings, WeightsSettings
 
 GOAL = 0.97
@@ -93,7 +95,14 @@ async def service(model: str) -> AsyncIterator[tuple[VllmEngine, str]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
         app = create_app(settings, engine)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+        config = uvicorn.Config(
+            app,
+            http=bounded_by(settings.limits),
+            port=0,
+            log_level="warning",
+            access_log=False,
+        )
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         while engine.pulse().stage != "serving":
             await asyncio.sleep(0.1)
@@ -141,7 +150,7 @@ def main() -> None:
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    result = record(*asyncio.run(measure(arguments.model, arguments.rounds)))
+    result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
     result.show()
     print(f"\nwrote {result.write().name}")
 

@@ -51,13 +51,11 @@ class Heartbeat:
         pulse = self.pulse()
         return pulse.age_seconds > self._bounds.get(pulse.stage, float("inf")) + seconds
 
-    async def run(
-        self, ping: Callable[[], Awaitable[object]], processes: Callable[[], dict[int, str]]
-    ) -> None:
+    async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
         """Until cancelled. Each beat counts only if every process of the engine is running."""
         while self._dead is None:
             await ping()
-            stopped = [name for name, state in _states(processes()).items() if state in _STOPPED]
+            stopped = [name for name, state in _states(processes).items() if state in _STOPPED]
             if not stopped:
                 self._last_sign = self._clock()
             await asyncio.sleep(INTERVAL_SECONDS)

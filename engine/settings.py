@@ -24,10 +24,6 @@ class EngineSettings(BaseModel):
     dtype: Annotated[DType, Field(description="type of weights and cache; auto: as stored")] = (
         "auto"
     )
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Field(description="auto: as the installed vLLM was built for"),
-    ] = "auto"
     tensor_parallel_size: Annotated[int, Field(ge=1, description="ranks a layer is split over")] = 1
     pipeline_parallel_size: Annotated[int, Field(ge=1, description="ranks layers are dealt to")] = 1
     block_size: Annotated[

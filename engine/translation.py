@@ -27,6 +27,7 @@ def sampling_params(sample: SampleRequest) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else holds these
     )
 
 

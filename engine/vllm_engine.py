@@ -6,6 +6,7 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 """
 
 import asyncio
+import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -16,18 +17,17 @@ from typing import Any
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine import processes, shared_memory
-from engine.arguments import WORKER_EXTENSION, engine_arguments
+from engine import shared_memory
+from engine.arguments import WORKER_EXTENSION
 from engine.calls import answered
-from engine.environment import spawning
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts
 from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
+from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
     Completion,
@@ -115,14 +115,13 @@ class VllmEngine:
         self._watching = asyncio.create_task(self._watched(), name="engine-watch")
 
     def _start_vllm(self, model: Path) -> None:
-        """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
-        on_cpu = current_platform.is_cpu()
-        arguments = engine_arguments(
-            self._settings, model, on_cpu=on_cpu, worker_extension=self._worker_extension
-        )
         self._scratch = Scratch()
-        with spawning(self._settings, on_cpu=on_cpu, scratch=self._scratch.path):
-            self._llm = AsyncLLM.from_engine_args(arguments)
+        self._llm = launch(
+            self._settings,
+            model,
+            worker_extension=self._worker_extension,
+            scratch=self._scratch.path,
+        )
 
     async def _verify_plugin(self) -> None:
         """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
@@ -146,8 +145,9 @@ class VllmEngine:
             tasks.create_task(self._watch())
 
     async def _beat(self) -> None:
+        ping = functools.partial(self._utility, "coppice_ping")
         try:
-            await self._heart.run(lambda: self._utility("coppice_ping"), processes.named)
+            await self._heart.run(ping, engine_processes())
         except EngineDead as error:
             self._heart.died(str(error))
         except Exception as error:  # without a heartbeat nothing can be said for the engine
@@ -185,11 +185,11 @@ class VllmEngine:
     async def _end_start(self) -> None:
         """A start cannot be cancelled, only made to fail."""
         while self._starting is not None and not self._starting.done():
-            processes.kill()
+            kill_processes()
             await asyncio.wait({self._starting}, timeout=KILL_AGAIN_SECONDS)
 
     def kill(self) -> None:
-        processes.kill()
+        kill_processes()
 
     # Tokens and text
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
+from service.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.problems import problem_response
 from service.settings import LimitsSettings
 
@@ -67,7 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._written_in_time()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("this is not HTTP that the server can read"))
+        self._refuse(MalformedRequest("this is not HTTP that the server can read"))
 
     def _await_more(self) -> None:
         if self._reading is None:

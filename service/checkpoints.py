@@ -25,7 +25,7 @@ WRITE_BYTES = 4 * 2**20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/=]{44}):")
+_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +106,13 @@ class Checkpoints:
         """Resolved before it is compared, so that neither `..` nor a link leads out."""
         try:
             resolved = Path(path).resolve()
-            exists = resolved.exists()
-        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a null byte
-            raise PathRefused() from None
-        if not any(resolved.is_relative_to(source) for source in self._sources):
+            inside = any(resolved.is_relative_to(source) for source in self._sources)
+            present = inside and resolved.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
+            raise PathRefused() from error
+        if not inside:
             raise PathRefused()
-        if not exists:
+        if not present:
             raise PathRefused("there is nothing at that path")
         return resolved
 
@@ -130,7 +131,9 @@ def _unlocked(lock: Path) -> bool:
 
 def checked_name(name: str) -> str:
     if not _FILE_NAME.match(name) or not (name == INDEX or name.endswith(".safetensors")):
-        raise InvalidRequest(f"a checkpoint's files are {INDEX} and *.safetensors")
+        raise InvalidRequest.of_parameter(
+            "name", f"a checkpoint's files are {INDEX} and *.safetensors"
+        )
     return name
 
 
@@ -156,7 +159,7 @@ def _expected_digest(header: str | None) -> bytes | None:
     """RFC 9530. An algorithm other than sha-256 is refused rather than left unchecked."""
     if header is None:
         return None
-    found = _DIGEST.search(header)
+    found = _DIGEST.fullmatch(header)
     if found is None:
-        raise InvalidRequest("Content-Digest must hold sha-256=:...:")
+        raise InvalidRequest.of_parameter("Content-Digest", "sha-256=:...: and nothing else")
     return base64.b64decode(found.group(1))

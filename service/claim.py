@@ -20,5 +20,11 @@ class Claim:
     @classmethod
     def of(cls, owner: str, key: str, body: bytes) -> "Claim":
         if not _KEY.match(key):
-            raise InvalidRequest("Idempotency-Key is 1 to 255 visible ASCII characters")
+            raise InvalidRequest.of_parameter(
+                "Idempotency-Key", "1 to 255 visible ASCII characters"
+            )
         return cls(owner, key, hashlib.sha256(body).digest())
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.owner, self.key

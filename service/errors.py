@@ -2,7 +2,7 @@
 
 ServiceError
 |- CallerError                        the request is at fault; sending it again changes nothing
-|  |- InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
+|  |- MalformedRequest, InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
@@ -64,12 +64,21 @@ class ServerSideError(ServiceError):
     """The server is at fault or not able just now."""
 
 
+class MalformedRequest(CallerError):
+    code = "malformed_request"
+
+
 class InvalidJson(CallerError):
     code = "invalid_json"
 
 
 class InvalidRequest(CallerError):
     code = "invalid_request"
+
+    @classmethod
+    def of_parameter(cls, name: str, message: str) -> "InvalidRequest":
+        """A header, or a part of the address: it has a name, as a field of a body has a place."""
+        return cls(f"{name}: {message}", errors=[{"location": name, "message": message}])
 
 
 class PromptTooLong(CallerError):

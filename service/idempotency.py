@@ -1,45 +1,60 @@
 """Idempotency keys: the same request sent again finds the rollout that the first one started.
 
 draft-ietf-httpapi-idempotency-key-header. A key belongs to its caller. It is claimed before the
-prompts are tokenised, bound once the rollout runs, and released with it: when it is not kept any
-more, or at once if nothing came of it, so that a retry after a failure starts anew.
+prompts are tokenised and bound once the rollout runs; a refusal releases it. A key outlives its
+rollout by a fixed time, even if the answer had to go earlier: a late retry is then told that the
+rollout is gone, and never starts a second one.
 """
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from service.claim import Claim
 from service.errors import IdempotencyInProgress, IdempotencyMismatch
-from service.rollout import Rollout
+
+
+@dataclass(slots=True)
+class _Claimed:
+    claim: Claim
+    rollout_id: str | None = None
 
 
 class IdempotencyKeys:
-    """`claim` is followed by exactly one `bind` or `release`."""
+    """`claim` is followed by one `release`, or by one `bind` and one `ended`."""
 
-    def __init__(self) -> None:
-        self._claims: dict[tuple[str, str], tuple[Claim, Rollout | None]] = {}
+    def __init__(self, *, max_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._claimed: dict[tuple[str, str], _Claimed] = {}
+        self._ended: deque[tuple[float, Claim]] = deque()
 
     def __len__(self) -> int:
-        return len(self._claims)
+        return len(self._claimed)
 
-    def bound(self) -> list[Rollout]:
-        return [rollout for _, rollout in self._claims.values() if rollout is not None]
-
-    def claim(self, claim: Claim) -> Rollout | None:
-        """The rollout that this request has started already; None if it is the first."""
-        known = self._claims.get((claim.owner, claim.key))
-        if known is None:
-            self._claims[claim.owner, claim.key] = (claim, None)
+    def claim(self, claim: Claim) -> str | None:
+        """The id of the rollout that this request has started already; None if it is the first."""
+        self._trim()
+        known = self._claimed.setdefault(claim.place, _Claimed(claim))
+        if known.claim is claim:
             return None
-        first, rollout = known
-        if first.fingerprint != claim.fingerprint:
+        if known.claim.fingerprint != claim.fingerprint:
             raise IdempotencyMismatch()
-        if rollout is None:
+        if known.rollout_id is None:
             raise IdempotencyInProgress(retry_after_seconds=1)
-        return rollout
+        return known.rollout_id
 
-    def bind(self, claim: Claim, rollout: Rollout) -> None:
-        self._claims[claim.owner, claim.key] = (claim, rollout)
+    def bind(self, claim: Claim, rollout_id: str) -> None:
+        self._claimed[claim.place].rollout_id = rollout_id
 
-    def release(self, claim: Claim, rollout: Rollout | None) -> None:
-        """By whom it is bound to, if to any: another rollout may have the key by now."""
-        _, bound = self._claims.get((claim.owner, claim.key), (None, None))
-        if bound is rollout:
-            self._claims.pop((claim.owner, claim.key), None)
+    def release(self, claim: Claim) -> None:
+        self._claimed.pop(claim.place, None)
+
+    def ended(self, claim: Claim) -> None:
+        self._ended.append((self._clock() + self._max_seconds, claim))
+
+    def _trim(self) -> None:
+        while self._ended and self._ended[0][0] <= self._clock():
+            _, claim = self._ended.popleft()
+            self.release(claim)

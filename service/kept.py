@@ -12,19 +12,17 @@ from service.rollout import Rollout
 
 
 class Kept:
-    """`dropped` is called with every rollout that is not kept any more."""
+    """Drops what is too old or too much whenever it is asked anything."""
 
     def __init__(
         self,
         *,
         max_seconds: float,
         max_bytes: int,
-        dropped: Callable[[Rollout], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_seconds = max_seconds
         self._max_bytes = max_bytes
-        self._dropped = dropped
         self._clock = clock
         self._rollouts: OrderedDict[str, tuple[float, Rollout]] = OrderedDict()
         self._num_bytes = 0
@@ -59,4 +57,3 @@ class Kept:
     def _drop(self, rollout_id: str) -> None:
         _, rollout = self._rollouts.pop(rollout_id)
         self._num_bytes -= rollout.num_bytes
-        self._dropped(rollout)

@@ -1,8 +1,9 @@
 """What callers write into addresses, checked like any other input."""
 
-from collections.abc import Mapping
+import re
 
 from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import QueryParams
 
 from coppice.wire.base import Label
 from coppice.wire.weights import Sequence
@@ -10,24 +11,46 @@ from service.errors import InvalidRequest
 
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 _SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+MAX_WAIT_SECONDS = 60.0
 
 
 def label(text: str) -> str:
     try:
         return _LABEL.validate_python(text)
     except ValidationError as error:
-        raise InvalidRequest(
-            "a version is 1 to 64 letters, digits, dots, dashes and underscores"
+        raise InvalidRequest.of_parameter(
+            "version", "1 to 64 letters, digits, dots, dashes and underscores"
         ) from error
 
 
-def sequence(query: Mapping[str, str]) -> int | None:
-    unknown = query.keys() - {"sequence"}
-    if unknown:
-        raise InvalidRequest(f"unknown parameter: {min(unknown)}")
-    if "sequence" not in query:
+def sequence(query: QueryParams) -> int | None:
+    text = _only(query, "sequence")
+    if text is None:
         return None
     try:
-        return _SEQUENCE.validate_strings(query["sequence"])
+        return _SEQUENCE.validate_strings(text if _INTEGER.fullmatch(text) else "")
     except ValidationError as error:
-        raise InvalidRequest("sequence is an integer from 0 to 2^53 - 1") from error
+        raise InvalidRequest.of_parameter("sequence", "an integer from 0 to 2^53 - 1") from error
+
+
+def wait_seconds(query: QueryParams) -> float:
+    text = _only(query, "wait")
+    if text is None:
+        return 0.0
+    if not _NUMBER.fullmatch(text) or float(text) > MAX_WAIT_SECONDS:
+        raise InvalidRequest.of_parameter("wait", f"seconds from 0 to {MAX_WAIT_SECONDS:.0f}")
+    return float(text)
+
+
+def _only(query: QueryParams, name: str) -> str | None:
+    """The one parameter that an address takes: others, and a second one, are refused."""
+    unknown = query.keys() - {name}
+    if unknown:
+        raise InvalidRequest.of_parameter(min(unknown), "there is no such parameter")
+    values = query.getlist(name)
+    if len(values) > 1:
+        raise InvalidRequest.of_parameter(name, "given more than once")
+    return values[0] if values else None

@@ -1,10 +1,9 @@
 """What a request's headers ask for: the form of the answer, and whether to wait for it."""
 
-import re
 from enum import StrEnum
 
 from coppice.wire import packed
-from service.errors import InvalidRequest, NotAcceptable
+from service.errors import NotAcceptable
 
 
 class Form(StrEnum):
@@ -13,10 +12,6 @@ class Form(StrEnum):
     JSON = "application/json"
     NDJSON = "application/x-ndjson"
     PACKED = packed.MEDIA_TYPE
-
-
-_WAIT = re.compile(r"^\d{1,2}(\.\d{1,3})?$")
-MAX_WAIT_SECONDS = 60.0
 
 
 def wanted_form(accept: str | None) -> Form:
@@ -33,11 +28,3 @@ def wanted_form(accept: str | None) -> Form:
 def wants_async(prefer: str | None) -> bool:
     """RFC 7240; preferences that we do not know are ignored, as it asks."""
     return "respond-async" in {part.partition(";")[0].strip() for part in (prefer or "").split(",")}
-
-
-def wait_seconds(text: str | None) -> float:
-    if text is None:
-        return 0.0
-    if not _WAIT.match(text) or float(text) > MAX_WAIT_SECONDS:
-        raise InvalidRequest(f"wait is a number of seconds from 0 to {MAX_WAIT_SECONDS:.0f}")
-    return float(text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
@@ -46,13 +47,20 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     """Starlette raises for unknown addresses and methods only: every body is parsed by us."""
     assert isinstance(error, HTTPException)
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
-    headers = {key: value for key, value in (error.headers or {}).items() if key == "Allow"}
+    headers = {"Allow": _allowed(request)} if isinstance(ours, MethodNotAllowed) else {}
     return problem_response(ours.problem(_request_id(request)), headers=headers)
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
     """Met by whoever asks something of the engine itself, such as a pause."""
     return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
+
+
+def _allowed(request: Request) -> str:
+    """Of every route that the address matches; Starlette names those of the first only."""
+    routes = (route for route in request.app.routes if isinstance(route, Route))
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _left(request: Request, error: Exception) -> Response:

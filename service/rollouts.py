@@ -47,8 +47,8 @@ class Rollouts:
         self._max_samples = max_samples_per_request
         self._ended = ended
         self._running: dict[str, Rollout] = {}
-        self._keys = IdempotencyKeys()
-        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes, dropped=self._release)
+        self._keys = IdempotencyKeys(max_seconds=keep_seconds)
+        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -88,14 +88,13 @@ class Rollouts:
         """
         if claim is None:
             return await self._start(request, owner=owner, detached=detached)
-        self._kept.trim()
         started = self._keys.claim(claim)
         if started is not None:
-            return started
+            return self.get(started, owner=owner)
         try:
             return await self._start(request, owner=owner, detached=True, claim=claim)
         except BaseException:
-            self._keys.release(claim, None)
+            self._keys.release(claim)
             raise
 
     async def _start(
@@ -130,7 +129,10 @@ class Rollouts:
             self._group(request, group, index, prompts[index], exact_version)
             for index, group in enumerate(request.groups)
         ]
-        return Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
+        rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
+        if claim is not None:
+            self._keys.bind(claim, rollout.id)
+        return rollout
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Running or kept; another key's is as good as none."""
@@ -186,11 +188,8 @@ class Rollouts:
         await self._idle.wait()
 
     def check(self) -> None:
-        """The books balance: what is kept, and who holds which key."""
+        """The books balance."""
         self._kept.check()
-        for rollout in self._keys.bound():
-            known = self._running.get(rollout.id) or self._kept.get(rollout.id)
-            assert known is rollout, "a key leads to a rollout that is forgotten"
 
     def _group(
         self,
@@ -229,8 +228,6 @@ class Rollouts:
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
-        if rollout.claim is not None:
-            self._keys.bind(rollout.claim, rollout)
         self._idle.clear()
         task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
         task.add_done_callback(lambda _: self._forget(rollout, place))
@@ -244,14 +241,10 @@ class Rollouts:
         if not self._running:
             self._idle.set()
         self._ended(rollout)
-        if rollout.error is not None:
-            self._release(rollout)
         if rollout.detached:
             self._kept.add(rollout)
-
-    def _release(self, rollout: Rollout) -> None:
         if rollout.claim is not None:
-            self._keys.release(rollout.claim, rollout)
+            self._keys.ended(rollout.claim)
 
 
 def _check_enough(request: RolloutRequest) -> None:

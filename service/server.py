@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,6 +163,8 @@ class Server:
         except EngineError as error:
             log.error("the engine did not start: %s", error)
         else:
+            first = self.versions.active
+            self.versions.put(replace(first, path=self.engine.facts.model_path))
             self._started = True
 
     def _count(self, rollout: Rollout) -> None:
@@ -183,7 +186,7 @@ def _first_version(settings: Settings) -> Version:
         label=settings.weights.initial_version,
         sequence=0,
         state="active",
-        path=Path(settings.engine.model),
+        path=Path(),  # the engine says where it found them
         num_bytes=0,
         owned=False,
     )

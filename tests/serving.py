@@ -15,6 +15,7 @@ from service.app import create_app
 from service.bounded_protocol import bounded_by
 from service.server import Server
 from service.settings import Settings
+from tests.contract.recorded import Recorded
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,13 @@ async def serving(
     app = create_app(settings, engine)
     http_class = bounded_by(settings.limits)
     config = uvicorn.Config(
-        app, http=http_class, port=0, log_level="warning", lifespan="on", ws="none"
+        app,
+        http=http_class,
+        port=0,
+        log_level="warning",
+        lifespan="on",
+        ws="none",
+        server_header=False,
     )
     listener = uvicorn.Server(config)
     task = asyncio.create_task(listener.serve())
@@ -49,7 +56,8 @@ async def serving(
             await asyncio.sleep(0.001)
         port = listener.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        transport = Recorded(httpx.AsyncHTTPTransport())
+        async with httpx.AsyncClient(base_url=url, timeout=60, transport=transport) as http:
             while wait and (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
             yield Served(

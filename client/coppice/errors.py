@@ -197,6 +197,7 @@ class ActivationFailed(ServerFailed):
 
 
 PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
+    "malformed_request": InvalidRequest,
     "invalid_json": InvalidRequest,
     "unauthorized": Unauthorized,
     "forbidden": Forbidden,

@@ -5,13 +5,14 @@ from pydantic import BaseModel
 
 from coppice.wire.control import PauseAnswer, PauseRequest
 from service.access import any_key, needs
+from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.bodies import read_json
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
 
 
-@router.post("/pause")
+@router.post("/pause", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY))
 @needs("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, PauseRequest, limit=server.settings.limits.max_body_bytes)
@@ -19,7 +20,7 @@ async def pause(request: Request, server: ReadyServer) -> Response:
     return _json(PauseAnswer(paused=True))
 
 
-@router.post("/resume")
+@router.post("/resume", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
 @needs("admin")
 async def resume(server: ServingServer) -> Response:
     """Also while draining: what is frozen could never end otherwise."""
@@ -27,7 +28,7 @@ async def resume(server: ServingServer) -> Response:
     return _json(PauseAnswer(paused=False))
 
 
-@router.get("/status")
+@router.get("/status", responses=answers({200: JSON}, *WITH_KEY))
 @any_key
 async def status(server: AnyServer) -> Response:
     return _json(server.status())

@@ -6,14 +6,17 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 
 from service.access import public
+from service.answers import answers
 
 router = APIRouter()
 
+MEDIA_TYPE = "application/yaml"
 
-@router.get("/openapi.yaml")
+
+@router.get("/openapi.yaml", responses=answers({200: [MEDIA_TYPE]}))
 @public
 async def contract() -> Response:
-    return Response(_contract(), media_type="application/yaml")
+    return Response(_contract(), media_type=MEDIA_TYPE)
 
 
 @cache

@@ -10,28 +10,32 @@ from fastapi import APIRouter, Response
 
 from coppice.wire.control import HealthAnswer
 from service.access import public
+from service.answers import JSON, WHEN_READY, answers
+from service.errors import EngineGone
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
 router = APIRouter()
 
+READY = answers({200: JSON}, *WHEN_READY)
 
-@router.get("/startupz")
-@router.get("/readyz")
-@router.get("/health")
+
+@router.get("/startupz", responses=READY)
+@router.get("/readyz", responses=READY)
+@router.get("/health", responses=READY)
 @public
 async def ready(server: ReadyServer) -> Response:
     return _healthy(server)
 
 
-@router.get("/livez")
+@router.get("/livez", responses=answers({200: JSON}, EngineGone))
 @public
 async def alive(server: AnyServer) -> Response:
     server.check_alive()
     return _healthy(server)
 
 
-@router.get("/metrics")
+@router.get("/metrics", responses=answers({200: ["text/plain"]}))
 @public
 async def metrics(server: AnyServer) -> Response:
     server.observe()

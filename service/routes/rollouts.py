@@ -10,19 +10,39 @@ from pydantic import BaseModel
 from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.access import Caller, needs
+from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.bodies import parse, read
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
-from service.errors import InvalidRequest
-from service.preferences import Form, wait_seconds, wanted_form, wants_async
+from service.errors import (
+    Draining,
+    EngineGone,
+    IdempotencyInProgress,
+    IdempotencyMismatch,
+    InvalidRequest,
+    NotAcceptable,
+    RolloutNotFound,
+)
+from service.parameters import wait_seconds
+from service.preferences import Form, wanted_form, wants_async
 from service.rollout import Rollout
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
+IDEMPOTENCY = (IdempotencyInProgress, IdempotencyMismatch)
+LOST = (RolloutNotFound, Draining, EngineGone)
+STARTED = answers(
+    {200: tuple(Form), 202: JSON},
+    *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK, *IDEMPOTENCY),
+    *(NotAcceptable, RolloutNotFound),
+)
+LOOKED = answers({200: tuple(Form), 202: JSON}, *WITH_KEY, *LOST, NotAcceptable, InvalidRequest)
+ABORTED = answers({200: {Form.JSON, Form.PACKED}}, *WITH_KEY, *LOST, NotAcceptable)
 
-@router.post("")
+
+@router.post("", responses=STARTED)
 @needs("rollout")
 async def start(request: Request, server: ReadyServer, caller: Caller) -> Response:
     headers = request.headers
@@ -45,12 +65,12 @@ async def start(request: Request, server: ReadyServer, caller: Caller) -> Respon
     return await _answer(rollout, form) if rollout.ended else NOBODY_READS
 
 
-@router.get("/{rollout_id}")
+@router.get("/{rollout_id}", responses=LOOKED)
 @needs("rollout")
 async def look(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
     form = wanted_form(request.headers.get("accept"))
-    seconds = wait_seconds(_only_parameter(request, "wait"))
+    seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if form is Form.NDJSON:
         return _stream(rollout, _lines(rollout))
@@ -62,7 +82,7 @@ async def look(rollout_id: str, request: Request, server: AnyServer, caller: Cal
     return await _answer(rollout, form)
 
 
-@router.delete("/{rollout_id}")
+@router.delete("/{rollout_id}", responses=ABORTED)
 @needs("rollout")
 async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
@@ -114,10 +134,3 @@ def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:
 
 def _headers(rollout: Rollout) -> dict[str, str]:
     return {"Coppice-Rollout-Id": rollout.id}
-
-
-def _only_parameter(request: Request, name: str) -> str | None:
-    unknown = request.query_params.keys() - {name}
-    if unknown:
-        raise InvalidRequest(f"unknown parameter: {min(unknown)}")
-    return request.query_params.get(name)

@@ -4,14 +4,17 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
 from service.access import Caller, needs
+from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.bodies import read_json
 from service.connection import NOBODY_READS, while_connected
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter(prefix="/v1/score")
 
+SCORED = answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
 
-@router.post("")
+
+@router.post("", responses=SCORED)
 @needs("rollout")
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_json(request, ScoreRequest, limit=server.settings.limits.max_body_bytes)

@@ -5,35 +5,61 @@ from pydantic import BaseModel
 
 from coppice.wire.weights import ActivateRequest, StageRequest, VersionsAnswer
 from service.access import needs
+from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
 from service.bodies import bounded, read_json
 from service.checkpoints import SINGLE, checked_name
+from service.errors import (
+    ActivationFailed,
+    DigestMismatch,
+    InsufficientStorage,
+    InvalidRequest,
+    PathRefused,
+    RollbackRefused,
+    VersionConflict,
+    VersionNotFound,
+    WeightsRefused,
+)
 from service.parameters import label, sequence
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/weights")
 
+ADMIN = (*WITH_KEY, *WHEN_READY)
+UPLOADED = answers(
+    {200: JSON, 201: JSON},
+    *(*ADMIN, *OF_UPLOAD, InvalidRequest, VersionConflict),
+    *(WeightsRefused, DigestMismatch, InsufficientStorage),
+)
+STAGED = answers({201: JSON}, *ADMIN, *OF_BODY, PathRefused, WeightsRefused, VersionConflict)
+ACTIVATED = answers(
+    {200: JSON},
+    *(*ADMIN, *OF_BODY, VersionNotFound, VersionConflict, RollbackRefused),
+    *(WeightsRefused, ActivationFailed),
+)
+DELETED = answers({204: NOTHING}, *ADMIN, InvalidRequest, VersionNotFound, VersionConflict)
 
-@router.get("")
+
+@router.get("", responses=answers({200: JSON}, *ADMIN))
 @needs("admin")
 async def known(server: ReadyServer) -> Response:
     versions = [version.answer() for version in server.versions.all()]
     return _json(VersionsAnswer(active=server.versions.active.label, versions=versions))
 
 
-@router.put("/{version}")
+@router.put("/{version}", responses=UPLOADED)
 @needs("admin")
 async def upload(version: str, request: Request, server: ReadyServer) -> Response:
     return await _receive(request, server, version, SINGLE, sharded=False)
 
 
-@router.put("/{version}/files/{name}")
+@router.put("/{version}/files/{name}", responses=UPLOADED)
 @needs("admin")
 async def upload_file(version: str, name: str, request: Request, server: ReadyServer) -> Response:
     return await _receive(request, server, version, checked_name(name), sharded=True)
 
 
-@router.post("/{version}")
+@router.post("/{version}", responses=STAGED)
 @needs("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, StageRequest, limit=server.settings.limits.max_body_bytes)
@@ -41,7 +67,7 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
     return _json(staged.answer(), status_code=201)
 
 
-@router.post("/{version}/activate")
+@router.post("/{version}/activate", responses=ACTIVATED)
 @needs("admin")
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, ActivateRequest, limit=server.settings.limits.max_body_bytes)
@@ -53,7 +79,7 @@ async def activate(version: str, request: Request, server: ReadyServer) -> Respo
     return _json(answer)
 
 
-@router.delete("/{version}")
+@router.delete("/{version}", responses=DELETED)
 @needs("admin")
 async def delete(version: str, server: ReadyServer) -> Response:
     await server.publisher.delete(label(version))

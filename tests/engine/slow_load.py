@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+
 from engine.weights.checkpoint import Checkpoint
 from engine.worker import WorkerExtension
 

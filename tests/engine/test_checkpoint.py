@@ -388,10 +388,10 @@ def test_no_corruption_changes_what_is_accepted(
 
 
 def test_a_gigabyte_is_checked_in_a_second(tmp_path: Path) -> None:
-    """Half of that here, on the page cache, for machines that are busy."""
+    """Half of that here, in the thread's own time, for machines that are busy."""
     values = np.full(2**26, 0x3C003C00, dtype=np.uint32).view(np.float32)
     path = write(tmp_path / "big", {NORM: values})
     served = read_served(path)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     check(served, path)
-    assert values.nbytes / (time.perf_counter() - begun) > 0.5e9
+    assert values.nbytes / (time.thread_time() - begun) > 0.5e9

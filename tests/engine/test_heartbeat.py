@@ -53,7 +53,7 @@ async def beat_once(beating: Heartbeat, processes: dict[int, str]) -> None:
     async def ping() -> None:
         pass
 
-    task = asyncio.create_task(beating.run(ping, lambda: processes))
+    task = asyncio.create_task(beating.run(ping, processes))
     await asyncio.sleep(0.01)
     task.cancel()
 

@@ -210,6 +210,15 @@ async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
         await engine.stop()
 
 
+async def test_settings_that_vllm_refuses_are_said_in_its_words_and_no_more() -> None:
+    engine = VllmEngine(settings(max_context_tokens=100_000))
+    with pytest.raises(StartFailed, match="vLLM refuses these settings: .*4096") as failed:
+        await engine.start("v0")
+    assert "\n" not in str(failed.value)
+    assert engine.pulse().stage == "dead"
+    await engine.stop()
+
+
 @pytest.mark.parametrize(
     ("model", "revision", "said"),
     [

@@ -151,6 +151,7 @@ def test_the_seedling_ends_an_easy_response_by_itself(
     assert words.decode(response).startswith("20*3=")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["25m", "100m"])
 def test_growing_keeps_the_logits_in_float32(
     seedling: Qwen3ForCausalLM, prompt_tokens: list[torch.Tensor], size: str
@@ -164,6 +165,7 @@ def test_growing_keeps_the_logits_in_float32(
             assert difference.abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_growing_keeps_every_greedy_choice_in_bfloat16(prompt_tokens: list[torch.Tensor]) -> None:
     seedling = Qwen3ForCausalLM.from_pretrained(grow.SEEDLING, dtype=torch.bfloat16)
     grown = grow.grow(seedling, grow.SHAPES["25m"])

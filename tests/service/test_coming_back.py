@@ -47,12 +47,32 @@ async def test_an_asynchronous_rollout_is_answered_when_somebody_comes_back(tmp_
         assert (await served.http.delete(place)).json() == answer.json()
 
 
-@pytest.mark.parametrize("query", [{"wait": "-1"}, {"wait": "x"}, {"wait": "61"}, {"weight": "1"}])
+@pytest.mark.parametrize("seconds", ["0", "60", "60.0", "0.12345", "1e-5", "6E1"])
+async def test_the_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        accepted = await start(served, body(group(1)), **ASYNC)
+        query = {"wait": seconds}
+        answer = await served.http.get(accepted.headers["location"], params=query)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *(
+            {"wait": wait}
+            for wait in ("-1", "x", "61", "", "1e9", "nan", "1_0", " 1", "\u0661", "1\n")
+        ),
+        {"wait": ["1", "2"]},
+        {"weight": "1"},
+    ],
+)
 async def test_how_long_to_wait_is_a_number_of_seconds(tmp_path: Path, query: Any) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         accepted = await start(served, body(group(1)), **ASYNC)
         refused = await served.http.get(accepted.headers["location"], params=query)
     assert refused.json()["code"] == "invalid_request"
+    assert [fault["location"] for fault in refused.json()["errors"]] == list(query)
 
 
 async def test_a_stream_can_be_read_again_from_its_start(tmp_path: Path) -> None:
@@ -104,7 +124,7 @@ async def test_a_retry_while_the_first_is_still_being_read_is_told_to_come_again
         first.cancel()
 
 
-async def test_after_a_refusal_or_a_failure_a_retry_starts_anew(tmp_path: Path) -> None:
+async def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
     engine = FakeEngine()
     key = {"idempotency-key": "k"}
     async with serving(engine, tmp_path) as served:
@@ -113,6 +133,17 @@ async def test_after_a_refusal_or_a_failure_a_retry_starts_anew(tmp_path: Path) 
         await served.http.put("/v1/weights/v1", content=b"w")
         await served.http.post("/v1/weights/v1/activate", json={})
         assert (await start(served, wanted, **key)).status_code == 200
+
+
+async def test_a_retry_after_the_answer_had_to_go_never_starts_a_second_rollout(
+    tmp_path: Path,
+) -> None:
+    key = {"idempotency-key": "k"}
+    async with serving(FakeEngine(), tmp_path, limits={"keep_answers_bytes": 0}) as served:
+        assert (await start(served, body(group(1)), **key)).status_code == 200
+        await asyncio.sleep(0.05)
+        late = await start(served, body(group(1)), **key)
+        assert (late.status_code, late.json()["code"]) == (404, "rollout_not_found")
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "\u00e9"])

@@ -74,10 +74,12 @@ async def test_a_digest_is_compared(tmp_path: Path) -> None:
         path = "/v1/weights/v1"
         wrong = await served.http.put(path, content=b"x", headers=digest_of(b"y"))
         assert (wrong.status_code, wrong.json()["code"]) == (422, "digest_mismatch")
-        unknown = await served.http.put(path, content=b"x", headers={"content-digest": "md5=:A:"})
-        assert unknown.json()["code"] == "invalid_request"
-        right = await served.http.put(path, content=b"x", headers=digest_of(b"x"))
-        assert right.status_code == 201
+        right = digest_of(b"x")["content-digest"]
+        for other in ("md5=:A:", "sha-256=:A:", f"x{right}", f"{right}x"):
+            refused = await served.http.put(path, content=b"x", headers={"content-digest": other})
+            assert refused.json()["errors"][0]["location"] == "Content-Digest"
+        accepted = await served.http.put(path, content=b"x", headers=digest_of(b"x"))
+        assert accepted.status_code == 201
         assert [
             v["version"] for v in (await served.http.get("/v1/weights")).json()["versions"]
         ] == [
@@ -132,10 +134,16 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         async def stage(path: Path) -> Any:
             return await served.http.post("/v1/weights/v1", json={"path": str(path)})
 
-        odd = (Path("\0"), allowed / ("x" * 300), allowed / "loop")
         (allowed / "loop").symlink_to(allowed / "loop")
-        outward = (outside, allowed / ".." / "outside", allowed / "link", allowed / "missing")
-        for path in (*outward, *odd):
+        for path in (
+            outside,
+            allowed / ".." / "outside",
+            allowed / "link",
+            allowed / "missing",
+            allowed / ("x" * 300),
+            allowed / "nul\0",
+            allowed / "loop",
+        ):
             refused = await stage(path)
             assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
             assert str(tmp_path) not in refused.text
@@ -150,7 +158,7 @@ async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) 
         assert (await upload(served, "next")).json()["sequence"] == 6
         assert (await upload(served, "other", sequence=5)).json()["code"] == "version_conflict"
         assert (await upload(served, "v5", sequence=4)).json()["code"] == "version_conflict"
-        for wrong in ("x", "-1", str(2**53)):
+        for wrong in ("x", "-1", str(2**53), "1_0", " 1", "07", "", "\u0667", ["7", "8"]):
             assert (await upload(served, "v9", sequence=wrong)).json()["code"] == "invalid_request"
         assert (await upload(served, "v9", sequenze=1)).json()["code"] == "invalid_request"
 
@@ -165,6 +173,15 @@ async def test_going_back_needs_to_be_asked_for(tmp_path: Path) -> None:
         assert (await activate(served, "v7", allow_rollback=True)).status_code == 200
         assert (await activate(served, "v7")).json()["paused_seconds"] == 0
         assert (await activate(served, "nope")).json()["code"] == "version_not_found"
+
+
+async def test_the_first_version_is_found_again_where_the_engine_found_it(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await upload(served, "v1")
+        await activate(served, "v1")
+        await activate(served, "v0", allow_rollback=True)
+        assert engine.loaded[-1] == engine.facts.model_path
 
 
 async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None:

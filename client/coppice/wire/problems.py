@@ -37,6 +37,7 @@ class Problem(AnswerModel):
 
 
 _TABLE = (
+    ProblemKind("malformed_request", 400, "The bytes are not an HTTP request"),
     ProblemKind("invalid_json", 400, "The body is not JSON"),
     ProblemKind("unauthorized", 401, "A valid key is needed"),
     ProblemKind("forbidden", 403, "This key may not do that"),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coppice.wire.base import AnswerModel, Label, RequestModel, TokenId
+from coppice.wire.base import AnswerModel, Label, RequestModel, TokenIds
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -26,7 +26,7 @@ class Message(RequestModel):
 class Prompt(RequestModel):
     """Exactly one of token ids, text or messages."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
 
@@ -57,7 +57,7 @@ class Sampling(RequestModel):
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = []
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = []
     ignore_eos: bool = False
 
 

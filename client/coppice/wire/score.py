@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coppice.wire.base import AnswerModel, RequestModel, TokenId
+from coppice.wire.base import AnswerModel, RequestModel, TokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
 
-Response = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
 
 class ScoreItem(RequestModel):

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.record import RECORDS
+from bench.harness.record import RECORDS
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-Written by `python -m bench.report` from `bench/records/`. Arms of one benchmark run in turn on the
-same machine in the same process layout; ratios are medians over pairs with a 95 % bootstrap
+Written by `python -m bench.harness.report` from `bench/records/`. Arms of one benchmark run in turn
+on the same machine in the same process layout; ratios are medians over pairs with a 95 % bootstrap
 interval. What is slower is here too.
 """
 

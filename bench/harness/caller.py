@@ -1,6 +1,6 @@
 """The trainer's side of a benchmark, in a process of its own: a rollout for each number it reads.
 
-    python -m bench.caller URL
+    python -m bench.harness.caller URL
 
 It imports neither torch nor vLLM, as a trainer's HTTP client would not.
 """
@@ -34,7 +34,7 @@ class Caller:
 @asynccontextmanager
 async def caller(url: str) -> AsyncIterator[Caller]:
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "bench.caller", url],
+        *[sys.executable, "-m", "bench.harness.caller", url],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -1,0 +1,154 @@
+"""The exact gradient of a group's loss, its prompt computed once.
+
+The responses' backwards leave the gradients of the loss in the weights and in the prompt's keys
+and values, which are leaves to them. A backward of the prompt then carries those into the weights.
+Dropping it would train on another gradient: a third of its length away in the shipped checkpoint,
+more than half in untrained ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coppice.train.groups import TrainingGroup
+from coppice.train.interface import attending
+from coppice.train.logprobs import packed_logprobs
+from coppice.train.prompt_kv import Layers, PromptKV, backward_through, leaves_of, relative_error
+from coppice.train.prompts import compute_layers, inject, no_grad_layers
+from coppice.train.ranks import loss_scale, unsynchronised, unwrapped
+from coppice.train.responses import PASS_TOKENS, passes_of, response_logprobs
+from coppice.train.rows import LossFunction
+from coppice.train.schedules import Schedule, choose
+from coppice.train.traits import traits_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardReport:
+    """What a grouped_backward did.
+
+    prompt_kv_error is the relative distance of a given prompt_kv from the one that was computed
+    for the gradient: rounding, or another version's. None where none was given.
+    """
+
+    loss: float
+    schedule: Schedule
+    num_passes: int
+    num_prompt_forwards: int
+    prompt_kv_error: float | None = None
+
+
+def grouped_backward(
+    model: Any,
+    group: TrainingGroup,
+    loss_fn: LossFunction,
+    *,
+    prompt_kv: PromptKV | None = None,
+    pass_tokens: int = PASS_TOKENS,
+    schedule: Schedule | Literal["auto"] = "auto",
+    temperature: float = 1.0,
+) -> BackwardReport:
+    """Adds the gradient of the loss to the weights', as loss.backward() does of a padded batch.
+
+    loss_fn is called once for each pass, of at most pass_tokens response tokens; the losses add
+    up, so its normalisers are fixed before. Under DDP and FSDP2 reduce_gradients(model) follows
+    the last call of a step.
+    """
+    model = unwrapped(model)
+    traits = traits_of(model)
+    chosen = choose(
+        schedule,
+        model.config,
+        group,
+        traits,
+        given=prompt_kv is not None,
+        pass_tokens=pass_tokens,
+    )
+    if not group.num_tokens and not traits.sharded:
+        return BackwardReport(loss=0.0, schedule=chosen, num_passes=0, num_prompt_forwards=0)
+    step = _Step(model, group, loss_fn, prompt_kv, pass_tokens, temperature, loss_scale(model))
+    # Until the backwards are over, since they compute checkpointed layers again.
+    with attending(model), unsynchronised(model):
+        return _SCHEDULES[chosen](step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    model: Any
+    group: TrainingGroup
+    loss_fn: LossFunction
+    prompt_kv: PromptKV | None
+    pass_tokens: int
+    temperature: float
+    loss_scale: int
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
+
+
+def _kept(step: _Step) -> BackwardReport:
+    made = compute_layers(step.model, step.group)
+    leaves = leaves_of(made)
+    loss, num_passes = _responses(step, leaves)
+    backward_through(made, leaves)
+    return BackwardReport(
+        loss=loss, schedule="kept", num_passes=num_passes, num_prompt_forwards=1 if made else 0
+    )
+
+
+def _recomputed(step: _Step) -> BackwardReport:
+    def backward(leaves: Layers) -> Layers:
+        made = compute_layers(step.model, step.group)
+        backward_through(made, leaves)
+        return made
+
+    return _two_phases(step, "recomputed", backward)
+
+
+def _injected(step: _Step) -> BackwardReport:
+    return _two_phases(step, "injected", lambda leaves: inject(step.model, step.group, leaves))
+
+
+def _two_phases(
+    step: _Step, schedule: Schedule, backward: Callable[[Layers], Layers]
+) -> BackwardReport:
+    given = step.prompt_kv is not None
+    leaves = leaves_of(no_grad_layers(step.model, step.group, step.prompt_kv))
+    loss, num_passes = _responses(step, leaves)
+    made = backward(leaves)
+    return BackwardReport(
+        loss=loss,
+        schedule=schedule,
+        num_passes=num_passes,
+        num_prompt_forwards=0 if not made else 1 if given else 2,
+        prompt_kv_error=relative_error(leaves, made) if given else None,
+    )
+
+
+def _packed(step: _Step) -> BackwardReport:
+    [rows] = packed_logprobs(step.model, [step.group], temperature=step.temperature)
+    loss = step.loss_fn(rows)
+    step.backward(loss)
+    return BackwardReport(loss=loss.item(), schedule="packed", num_passes=1, num_prompt_forwards=1)
+
+
+def _responses(step: _Step, prompt: Layers) -> tuple[float, int]:
+    """The loss, whose gradient is left in the weights and in the prompt, and the passes it took."""
+    total = torch.zeros(())
+    passes = passes_of(step.model, step.group, step.pass_tokens)
+    for each in passes:
+        rows = response_logprobs(step.model, step.group, each.rows, prompt, step.temperature)
+        loss = rows.logprobs.sum() * 0.0 if each.idle else step.loss_fn(rows)
+        step.backward(loss)
+        total = total + loss.detach()
+    return total.item(), sum(not each.idle for each in passes)
+
+
+_SCHEDULES: dict[Schedule, Callable[[_Step], BackwardReport]] = {
+    "kept": _kept,
+    "recomputed": _recomputed,
+    "injected": _injected,
+    "packed": _packed,
+}

@@ -1,0 +1,162 @@
+"""What attention reads and does in each kind of forward. A context travels as a model's keyword.
+
+So it reaches every layer, is captured by checkpointing, and is the same object when a layer is
+computed again, in whatever thread.
+
+Shapes: T tokens of the row, P prompt tokens, H query heads, K key and value heads, D head size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from coppice.train.attention import shared_prompt_attention
+from coppice.train.prompt_kv import Layers
+
+
+class UnsupportedModel(ValueError):
+    """The model computes something that sharing a prompt would change."""
+
+
+class PromptDone(Exception):
+    """The last layer's keys and values are made: nothing after them is of use."""
+
+
+class Context(ABC):
+    """Of one forward of a model with num_layers layers; seen are those that have asked."""
+
+    def __init__(self, num_layers: int, longest: int) -> None:
+        self.num_layers = num_layers
+        self.longest = longest
+        self.seen: set[int] = set()
+
+    @abstractmethod
+    def attend(
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+    ) -> Tensor:
+        """o_1HTD."""
+
+    def check_seen(self) -> None:
+        if self.seen != set(range(self.num_layers)):
+            raise UnsupportedModel(
+                f"{len(self.seen)} of {self.num_layers} layers use the attention interface;"
+                " the others would not see the prompt"
+            )
+
+
+class PromptContext(Context):
+    """Gathers the keys and values of the prompt. may_stop: the last ones end the forward."""
+
+    def __init__(self, num_layers: int, longest: int, *, may_stop: bool) -> None:
+        super().__init__(num_layers, longest)
+        self.may_stop = may_stop
+        self.taken = False
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+    ) -> Tensor:
+        # A checkpointed layer comes here again in its backward.
+        if not self.taken:
+            self.made[layer] = k_1KTD, v_1KTD
+        if self.may_stop and len(self.made) == self.num_layers:
+            raise PromptDone
+        return _causal(q_1HTD, k_1KTD, v_1KTD, scale)
+
+    def take(self) -> Layers:
+        """Once. A checkpoint's graph holds its context, so a context that held the graph's tensors
+        would keep both for ever.
+        """
+        layers = [self.made[layer] for layer in range(self.num_layers)]
+        self.taken = True
+        self.made.clear()
+        return layers
+
+
+class InjectingContext(PromptContext):
+    """Adds the leaves' gradients to those of the keys and values when the backward passes them.
+
+    For graphs whose inner tensors cannot be reached from outside, as those of a reentrant
+    checkpoint, which computes them without a graph first.
+    """
+
+    def __init__(self, num_layers: int, longest: int, leaves: Layers) -> None:
+        super().__init__(num_layers, longest, may_stop=False)
+        self.leaves = leaves
+
+    def attend(
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+    ) -> Tensor:
+        k_leaf, v_leaf = self.leaves[layer]
+        k_1KTD = _Inject.apply(k_1KTD, k_leaf.grad)  # type: ignore[no-untyped-call]
+        v_1KTD = _Inject.apply(v_1KTD, v_leaf.grad)  # type: ignore[no-untyped-call]
+        return super().attend(layer, q_1HTD, k_1KTD, v_1KTD, scale)
+
+
+class ResponseContext(Context):
+    """Packed responses to one prompt, whose keys and values are given; none are of no tokens."""
+
+    def __init__(
+        self, num_layers: int, longest: int, prompt: Layers, lengths: Sequence[int]
+    ) -> None:
+        super().__init__(num_layers, longest)
+        self.prompt = prompt
+        self.lengths = lengths
+
+    def attend(
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+    ) -> Tensor:
+        prompt = self.prompt[layer] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
+        return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.lengths, scale)
+
+
+class PackedContext(Context):
+    """All prompts, then all responses, in one row. For each group: prompt tokens, and lengths."""
+
+    def __init__(
+        self, num_layers: int, longest: int, groups: Sequence[tuple[int, Sequence[int]]]
+    ) -> None:
+        super().__init__(num_layers, longest)
+        self.groups = groups
+        self.sizes = [prompt for prompt, _ in groups] + [sum(lengths) for _, lengths in groups]
+
+    def attend(
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+    ) -> Tensor:
+        parts = list(
+            zip(*(torch.split(x, self.sizes, 2) for x in (q_1HTD, k_1KTD, v_1KTD)), strict=True)
+        )
+        num_groups = len(self.groups)
+        prompts = [_causal(q, k, v, scale) for q, k, v in parts[:num_groups]]
+        responses = [
+            shared_prompt_attention(q, (prompt_k, prompt_v), k, v, lengths, scale)
+            for (_, prompt_k, prompt_v), (q, k, v), (_, lengths) in zip(
+                parts[:num_groups], parts[num_groups:], self.groups, strict=True
+            )
+        ]
+        return torch.cat([*prompts, *responses], 2)
+
+
+def _causal(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q_1HTD, k_1KTD, v_1KTD, is_causal=True, scale=scale, enable_gqa=True
+    )
+
+
+class _Inject(torch.autograd.Function):
+    """The identity, whose gradient has another one added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor | None) -> Tensor:
+        ctx.grad = grad
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return (dx if ctx.grad is None else dx + ctx.grad), None

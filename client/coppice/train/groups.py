@@ -1,0 +1,54 @@
+"""A prompt and its responses, as tensors of token ids."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coppice.results import Group
+
+
+# Tensors have no truth value for ==, so these compare by identity.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingGroup:
+    """One prompt and its responses. logprobs, where given, are those that they were sampled with.
+
+    A response may be empty, as one that was aborted is: it has no tokens to learn from.
+    """
+
+    prompt: Tensor
+    responses: tuple[Tensor, ...]
+    logprobs: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise ValueError("a prompt has at least one token")
+        if not self.responses:
+            raise ValueError("a group has at least one response")
+        if self.logprobs and self.lengths != tuple(len(logprobs) for logprobs in self.logprobs):
+            raise ValueError("the logprobs are not as many as the tokens of the responses")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each response."""
+        return tuple(len(response) for response in self.responses)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(self.lengths)
+
+    @classmethod
+    def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
+        """Of the prompt's token ids (a list, an array or a tensor) and what a rollout answered."""
+        prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
+        if len(prompt_ids) != group.num_prompt_tokens:
+            raise ValueError(
+                f"the server saw {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
+            )
+        return cls(
+            prompt=prompt_ids,
+            responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
+            logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
+        )

@@ -1,0 +1,80 @@
+"""Logprobs of responses, each prompt computed once: without a graph, or in one pass with one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coppice.train.contexts import PackedContext
+from coppice.train.groups import TrainingGroup
+from coppice.train.interface import attending, forward, is_attending
+from coppice.train.passes import joined, prompt_inputs, response_inputs
+from coppice.train.prompt_kv import PromptKV, prompt_kv_of
+from coppice.train.prompts import compute_layers, no_grad_layers
+from coppice.train.ranks import is_sharded, unwrapped
+from coppice.train.responses import PASS_TOKENS, longest, passes_of, response_logprobs, whole
+from coppice.train.rows import RowLogprobs, token_logprobs
+from coppice.train.traits import traits_of
+
+
+def compute_prompt_kv(model: Any, group: TrainingGroup) -> PromptKV:
+    """What a handle of this prompt under these weights holds."""
+    model = unwrapped(model)
+    with attending(model), torch.no_grad():
+        return prompt_kv_of(compute_layers(model, group))
+
+
+@torch.no_grad()
+def group_logprobs(
+    model: Any,
+    group: TrainingGroup,
+    prompt_kv: PromptKV | None = None,
+    *,
+    pass_tokens: int = PASS_TOKENS,
+    temperature: float = 1.0,
+) -> RowLogprobs:
+    """Of all responses, without a graph. A given prompt_kv must be of this model's weights."""
+    model = unwrapped(model)
+    if not group.num_tokens and not is_sharded(model):
+        return whole(group, torch.zeros(0))
+    with attending(model):
+        prompt = no_grad_layers(model, group, prompt_kv)
+        computed = [
+            (each, response_logprobs(model, group, each.rows, prompt, temperature).logprobs)
+            for each in passes_of(model, group, pass_tokens)
+        ]
+    return whole(group, torch.cat([logprobs for each, logprobs in computed if not each.idle]))
+
+
+def packed_logprobs(
+    model: Any, groups: Sequence[TrainingGroup], *, temperature: float = 1.0
+) -> list[RowLogprobs]:
+    """Of every group, with a graph: all prompts and responses in one row and one forward.
+
+    A checkpointed model computes its layers again in the backward, so that must happen inside
+    attending(model), as this does.
+    """
+    model = unwrapped(model)
+    traits = traits_of(model)
+    if not any(group.num_tokens for group in groups):
+        raise ValueError("no response has a token")
+    if traits.checkpointed and torch.is_grad_enabled() and not is_attending(model):
+        raise ValueError("checkpointed: call this, and the backward, inside attending(model)")
+    rows = [range(len(group.responses)) for group in groups]
+    prompts = [prompt_inputs(group, traits.device) for group in groups]
+    responses = [
+        response_inputs(group, all_rows, traits.device)
+        for group, all_rows in zip(groups, rows, strict=True)
+    ]
+    context = PackedContext(
+        traits.num_layers,
+        max(longest(group) for group in groups),
+        [(len(group.prompt) - 1, group.lengths) for group in groups],
+    )
+    inputs = joined([*prompts, *responses])
+    with attending(model):
+        logits_TV = forward(model, inputs, context)
+    assert logits_TV is not None, "a packed forward runs to its end"
+    logprobs_T = token_logprobs(logits_TV, inputs.targets, temperature)
+    parts = torch.split(logprobs_T, [group.num_tokens for group in groups])
+    return [whole(group, part) for group, part in zip(groups, parts, strict=True)]

@@ -1,0 +1,107 @@
+"""Several processes that train one model: DDP and FSDP2.
+
+Every loss's normaliser is of all ranks, so gradients are summed, not averaged. Backwards do not
+synchronise; reduce_gradients does, once, before the optimiser steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+BUCKET_NUMBERS = 1 << 24
+
+
+def unwrapped(model: Any) -> Any:
+    """Of DDP's wrapper, whose forward prepares a reduction, the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def reduce_gradients(model: Any) -> None:
+    """Sums the gradients of all ranks: once in a step, on every rank, after its last backward.
+
+    FSDP2 reduces what has gathered at the end of a backward, so there one of nothing is run.
+    """
+    if isinstance(model, DistributedDataParallel):
+        _sum_gradients(model.parameters(), model.process_group)
+    elif is_sharded(model):
+        _backward_of_nothing(model)
+
+
+@contextmanager
+def unsynchronised(model: Any) -> Iterator[None]:
+    """Backwards of a sharded model keep their gradients to themselves here."""
+    if not is_sharded(model):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def loss_scale(model: Any) -> int:
+    """FSDP2 averages over the ranks, and what is summed here must come out as a sum."""
+    return int(_mesh(model).size()) if is_sharded(model) else 1
+
+
+def most_passes(model: Any, num_passes: int) -> int:
+    """Of all ranks that share the model's shards, which must call it equally often."""
+    if not is_sharded(model):
+        return num_passes
+    mesh = _mesh(model)
+    most = torch.tensor(num_passes, device=mesh.device_type)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    return int(most.item())
+
+
+def _sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    for bucket in _buckets(parameters):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = torch.split(flat, [grad.numel() for grad in bucket])
+        for grad, part in zip(bucket, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype, about BUCKET_NUMBERS at a time, the same on every rank."""
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket = open_buckets.setdefault(parameter.dtype, [])
+        bucket.append(parameter.grad)
+        if sum(grad.numel() for grad in bucket) >= BUCKET_NUMBERS:
+            yield open_buckets.pop(parameter.dtype)
+    yield from open_buckets.values()
+
+
+def _backward_of_nothing(model: Any) -> None:
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=_mesh(model).device_type)
+    logits = model(input_ids=token_11, use_cache=False).logits
+    logits.backward(torch.zeros_like(logits))
+
+
+def _mesh(model: Any) -> DeviceMesh:
+    """That the model is sharded over. A forward leaves some weights whole, which name none."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()
+    mesh: DeviceMesh = next(model.parameters()).device_mesh
+    if mesh.ndim > 1:
+        raise ValueError("only models sharded over a mesh of one dimension are supported")
+    return mesh

@@ -1,0 +1,73 @@
+"""The slow and obvious ways, which the fast ones are tested against.
+
+Shapes: G rows padded to R tokens each, T packed tokens of all rows, P prompt tokens, H query
+heads, K key and value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from coppice.train.groups import TrainingGroup
+from coppice.train.rows import LossFunction, RowLogprobs, token_logprobs
+
+
+def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:
+    """Differentiable, with the prompt repeated in every row of a padded batch."""
+    rows = [torch.cat([group.prompt, response])[:-1] for response in group.responses]
+    # Padding stands right of everything that reads it not, so a causal model needs no mask.
+    padded_GR = pad_sequence(rows, batch_first=True).to(model.device)
+    logits_GRV = model(input_ids=padded_GR, use_cache=False).logits
+    first = len(group.prompt) - 1
+    logits_TV = torch.cat(
+        [logits_GRV[row, first : first + length] for row, length in enumerate(group.lengths)]
+    )
+    return RowLogprobs(
+        logprobs=token_logprobs(logits_TV, torch.cat(group.responses), temperature),
+        rows=tuple(range(len(group.responses))),
+        lengths=group.lengths,
+    )
+
+
+def naive_backward(
+    model: Any, group: TrainingGroup, loss_fn: LossFunction, *, temperature: float = 1.0
+) -> float:
+    """Adds the gradient and returns the loss, as grouped_backward does."""
+    loss = loss_fn(naive_logprobs(model, group, temperature=temperature))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+def reference_attention(
+    q_1HTD: Tensor,
+    prompt: tuple[Tensor, Tensor],
+    k_1KTD: Tensor,
+    v_1KTD: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """o_1HTD, row by row over the concatenated prompt and row, with a mask."""
+    rows = zip(
+        *(torch.split(packed, list(lengths), 2) for packed in (q_1HTD, k_1KTD, v_1KTD)), strict=True
+    )
+    return torch.cat([_row_attention(q, prompt, k, v, scale) for q, k, v in rows], 2)
+
+
+def _row_attention(
+    q_1HRD: Tensor, prompt: tuple[Tensor, Tensor], k_1KRD: Tensor, v_1KRD: Tensor, scale: float
+) -> Tensor:
+    prompt_k, prompt_v = prompt
+    R, P = q_1HRD.shape[2], prompt_k.shape[2]
+    visible_RS = torch.ones(R, P + R, dtype=torch.bool, device=q_1HRD.device).tril(P)
+    return F.scaled_dot_product_attention(
+        q_1HRD,
+        torch.cat([prompt_k, k_1KRD], 2),
+        torch.cat([prompt_v, v_1KRD], 2),
+        attn_mask=visible_RS,
+        scale=scale,
+        enable_gqa=True,
+    )

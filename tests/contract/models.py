@@ -1,0 +1,100 @@
+"""Compares what pydantic says of a wire model with the component of the same name.
+
+Requests must say the same: names, what is required, types, enums, bounds. Of answers the contract
+may promise more than the model, which tolerates newer servers, asks for: a bound, a member that is
+never missing, a null that is never sent.
+"""
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+from pydantic import BaseModel
+
+from coppice.wire import control, problems, records, rollouts, score, weights
+from coppice.wire.base import RequestModel
+from tests.contract.document import Node, resolved
+
+MODULES: tuple[ModuleType, ...] = (control, problems, records, rollouts, score, weights)
+BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
+EXCLUSIVE = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
+
+
+def wire_models() -> dict[str, type[BaseModel]]:
+    return {
+        name: model
+        for module in MODULES
+        for name, model in inspect.getmembers(module, inspect.isclass)
+        if issubclass(model, BaseModel) and model.__module__ == module.__name__
+    }
+
+
+def differences(model: type[BaseModel], contract: Node) -> list[str]:
+    described = model.model_json_schema()
+    schema = resolved(described, described)
+    assert isinstance(schema, dict)
+    exact = issubclass(model, RequestModel)
+    return list(_differences(contract, schema, exact, model.__name__))
+
+
+def _differences(contract: Node, model: Node, exact: bool, at: str) -> Iterator[str]:
+    ours, theirs = _normal(contract), _normal(model)
+    yield from _keywords(ours, theirs, exact, at)
+    yield from _members(ours, theirs, exact, at)
+    if "items" in ours and "items" in theirs:
+        yield from _differences(ours["items"], theirs["items"], exact, f"{at}[]")
+
+
+def _keywords(ours: Node, theirs: Node, exact: bool, at: str) -> Iterator[str]:
+    same = ("type", "additionalProperties", "nullable", *BOUNDS) if exact else ("type",)
+    for key in same:
+        if ours.get(key) != theirs.get(key):
+            yield f"{at}: {key} is {ours.get(key)}, the model's {theirs.get(key)}"
+    if ours.get("enum") != theirs.get("enum") and (exact or "enum" in theirs):
+        yield f"{at}: the enums differ"
+    if ours["nullable"] and not theirs["nullable"]:
+        yield f"{at}: the model takes no null"
+    if exact and "default" in theirs and ours.get("default") != theirs["default"]:
+        yield f"{at}: the defaults differ"
+
+
+def _members(ours: Node, theirs: Node, exact: bool, at: str) -> Iterator[str]:
+    if "properties" not in theirs:
+        return
+    documented, modelled = ours["properties"], theirs["properties"]
+    if documented.keys() != modelled.keys():
+        yield f"{at}: {sorted(documented.keys() ^ modelled.keys())} on one side only"
+    required, needed = set(ours.get("required", [])), set(theirs.get("required", []))
+    if needed - required or (exact and required != needed):
+        yield f"{at}: {sorted(required ^ needed)} are required on one side only"
+    for name in documented.keys() & modelled.keys():
+        yield from _differences(documented[name], modelled[name], exact, f"{at}.{name}")
+
+
+def _normal(schema: Node) -> Node:
+    """One spelling: `nullable`, integers with inclusive bounds, `enum` for `const`."""
+    node = _without_null(schema)
+    for exclusive, (inclusive, step) in EXCLUSIVE.items():
+        if exclusive in node and node.get("type") == "integer":
+            node[inclusive] = node.pop(exclusive) + step
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    if "enum" in node:
+        node["enum"] = sorted(node["enum"])
+        node["type"] = "string"
+    if node.get("default", []) in ([], None) or isinstance(node.get("default"), dict):
+        node.pop("default", None)
+    return node
+
+
+def _without_null(schema: Node) -> Node:
+    node = dict(schema)
+    for key in ("anyOf", "oneOf"):
+        parts = [part for part in node.get(key, []) if part != {"type": "null"}]
+        if len(parts) == 1:
+            del node[key]
+            return {**node, **_without_null(parts[0]), "nullable": True}
+    if isinstance(node.get("type"), list):
+        [kind] = (kind for kind in node["type"] if kind != "null")
+        return {**node, "type": kind, "nullable": True}
+    return {"nullable": False, **node}

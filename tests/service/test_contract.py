@@ -1,0 +1,127 @@
+"""openapi.yaml and the app are the same thing: operations, answers, types, problems."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from coppice.wire.problems import PROBLEMS
+from service.app import create_app
+from tests.contract.document import document, operations, schemas
+from tests.contract.models import differences, wire_models
+from tests.fake_engine import FakeEngine
+from tests.serving import settings_for
+
+# Components that are no model of their own: shared types, the union of records, and a file.
+NO_MODELS = {"TokenId", "Label", "FinishReason", "Outcome", "Stage", "Record", "PackedAnswer"}
+
+Answers = dict[tuple[str, str], dict[str, set[str]]]
+
+
+@pytest.fixture
+def routes(tmp_path: Path) -> list[APIRoute]:
+    routes = create_app(settings_for(tmp_path), FakeEngine()).routes
+    assert all(isinstance(route, APIRoute) for route in routes)
+    return [route for route in routes if isinstance(route, APIRoute)]
+
+
+def declared(routes: list[APIRoute]) -> Answers:
+    """Statuses and their media types by method and path, as the routes declare them."""
+    return {
+        (method, route.path): {
+            str(status): set(answer["content"]) for status, answer in route.responses.items()
+        }
+        for route in routes
+        for method in route.methods
+    }
+
+
+def documented() -> Answers:
+    return {
+        (operation.method, operation.path): {
+            status: operation.media_types(status) for status in operation.responses
+        }
+        for operation in operations()
+    }
+
+
+def test_the_contract_has_the_operations_of_the_app_and_no_other(routes: list[APIRoute]) -> None:
+    assert declared(routes).keys() == documented().keys()
+
+
+def test_every_answer_of_the_app_is_in_the_contract_and_no_other(routes: list[APIRoute]) -> None:
+    app, contract = declared(routes), documented()
+    for operation in app.keys() | contract.keys():
+        assert app.get(operation) == contract.get(operation), operation
+
+
+def test_every_name_in_a_path_is_a_parameter(routes: list[APIRoute]) -> None:
+    names = {route.path: set(route.param_convertors) for route in routes}
+    for operation in operations():
+        parameters = [p["name"] for p in operation.node["parameters"] if p["in"] == "path"]
+        assert set(parameters) == names[operation.path], operation.path
+
+
+def test_every_security_scheme_that_is_asked_for_is_described() -> None:
+    described = document()["components"]["securitySchemes"].keys()
+    for holder in (document(), *(operation.node for operation in operations())):
+        for requirement in holder.get("security", []):
+            assert requirement.keys() <= described
+
+
+def test_operations_have_names_of_their_own() -> None:
+    names = [operation.node["operationId"] for operation in operations()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_wire_model_is_a_component_and_every_component_a_model() -> None:
+    assert schemas().keys() - NO_MODELS == wire_models().keys()
+
+
+@pytest.mark.parametrize("name", sorted(wire_models()))
+def test_a_wire_model_is_what_the_contract_says_of_it(name: str) -> None:
+    assert differences(wire_models()[name], schemas()[name]) == []
+
+
+def test_the_problems_of_the_contract_are_those_of_the_table() -> None:
+    codes = schemas()["Problem"]["properties"]["code"]["enum"]
+    assert codes == list(PROBLEMS)
+    for kind in PROBLEMS.values():
+        assert str(kind.status) in _statuses() or kind.status in (404, 405), kind
+
+
+def _statuses() -> set[str]:
+    return {status for operation in operations() for status in operation.responses}
+
+
+def changes() -> list[Any]:
+    """One change of a component each, that the comparison must see."""
+    changed: list[tuple[Any, ...]] = [
+        ("Sampling", "properties", "top_k", "maximum", 5),
+        ("Sampling", "properties", "top_k", "type", "number"),
+        ("Sampling", "properties", "top_p", "default", 0.5),
+        ("Sampling", "properties", "more", {"type": "string"}),
+        ("Sampling", "additionalProperties", True),
+        ("RolloutRequest", "required", []),
+        ("Prompt", "properties", "token_ids", "items", "maximum", 5),
+        ("Prompt", "properties", "text", "type", "string"),
+        ("Policy", "properties", "min_version", {"type": "string"}),
+        ("PauseRequest", "properties", "mode", "enum", ["keep"]),
+        ("VersionAnswer", "required", ["version"]),
+        ("StartRecord", "properties", "type", "const", "begin"),
+        ("PauseAnswer", "properties", "paused", "type", ["boolean", "null"]),
+    ]
+    return [pytest.param(n, path, value, id=".".join((n, *path))) for n, *path, value in changed]
+
+
+@pytest.mark.parametrize(("name", "path", "value"), changes())
+def test_the_comparison_sees_what_differs(name: str, path: list[str], value: Any) -> None:
+    model: type[BaseModel] = wire_models()[name]
+    assert differences(model, _changed(schemas()[name], path, value))
+
+
+def _changed(node: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**node, first: _changed(node[first], rest, value) if rest else value}

@@ -1,0 +1,195 @@
+"""Everything at once, on a real engine behind a real server, called by the real client.
+
+Every capability adds its row here. The oracle is Hugging Face in float32: greedy tokens must be
+those of the version that each token is labelled with, and nothing may be left in the engine.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from coppice import AsyncRollouts, Policy, SampleRecord
+from coppice.results import RolloutResult
+from engine.settings import EngineSettings
+from engine.vllm_engine import VllmEngine
+from tests.engine.models import make_models
+from tests.engine.seedling import MODEL as SEEDLING
+from tests.serving import Served, serving
+from tests.together.broken import broken_files
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[7 + g, *range(20, 20 + 9 * g + 3)] for g in range(8)]
+LONG = [3, 1, 4, 1, 5, 9, 2, 6]
+NUM_LONG = 480
+
+
+@dataclass(frozen=True)
+class Scene:
+    served: Served
+    rollouts: AsyncRollouts
+    engine: VllmEngine
+    models: dict[str, Path]
+
+    async def greedy(self, prompts: list[list[int]], num: int, **options: Any) -> RolloutResult:
+        return await self.rollouts.rollout(
+            prompts, temperature=0.0, max_tokens=num, ignore_eos=True, **options
+        )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = make_models(tmp_path_factory.mktemp("together"), tied=True)
+    for folder in made.values():
+        for file in SEEDLING.glob("tokenizer*"):
+            shutil.copy(file, folder)
+    return made
+
+
+@asynccontextmanager
+async def scene(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> AsyncIterator[Scene]:
+    """A cache that cannot hold all samples at once, so that some are preempted."""
+    settings = EngineSettings(
+        model=str(models["v7"]),
+        dtype="float32",
+        max_context_tokens=512,
+        max_sequences=48,
+        max_batched_tokens=128,
+        cache_bytes=3 * 2**19,
+        tensor_parallel_size=num_ranks,
+        cpu_threads=1,
+    )
+    engine = VllmEngine(settings)
+    weights = {"initial_version": "v7"}
+    async with (
+        serving(engine, tmp_path, weights=weights) as served,
+        AsyncRollouts(served.url, timeout=300) as rollouts,
+    ):
+        yield Scene(served, rollouts, engine, models)
+
+
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def continued(model: Any, prompt: list[int], num: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num,
+            min_new_tokens=num,
+            pad_token_id=0,
+        )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def num_preemptions() -> float:
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(s.value for s in samples if s.name == "vllm:num_preemptions_total")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> None:
+    v7, v8 = reference(models["v7"]), reference(models["v8"])
+    async with scene(models, tmp_path, num_ranks) as at:
+        await groups_share_and_are_preempted(at, v7)
+        await weights_change_under_running_samples(at, v7, v8)
+        await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
+        await scores_are_the_active_versions(at)
+        await going_back_gives_the_first_answers_again(at, v7)
+        await nothing_is_left(at)
+
+
+async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
+    before = num_preemptions()
+    result = await at.greedy(PROMPTS, 60, n=8)
+    assert num_preemptions() > before
+    for prompt, group in zip(PROMPTS, result.groups, strict=True):
+        wanted = continued(v7, prompt, 60)
+        assert [sample.token_ids.tolist() for sample in group.samples] == [wanted] * 8
+
+
+async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> None:
+    straddling = asyncio.create_task(at.greedy([LONG], NUM_LONG))
+    bound = asyncio.create_task(at.greedy([LONG], NUM_LONG, n=2, policy=Policy(exact_version="v7")))
+    left = asyncio.create_task(leave_early(at))
+    while at.served.server.rollouts.num_samples_running < 7:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)
+    await at.rollouts.pause("keep")
+    tensors = load_file(at.models["v8"] / "model.safetensors")
+    await at.rollouts.publish_weights("v8", tensors, mode="recompute")
+    await at.rollouts.resume()
+    (sample,) = (await straddling).groups[0].samples
+    assert [span.version for span in sample.versions] == ["v7", "v8"]
+    change, tokens = sample.versions[0].end, sample.token_ids.tolist()
+    assert tokens[:change] == continued(v7, LONG, change)
+    assert tokens[change:] == continued(v8, LONG + tokens[:change], NUM_LONG - change)
+    for ended in (await bound).groups[0].samples:
+        assert ended.finish_reason == "version_changed"
+        kept = ended.token_ids.tolist()
+        assert {span.version for span in ended.versions} == {"v7"}
+        assert kept == continued(v7, LONG, len(kept))
+    await left
+
+
+async def leave_early(at: Scene) -> None:
+    """Sees one sample end and goes; the long ones must not stay."""
+    async for record in at.rollouts.stream([LONG], n=4, max_tokens=400, temperature=2.0):
+        if isinstance(record, SampleRecord):
+            break
+        await asyncio.sleep(0.3)
+        break
+
+
+async def broken_weights_are_refused_while_others_sample(
+    at: Scene, tmp_path: Path, v8: Any
+) -> None:
+    sampling = asyncio.create_task(at.greedy([PROMPTS[2]], 200))
+    tensors = load_file(at.models["v7"] / "model.safetensors")
+    for file, word in broken_files(tensors, tmp_path).items():
+        answer = await at.served.http.put("/v1/weights/v9", content=file.read_bytes())
+        assert (answer.status_code, answer.json()["code"]) == (422, "weights_refused"), file.name
+        assert word in answer.json()["detail"], file.name
+        assert str(tmp_path) not in answer.text
+    (sample,) = (await sampling).groups[0].samples
+    assert sample.token_ids.tolist() == continued(v8, PROMPTS[2], 200)
+    assert (await at.rollouts.weights()).active == "v8"
+
+
+async def scores_are_the_active_versions(at: Scene) -> None:
+    result = await at.rollouts.rollout([PROMPTS[3]], n=2, max_tokens=40, ignore_eos=True)
+    responses = [sample.token_ids for sample in result.groups[0].samples]
+    (scored,) = await at.rollouts.score([(PROMPTS[3], responses)])
+    assert set(scored.versions) == {"v8"}
+    for sample, logprobs in zip(result.groups[0].samples, scored.logprobs, strict=True):
+        assert abs(sample.logprobs - logprobs).max() < 1e-3
+
+
+async def going_back_gives_the_first_answers_again(at: Scene, v7: Any) -> None:
+    await at.rollouts.activate_weights("v7", mode="keep", allow_rollback=True)
+    result = await at.greedy(PROMPTS[:3], 30, policy=Policy(exact_version="v7"))
+    for prompt, group in zip(PROMPTS, result.groups, strict=False):
+        assert group.samples[0].token_ids.tolist() == continued(v7, prompt, 30)
+
+
+async def nothing_is_left(at: Scene) -> None:
+    pool = await at.engine.llm.engine_core.call_utility_async("coppice_check_pool")
+    assert pool["num_free_blocks"] == pool["num_blocks"]
+    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+    status = await at.rollouts.status()
+    assert (status.rollouts_running, status.samples_running) == (0, 0)

@@ -1,0 +1,135 @@
+"""The loop in docs/training.md runs as it is printed, and learns."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coppice import Group, RolloutResult, Sample, Usage, VersionSpan
+from coppice.train import TrainingGroup
+from tests.train.models import tiny_model
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
+WANTED = 7
+
+
+class LocalRollouts:
+    """Samples from a model of its own, whose weights only publish_weights changes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.version = "initial"
+        self.rewards: list[float] = []
+
+    def rollout(self, prompts: list[Tensor], *, n: int, max_tokens: int) -> RolloutResult:
+        groups = tuple(self._group(index, prompt, n) for index, prompt in enumerate(prompts))
+        tokens = [sample.token_ids for group in groups for sample in group.samples]
+        self.rewards.append(float(sum((ids == WANTED).mean() for ids in tokens) / len(tokens)))
+        usage = Usage(prompt_tokens=0, completion_tokens=0, samples=len(tokens))
+        return RolloutResult(id="r", outcome="done", groups=groups, usage=usage)
+
+    def publish_weights(self, version: str, state: dict[str, Tensor]) -> None:
+        self.version = version
+        self.model.load_state_dict(state)
+
+    def _group(self, index: int, prompt: Tensor, n: int) -> Group:
+        return Group(
+            id=str(index),
+            index=index,
+            outcome="done",
+            exact=True,
+            num_prompt_tokens=len(prompt),
+            num_cached_tokens=0,
+            samples=self._samples(prompt, n),
+        )
+
+    @torch.no_grad()
+    def _samples(self, prompt: Tensor, n: int) -> tuple[Sample, ...]:
+        """Of 4 to 6 tokens."""
+        tokens, logprobs = prompt.repeat(n, 1), []
+        for _ in range(6):
+            logits = self.model(input_ids=tokens, use_cache=False).logits[:, -1]
+            token = torch.multinomial(logits.softmax(-1), 1)
+            logprobs.append(logits.log_softmax(-1).gather(1, token))
+            tokens = torch.cat([tokens, token], 1)
+        return tuple(
+            self._sample(row, tokens[row, len(prompt) :], torch.cat(logprobs, 1)[row])
+            for row in range(n)
+        )
+
+    def _sample(self, index: int, tokens: Tensor, logprobs: Tensor) -> Sample:
+        length = 4 + index % 3
+        return Sample(
+            index=index,
+            token_ids=tokens[:length].numpy(),
+            logprobs=logprobs[:length].numpy(),
+            text=None,
+            finish_reason="length",
+            versions=(VersionSpan(version=self.version, start=0, end=length),),
+        )
+
+
+def loop() -> Any:
+    [block] = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, DOCUMENT, "exec"), names)
+    return names["train"]
+
+
+def test_the_loop_is_of_twenty_lines() -> None:
+    [block] = re.findall(r"def train.*?```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(block.splitlines()) - 1 <= 20
+
+
+def test_the_loop_learns() -> None:
+    model = tiny_model(initializer_range=0.05)
+    rollouts = LocalRollouts(tiny_model(initializer_range=0.05))
+    torch.manual_seed(0)
+    loop()(
+        rollouts,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=3e-3),
+        draw_prompts=lambda: [torch.randint(0, 97, (5 + row,)) for row in range(3)],
+        reward=lambda prompt, response: float((response == WANTED).double().mean()),
+        steps=16,
+    )
+    assert rollouts.version == "step-15"
+    assert sum(rollouts.rewards[-4:]) > sum(rollouts.rewards[:4]) + 1
+
+
+def test_a_group_is_read_from_what_a_rollout_answered() -> None:
+    rollouts = LocalRollouts(tiny_model())
+    prompt = torch.arange(5)
+    result = rollouts.rollout([prompt], n=3, max_tokens=8)
+    group = TrainingGroup.of(prompt.tolist(), result.groups[0])
+    assert group.lengths == (4, 5, 6)
+    assert group.logprobs is not None
+    for sample, response, logprobs in zip(
+        result.groups[0].samples, group.responses, group.logprobs, strict=True
+    ):
+        assert response.tolist() == sample.token_ids.tolist()
+        assert logprobs.tolist() == sample.logprobs.tolist()
+
+
+def test_a_prompt_of_another_length_than_the_servers_is_refused() -> None:
+    rollouts = LocalRollouts(tiny_model())
+    result = rollouts.rollout([torch.arange(5)], n=1, max_tokens=8)
+    with pytest.raises(ValueError, match="saw 5 prompt tokens, not 4"):
+        TrainingGroup.of([1, 2, 3, 4], result.groups[0])
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"prompt": torch.zeros(0)}, "a prompt has at least one token"),
+        ({"responses": ()}, "a group has at least one response"),
+        ({"logprobs": (torch.zeros(2),)}, "not as many as the tokens"),
+    ],
+)
+def test_what_is_no_group_is_refused(parts: dict[str, Any], why: str) -> None:
+    known: dict[str, Any] = {"prompt": torch.zeros(2), "responses": (torch.zeros(3),)}
+    with pytest.raises(ValueError, match=why):
+        TrainingGroup(**known | parts)

@@ -1,0 +1,230 @@
+"""Which models are taken, and that what would be wrong is refused before it is computed."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from coppice.train import (
+    TrainingGroup,
+    UnsupportedModel,
+    group_logprobs,
+    grouped_backward,
+    naive_backward,
+)
+from coppice.train.memory import free_bytes, graph_bytes, graph_fits
+from coppice.train.schedules import choose
+from coppice.train.traits import Traits, traits_of
+from examples.seedling.arithmetic import draw, written_out
+from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
+from tests.train.test_backward import SCHEDULES, without_the_prompts
+
+SEEDLING = Path(__file__).parents[2] / "examples" / "seedling" / "model"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OTHERS = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_the_naive_gradient_too(family: str) -> None:
+    config_class, model_class = OTHERS[family]
+    torch.manual_seed(0)
+    model, group = model_class(config_class(**SIZES)).train(), random_group()
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    for schedule in SCHEDULES:
+        grouped_backward(model, group, random_loss(group), schedule=schedule, pass_tokens=100)
+        assert error(gradients(model), exact) < 1e-5, schedule
+
+
+def test_a_trained_checkpoint_has_the_naive_gradient() -> None:
+    """The shipped one, on a problem's right solution and on those of other problems."""
+    model = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).train()
+    tokenizer = AutoTokenizer.from_pretrained(SEEDLING)
+    problems = [draw(random.Random(seed), held_out=False) for seed in range(6)]
+    group = TrainingGroup(
+        prompt=torch.tensor(tokenizer(problems[0].prompt)["input_ids"]),
+        responses=tuple(
+            torch.tensor(tokenizer(written_out(problem))["input_ids"]) for problem in problems
+        ),
+    )
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    for schedule in SCHEDULES:
+        grouped_backward(model, group, random_loss(group), schedule=schedule, pass_tokens=100)
+        assert error(gradients(model), exact) < 1e-5, schedule
+    assert error(without_the_prompts(model, group), exact) > 0.1
+
+
+def refused(model: Any, why: str) -> None:
+    group = random_group()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match=why):
+        grouped_backward(model, group, random_loss(group))
+    with pytest.raises(UnsupportedModel, match=why):
+        group_logprobs(model, group)
+    assert gradients(model) == {}
+    assert model.config._attn_implementation == before
+
+
+def test_a_window_shorter_than_a_row_is_refused() -> None:
+    refused(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=50)), "window of 50 tokens")
+
+
+def test_a_window_that_holds_every_row_is_none() -> None:
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=200)).train()
+    group = random_group()
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    grouped_backward(model, group, random_loss(group))
+    assert error(gradients(model), exact) < 1e-5
+
+
+def test_capped_scores_are_refused() -> None:
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, sliding_window=512))
+    refused(model.train(), "softcap")
+
+
+def test_dropout_of_attention_is_refused() -> None:
+    refused(tiny_model("llama", attention_dropout=0.1), "dropout")
+
+
+def test_dropout_of_layers_is_refused() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4)
+    refused(GPT2LMHeadModel(config).train(), "dropout")
+
+
+class DeafModel(torch.nn.Module):
+    """Hands no keywords on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.dtype = model, model.config, model.dtype
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> Any:
+        return self.model(input_ids=input_ids, position_ids=position_ids)
+
+
+def test_a_model_that_keeps_its_keywords_to_itself_is_refused() -> None:
+    refused(DeafModel(tiny_model()), "does not hand its keyword arguments on")
+
+
+def test_layers_without_the_attention_interface_are_refused() -> None:
+    model = tiny_model()
+    model.config.num_hidden_layers = 4
+    refused(model, "3 of 4 layers")
+
+
+def chosen(traits: Traits, *, given: bool = False, prompt_tokens: int = 2000) -> str:
+    model = tiny_model()
+    group = random_group(prompt_tokens=prompt_tokens)
+    return choose("auto", model.config, group, traits, given=given, pass_tokens=1000)
+
+
+def traits(**options: Any) -> Traits:
+    known: dict[str, Any] = {
+        "num_layers": 3,
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "checkpointed": False,
+        "reentrant": False,
+        "sharded": False,
+    }
+    return Traits(**known | options)
+
+
+def test_the_schedule_follows_from_the_model_and_the_group() -> None:
+    assert chosen(traits()) == "kept"
+    assert chosen(traits(), prompt_tokens=100) == "packed"
+    assert chosen(traits(), given=True) == "recomputed"
+    assert chosen(traits(reentrant=True)) == "injected"
+    assert chosen(traits(reentrant=True), prompt_tokens=100) == "packed"
+    assert chosen(traits(reentrant=True), given=True) == "injected"
+    # Ranks must agree, whatever their groups' lengths are.
+    assert chosen(traits(sharded=True), prompt_tokens=100) == "injected"
+
+
+def test_a_graph_that_does_not_fit_is_not_kept() -> None:
+    assert chosen(traits(num_layers=10**9)) == "recomputed"
+    assert not graph_fits(tiny_model().config, 10**9, traits())
+    assert graph_fits(tiny_model().config, 1, traits())
+
+
+def test_memory_that_nobody_knows_of_is_enough() -> None:
+    assert free_bytes(torch.device("meta")) is None
+    assert graph_fits(tiny_model().config, 10**12, traits(device=torch.device("meta")))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_the_estimate_of_a_graph_is_about_its_size(
+    family: str, dtype: torch.dtype, checkpointed: bool
+) -> None:
+    model = tiny_model(family, dtype=dtype, num_hidden_layers=6)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    tokens = torch.zeros(1, 300, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    assert output.requires_grad
+    size = sum(nbytes for pointer, nbytes in kept.items() if pointer not in weights)
+    estimate = graph_bytes(model.config, 300, traits_of(model))
+    assert size < estimate < 2 * size
+
+
+@pytest.mark.parametrize("schedule", ["kept", "packed"])
+def test_a_schedule_that_computes_the_prompt_takes_none(schedule: Any) -> None:
+    group = random_group()
+    with pytest.raises(ValueError, match="leave prompt_kv out"):
+        choose(schedule, tiny_model().config, group, traits(), given=True, pass_tokens=1)
+
+
+def test_unknown_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="no such schedule: best"):
+        grouped_backward(
+            tiny_model(),
+            random_group(),
+            random_loss(random_group()),
+            schedule="best",  # type: ignore[arg-type]
+        )
