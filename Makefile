@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve test test-fast coverage check bench lock clean help
+.PHONY: serve test test-fast coverage check bench soak lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -43,6 +43,10 @@ bench: ## every benchmark, one after the other, and docs/benchmarks.md
 	@set -e; for file in bench/[!_]*.py; do \
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
 	$(python) -m bench.harness.report
+
+soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md
+	@$(setup) dev
+	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
 
 lock: ## resolve requirements/*.txt anew
 	@$(setup) dev

@@ -4,8 +4,10 @@ vLLM reads much of its configuration from the environment, and its own code writ
 among others). All of it happens inside `spawning`, which puts the service's environment back.
 """
 
+import getpass
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
@@ -24,10 +26,10 @@ def started_by_coppice() -> bool:
 
 
 @contextmanager
-def spawning(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
+def spawning(settings: EngineSettings, *, on_cpu: bool, scratch: Path) -> Iterator[None]:
     """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(_shared())
+    os.environ.update(_shared() | _folders(scratch))
     if on_cpu:
         os.environ.update(_threads(settings, sorted(affinity)))
     try:
@@ -53,6 +55,16 @@ def _shared() -> dict[str, str]:
         # What vLLM and torch warn of among themselves in the processes that they start.
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def _folders(scratch: Path) -> dict[str, str]:
+    """What is compiled stays where it is found again."""
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    return {
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "TMPDIR": str(scratch),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }
 
 

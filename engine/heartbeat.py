@@ -46,6 +46,11 @@ class Heartbeat:
         reason = self._dead or (f"no sign of life for {age:.1f} s" if late else None)
         return Pulse(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
 
+    def hopeless(self, seconds: float) -> bool:
+        """Whether the engine has counted as dead for so long without a sign of life."""
+        pulse = self.pulse()
+        return pulse.age_seconds > self._bounds.get(pulse.stage, float("inf")) + seconds
+
     async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
         """Until cancelled. Each beat counts only if every process of the engine is running."""
         while self._dead is None:

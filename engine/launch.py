@@ -1,6 +1,8 @@
-"""Starting vLLM, and finding what it has started."""
+"""Starting vLLM, finding what it has started, and ending that."""
 
+import multiprocessing
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,12 +18,14 @@ from engine.errors import StartFailed
 from engine.settings import EngineSettings
 
 
-def launch(settings: EngineSettings, model: Path, *, worker_extension: str) -> AsyncLLM:
+def launch(
+    settings: EngineSettings, model: Path, *, worker_extension: str, scratch: Path
+) -> AsyncLLM:
     """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
     on_cpu = current_platform.is_cpu()
     arguments = engine_arguments(settings, model, on_cpu=on_cpu, worker_extension=worker_extension)
     try:
-        with spawning(settings, on_cpu=on_cpu):
+        with spawning(settings, on_cpu=on_cpu, scratch=scratch):
             return _started(arguments)
     except ValidationError as error:
         said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
@@ -43,3 +47,13 @@ def engine_processes() -> dict[int, str]:
     """The engine's processes: every descendant of the service that vLLM has named."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     return {child.pid: child.name() for child in children if child.name().startswith("VLLM")}
+
+
+def kill_processes() -> None:
+    """All of them, those too that are only starting and have no name yet."""
+    for child in multiprocessing.active_children():
+        with suppress(psutil.NoSuchProcess):
+            core = psutil.Process(child.pid)
+            for process in (*core.children(recursive=True), core):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()

@@ -65,6 +65,10 @@ class EngineSettings(BaseModel):
         float,
         Field(gt=0, description="seconds without a sign of life before the engine counts as dead"),
     ] = 10.0
+    hang_seconds: Annotated[
+        float,
+        Field(gt=0, description="seconds that a dead engine may hang before it is killed"),
+    ] = 60.0
     activation_seconds: Annotated[
         float, Field(gt=0, description="the same while weights are loaded")
     ] = 600.0

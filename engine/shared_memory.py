@@ -19,14 +19,18 @@ _LEFT_BEHIND = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
 
 def sweep(folder: Path = SHARED) -> list[str]:
     """Removes the leftovers; returns their names."""
+    stale = leftovers(folder)
+    for file in stale:
+        file.unlink(missing_ok=True)
+    return sorted(file.name for file in stale)
+
+
+def leftovers(folder: Path = SHARED) -> list[Path]:
     candidates = {file: status.st_ino for file, status in _ours(folder)}
     if not candidates:
         return []
     held = set(_held_inodes())
-    stale = [file for file, inode in candidates.items() if inode not in held]
-    for file in stale:
-        file.unlink(missing_ok=True)
-    return sorted(file.name for file in stale)
+    return [file for file, inode in candidates.items() if inode not in held]
 
 
 def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -1,7 +1,9 @@
 """Between the protocol's types and vLLM's, field by field."""
 
+from collections.abc import Generator
 from typing import Any
 
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -29,11 +31,24 @@ def sampling_params(sample: SampleRequest) -> SamplingParams:
     )
 
 
-async def completion(queue: Any) -> Completion:
-    try:
-        output = await queue.get()
-    except EngineDeadError as error:
-        raise EngineDead("the engine process died") from error
+class Pending:
+    """A sample under way. Unlike a coroutine it may be dropped without having been awaited."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self._completion().__await__()
+
+    async def _completion(self) -> Completion:
+        try:
+            output = await self._queue.get()
+        except EngineDeadError as error:
+            raise EngineDead("the engine process died") from error
+        return completion(output)
+
+
+def completion(output: RequestOutput) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),

@@ -6,9 +6,8 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 """
 
 import asyncio
+import functools
 import logging
-import os
-import signal
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
@@ -17,16 +16,18 @@ from typing import Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine import shared_memory
 from engine.arguments import WORKER_EXTENSION
+from engine.calls import answered
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts
-from engine.heartbeat import Heartbeat
-from engine.launch import engine_processes, launch
+from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
+from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
     Completion,
@@ -35,14 +36,16 @@ from engine.protocol import (
     Pulse,
     SampleRequest,
 )
+from engine.scratch import Scratch
 from engine.settings import EngineSettings
-from engine.translation import completion, first_logprobs, sampling_params, scoring_params
+from engine.translation import Pending, first_logprobs, sampling_params, scoring_params
 from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_served
 
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 30.0
+KILL_AGAIN_SECONDS = 0.5
 
 
 class VllmEngine:
@@ -60,7 +63,9 @@ class VllmEngine:
                 "activating": settings.activation_seconds,
             }
         )
-        self._heart_task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._scratch: Scratch | None = None
         self._llm: AsyncLLM | None = None
         self._facts: EngineFacts | None = None
         self._first: Checkpoint | None = None
@@ -86,9 +91,11 @@ class VllmEngine:
     async def start(self, version: str) -> None:
         try:
             await self._start(version)
-        except StartFailed as error:
+        except Exception as error:  # whatever it was: nobody may wait for an engine that never is
             self._heart.died(str(error))
-            raise
+            if isinstance(error, StartFailed):
+                raise
+            raise StartFailed(f"vLLM did not start: {error}") from error
 
     async def _start(self, version: str) -> None:
         shared_memory.sweep()
@@ -96,20 +103,30 @@ class VllmEngine:
             locate, self._settings.model, self._settings.revision
         )
         self._first = await asyncio.to_thread(read_served, self._serving_path)
-        self._llm = await asyncio.to_thread(
-            launch, self._settings, self._serving_path, worker_extension=self._worker_extension
+        self._starting = asyncio.ensure_future(
+            asyncio.to_thread(self._start_vllm, self._serving_path)
         )
+        await asyncio.shield(self._starting)
         await self._verify_plugin()
         self._facts = gather_facts(self._llm, self._settings, self._serving_path)
         await self._warm_up()
-        await self.llm.update_weight_version(version)
+        await answered(self.llm, self.llm.update_weight_version(version))
         self._heart.enter("serving")
-        self._heart_task = asyncio.create_task(self._beat(), name="engine-heartbeat")
+        self._watching = asyncio.create_task(self._watched(), name="engine-watch")
+
+    def _start_vllm(self, model: Path) -> None:
+        self._scratch = Scratch()
+        self._llm = launch(
+            self._settings,
+            model,
+            worker_extension=self._worker_extension,
+            scratch=self._scratch.path,
+        )
 
     async def _verify_plugin(self) -> None:
         """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
         try:
-            await self.llm.engine_core.call_utility_async("coppice_ping")
+            await self._utility("coppice_ping")
         except Exception as error:
             raise StartFailed("the Coppice plugin is not active in the engine process") from error
 
@@ -122,29 +139,57 @@ class VllmEngine:
         async for _ in self.llm.generate(tokens_input([token] * 4), params, "warm-up"):
             pass
 
+    async def _watched(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._beat())
+            tasks.create_task(self._watch())
+
     async def _beat(self) -> None:
-        core, processes = self.llm.engine_core, engine_processes()
+        ping = functools.partial(self._utility, "coppice_ping")
         try:
-            await self._heart.run(lambda: core.call_utility_async("coppice_ping"), processes)
-        except EngineDeadError:
-            self._heart.died("the engine process died")
+            await self._heart.run(ping, engine_processes())
+        except EngineDead as error:
+            self._heart.died(str(error))
+        except Exception as error:  # without a heartbeat nothing can be said for the engine
+            log.exception("the heartbeat failed")
+            self._heart.died(f"the heartbeat failed: {error}")
+
+    async def _watch(self) -> None:
+        """A hang that goes on is made a death, so that whoever waits for the engine is told."""
+        while not self._heart.hopeless(self._settings.hang_seconds):
+            await asyncio.sleep(INTERVAL_SECONDS)
+        log.error("%s: the engine is killed", self._heart.pulse().reason)
+        self._heart.died(f"it hung: {self._heart.pulse().reason}")
+        self.kill()
 
     async def stop(self) -> None:
         self._heart.enter("stopping")
-        if self._heart_task is not None:
-            self._heart_task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
             with suppress(asyncio.CancelledError):
-                await self._heart_task
+                await self._watching
+        await self._end_start()
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a death
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> None:
+        """vLLM kills its processes if they take long, and then nobody tidies up after them."""
+        if self._scratch is not None:
+            self._scratch.close()
+        shared_memory.sweep()
+
+    async def _end_start(self) -> None:
+        """A start cannot be cancelled, only made to fail."""
+        while self._starting is not None and not self._starting.done():
+            kill_processes()
+            await asyncio.wait({self._starting}, timeout=KILL_AGAIN_SECONDS)
 
     def kill(self) -> None:
-        for pid in engine_processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes()
 
     # Tokens and text
 
@@ -190,30 +235,35 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             await self.abort([sample.id for sample in samples])
             raise RequestRefused(str(error)) from error
-        return [completion(queue) for queue in queues]
+        return [Pending(queue) for queue in queues]
 
     async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-        """Prompt and response are one prompt to vLLM."""
+        """Prompt and response are one prompt to vLLM. A pause that aborts is no answer to it."""
         tokens = tokens_input([*prompt, *response])
+        output = await self._scored(tokens)
+        while output.outputs[0].finish_reason == "abort":
+            output = await self._scored(tokens)
+        return first_logprobs(output.prompt_logprobs)[len(prompt) :]
+
+    async def _scored(self, tokens: Any) -> RequestOutput:
         try:
-            outputs = [
-                o async for o in self.llm.generate(tokens, scoring_params(), uuid.uuid4().hex)
-            ]
+            generated = self.llm.generate(tokens, scoring_params(), uuid.uuid4().hex)
+            (output,) = [output async for output in generated]
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         except VLLMClientError as error:
             raise RequestRefused(str(error)) from error
-        return first_logprobs(outputs[-1].prompt_logprobs)[len(prompt) :]
+        return output
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
-        with suppress(EngineDeadError):
+        with suppress(EngineDead, EngineDeadError):
             await self.llm.abort(list(sample_ids))
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
-        await self.llm.pause_generation(mode=mode, clear_cache=recompute)
+        await answered(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))
 
     async def resume(self) -> None:
-        await self.llm.resume_generation()
+        await answered(self.llm, self.llm.resume_generation())
 
     # Weights
 
@@ -224,16 +274,20 @@ class VllmEngine:
     async def swap_weights(self, path: Path, version: str) -> None:
         self._heart.enter("activating")
         previous = str(self._serving_path)
-        answers = await self.llm.collective_rpc("coppice_load_weights", args=(str(path), previous))
+        load = self.llm.collective_rpc("coppice_load_weights", args=(str(path), previous))
+        answers = await answered(self.llm, load)
         failed = [answer for answer in answers if not answer["ok"]]
         if not all(answer["restored"] for answer in failed):
             self._heart.died("the weights are half loaded")
             raise EngineDead("loading failed and the previous weights could not be put back")
         # After a restore as well: what was computed in between must not be found.
-        await self.llm.engine_core.call_utility_async("coppice_forget_prefixes")
+        await self._utility("coppice_forget_prefixes")
         if failed:
             self._heart.enter("serving")
             raise LoadFailed("loading broke off; the previous weights serve on")
-        await self.llm.update_weight_version(version)
+        await answered(self.llm, self.llm.update_weight_version(version))
         self._serving_path = path
         self._heart.enter("serving")
+
+    async def _utility(self, method: str) -> Any:
+        return await answered(self.llm, self.llm.engine_core.call_utility_async(method))

@@ -63,15 +63,16 @@ class Activation:
             previous = self._versions.active
             if version == previous:
                 return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
-            self._check_can_wait(mode)
             await self._publisher.recheck(version)
             async with self._rollouts.gate_shut():
+                self._check_can_wait(mode)
                 answer = await self._swap(version, previous, mode)
         await self._publisher.trim()
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
-        if mode == "wait" and self._paused and self._rollouts.num_samples_running:
+        """Behind the gate, and rollouts rather than samples: those may not have started yet."""
+        if mode == "wait" and self._paused and self._rollouts.num_running:
             raise VersionConflict("samples are paused and would never end: resume first")
 
     async def _swap(

@@ -1,19 +1,22 @@
 """How much may be under way: per key, and in the whole server.
 
 Samples count from before the first of them is submitted until their rollout has ended; a prompt's
-tokens count once a group. Nothing here waits: what does not fit is refused at once. Lives on one
-event loop.
+tokens count once a group. What does not fit is refused at once. A drain closes the door here: what
+holds a reservation is waited for, also if it has not started yet, and nothing else comes in. Lives
+on one event loop.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from service.errors import InvalidRequest, Overloaded, QuotaExceeded
+from service.errors import Draining, InvalidRequest, Overloaded, QuotaExceeded
 from service.settings import LimitsSettings
 
 RETRY_SECONDS = 2.0
+DRAINING_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,16 +37,22 @@ class Admission:
         self._samples: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._num_samples = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def num_samples(self) -> int:
         return self._num_samples
 
     def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
+        if self._closed:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
         self._check_possible(samples, prompt_tokens)
         self._check_room(key, samples, prompt_tokens)
         reservation = Reservation(key=key, samples=samples, prompt_tokens=prompt_tokens)
         self._held.add(reservation)
+        self._idle.clear()
         self._count(reservation, 1)
         return reservation
 
@@ -52,6 +61,8 @@ class Admission:
         if reservation in self._held:
             self._held.remove(reservation)
             self._count(reservation, -1)
+            if not self._held:
+                self._idle.set()
 
     @contextmanager
     def held(self, key: str, *, samples: int, prompt_tokens: int) -> Iterator[None]:
@@ -60,6 +71,13 @@ class Admission:
             yield
         finally:
             self.release(reservation)
+
+    def close(self) -> None:
+        self._closed = True
+
+    async def idle(self) -> None:
+        """Until nothing is held."""
+        await self._idle.wait()
 
     def check(self) -> None:
         """The books balance, and no limit is exceeded."""

@@ -4,11 +4,9 @@ Records carry the ids of the request, rollout and group that they were made for,
 the key that asked. No caller of a logger passes it prompts or responses.
 """
 
-import atexit
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -134,10 +132,7 @@ def configure_logging(settings: LogSettings) -> None:
 
 
 def _written(config: dict[str, Any]) -> Path:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="coppice-logging-", suffix=".json", delete=False
-    ) as file:
-        json.dump(config, file)
-    path = Path(file.name)
-    atexit.register(path.unlink, missing_ok=True)
-    return path
+    """In memory, so that not even a killed server leaves a file."""
+    file = os.memfd_create("coppice-logging")
+    os.write(file, json.dumps(config).encode())
+    return Path(f"/proc/{os.getpid()}/fd/{file}")

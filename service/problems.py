@@ -9,8 +9,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from coppice.wire.problems import Problem
+from engine.errors import EngineDead
 from service.connection import NOBODY_READS
-from service.errors import Internal, MethodNotAllowed, NotFound, ServiceError
+from service.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
+from service.failures import ENGINE_RETRY_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(ClientDisconnect, _left)
+    app.add_exception_handler(EngineDead, _engine_dead)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -46,6 +49,11 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = {"Allow": _allowed(request)} if isinstance(ours, MethodNotAllowed) else {}
     return problem_response(ours.problem(_request_id(request)), headers=headers)
+
+
+async def _engine_dead(request: Request, error: Exception) -> Response:
+    """Met by whoever asks something of the engine itself, such as a pause."""
+    return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
 
 
 def _allowed(request: Request) -> str:

@@ -47,11 +47,11 @@ class Publisher:
         """The version as it is now, and whether the file is new to it."""
         self._check_place(label, sequence)
         upload = await self._checkpoints.receive(chunks, digest)
-        async with self._changing:
-            try:
+        try:
+            async with self._changing:
                 return await self._add(label, name, upload, sequence=sequence, sharded=sharded)
-            finally:
-                self._checkpoints.discard(upload)
+        finally:
+            self._checkpoints.discard(upload)
 
     async def stage_path(self, label: str, path: str, *, sequence: int | None) -> Version:
         directory = self._checkpoints.allowed(path)

@@ -94,10 +94,12 @@ class Rollout:
             self.error = Draining(retry_after_seconds=30)
             raise
         finally:
-            end = self._end_record()
-            self._append(end)
-            self._ended.set()
-            log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+            self._end()
+
+    def never_ran(self) -> None:
+        """Cancelled before its first step, a task runs nothing at all, not even `finally`."""
+        self.error = Draining(retry_after_seconds=30)
+        self._end()
 
     async def end(self, engine: Engine, ending: Ending) -> None:
         for group in self.groups:
@@ -146,6 +148,12 @@ class Rollout:
         self._answers[group.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples"}))
         self._append(GroupRecord(group=head))
+
+    def _end(self) -> None:
+        end = self._end_record()
+        self._append(end)
+        self._ended.set()
+        log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
 
     def _append(self, record: Record) -> None:
         self._log.append(record)

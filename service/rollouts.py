@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
-from service.admission import Admission, Reservation
+from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
-from service.errors import InvalidRequest, RolloutNotFound
+from service.errors import Draining, InvalidRequest, RolloutNotFound
 from service.group import Group
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
@@ -52,6 +52,7 @@ class Rollouts:
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self._over = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -143,7 +144,17 @@ class Rollouts:
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
 
+    def left(self, rollout: Rollout) -> None:
+        """Its caller has gone. What could not be come back for is ended, in a task of our own: in
+        the caller's, which is being cancelled, the first await could be the last.
+        """
+        if self._tasks is not None and not (rollout.ended or rollout.detached):
+            self._tasks.create_task(self.cancel(rollout))
+
     async def cancel_all(self) -> None:
+        """For good: what waits at the gate is sent away."""
+        self._over = True
+        self._gate.set()
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
 
@@ -170,9 +181,15 @@ class Rollouts:
 
     async def gate_open(self) -> None:
         await self._gate.wait()
+        if self._over:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
     async def idle(self) -> None:
         await self._idle.wait()
+
+    def check(self) -> None:
+        """The books balance."""
+        self._kept.check()
 
     def _group(
         self,
@@ -218,6 +235,8 @@ class Rollouts:
 
     def _forget(self, rollout: Rollout, place: Reservation) -> None:
         self._admission.release(place)
+        if not rollout.ended:
+            rollout.never_ran()
         del self._running[rollout.id]
         if not self._running:
             self._idle.set()

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
 from service import __version__
 from service.activation import Activation
-from service.admission import Admission
+from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
 from service.errors import Draining, EngineGone, NotReady
 from service.metrics import Metrics
@@ -29,7 +29,6 @@ from service.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 STARTING_RETRY_SECONDS = 2.0
-DRAINING_RETRY_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
@@ -95,11 +94,12 @@ class Server:
         return self.engine.pulse()
 
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new, lets what runs end, and then ends what still runs."""
+        """Takes nothing new, lets what was admitted end, and then ends what still runs."""
         self._draining = True
+        self.admission.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.rollouts.idle()
+                await self.admission.idle()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:
@@ -107,10 +107,14 @@ class Server:
         self.engine.kill()
 
     def check_ready(self) -> None:
-        """Raises the problem for which a request cannot be served now."""
-        pulse = self.engine.pulse()
+        """Raises the problem for which a new request cannot be served now."""
         if self._draining:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+        self.check_serving()
+
+    def check_serving(self) -> None:
+        """As above, for what serves the requests that were taken before a drain."""
+        pulse = self.engine.pulse()
         if pulse.stage == "dead" or (self._started and not pulse.alive):
             raise EngineGone(retry_after_seconds=30)
         if not self._started:
@@ -164,8 +168,11 @@ class Server:
             self._started = True
 
     def _count(self, rollout: Rollout) -> None:
-        for group in rollout.answers():
+        answers = rollout.answers()
+        for group in answers:
             self.metrics.group_ended(group)
+        # A group that broke off has no answer; its callers are told the problem instead.
+        self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
 
     def _engine_status(self) -> EngineStatus:
         facts = self.engine.facts

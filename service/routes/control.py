@@ -7,7 +7,7 @@ from coppice.wire.control import PauseAnswer, PauseRequest
 from service.access import any_key, needs
 from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.bodies import read_json
-from service.routes.dependencies import AnyServer, ReadyServer
+from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
 
@@ -22,7 +22,8 @@ async def pause(request: Request, server: ReadyServer) -> Response:
 
 @router.post("/resume", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
 @needs("admin")
-async def resume(server: ReadyServer) -> Response:
+async def resume(server: ServingServer) -> Response:
+    """Also while draining: what is frozen could never end otherwise."""
     await server.in_background(server.activation.resume())
     return _json(PauseAnswer(paused=False))
 

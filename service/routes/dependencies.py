@@ -17,5 +17,11 @@ def _ready(server: Annotated[Server, Depends(_server)]) -> Server:
     return server
 
 
+def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
+    server.check_serving()
+    return server
+
+
 AnyServer = Annotated[Server, Depends(_server)]
 ReadyServer = Annotated[Server, Depends(_ready)]
+ServingServer = Annotated[Server, Depends(_serving)]

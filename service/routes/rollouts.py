@@ -57,11 +57,11 @@ async def start(request: Request, server: ReadyServer, caller: Caller) -> Respon
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
     if body.stream or form is Form.NDJSON:
-        return _stream(server, rollout)
+        return _stream(rollout, _own_lines(server, rollout))
     try:
         await while_connected(request, rollout.wait())
     finally:
-        await _end_unless_detached(server, rollout)
+        server.rollouts.left(rollout)
     return await _answer(rollout, form) if rollout.ended else NOBODY_READS
 
 
@@ -73,7 +73,7 @@ async def look(rollout_id: str, request: Request, server: AnyServer, caller: Cal
     seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if form is Form.NDJSON:
-        return _stream(server, rollout)
+        return _stream(rollout, _lines(rollout))
     try:
         async with asyncio.timeout(seconds):
             await rollout.wait()
@@ -92,23 +92,22 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
     return await _answer(rollout, Form.JSON if form is Form.NDJSON else form)
 
 
-def _stream(server: Server, rollout: Rollout) -> Response:
-    lines = _lines(server, rollout)
+def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(lines, media_type=Form.NDJSON, headers=_headers(rollout))
 
 
-async def _lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
+async def _own_lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
+    """For whoever started the rollout; others may come and go."""
     try:
-        async for record in rollout.records():
-            yield record.model_dump_json(exclude_none=True).encode() + b"\n"
+        async for line in _lines(rollout):
+            yield line
     finally:
-        await _end_unless_detached(server, rollout)
+        server.rollouts.left(rollout)
 
 
-async def _end_unless_detached(server: Server, rollout: Rollout) -> None:
-    """Nobody could come back for it: it ends with the connection."""
-    if not (rollout.ended or rollout.detached):
-        await server.rollouts.cancel(rollout)
+async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
+    async for record in rollout.records():
+        yield record.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 async def _answer(rollout: Rollout, form: Form) -> Response:

@@ -210,6 +210,9 @@ async def test_a_dying_engine_answers_everyone_at_once(tmp_path: Path) -> None:
             engine.die()
             records = await lines(stream)
         answer = await plain
+        assert (
+            'coppice_groups_total{outcome="failed"} 2.0' in (await served.http.get("/metrics")).text
+        )
         later = await served.http.post("/v1/rollouts", json=body(group(1)))
         alive = await served.http.get("/livez")
     assert records[-1]["problem"]["code"] == "engine_dead"

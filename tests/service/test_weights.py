@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
+from engine.protocol import PauseMode
+from service.errors import VersionConflict
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
@@ -290,6 +293,19 @@ async def test_half_loaded_weights_never_run(tmp_path: Path) -> None:
         assert (await sample(served)).json()["code"] == "engine_dead"
 
 
+async def test_an_engine_that_dies_while_it_is_paused_is_a_problem(tmp_path: Path) -> None:
+    class Dying(FakeEngine):
+        async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
+            self.die()
+            raise EngineDead("dead")
+
+    for path in ("/v1/pause", "/v1/weights/v1/activate"):
+        async with serving(Dying(), tmp_path) as served:
+            await upload(served, "v1")
+            refused = await served.http.post(path, json={})
+            assert (refused.status_code, refused.json()["code"]) == (503, "engine_dead")
+
+
 async def test_an_operators_pause_survives_an_activation(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
@@ -304,6 +320,19 @@ async def test_an_operators_pause_survives_an_activation(tmp_path: Path) -> None
         assert stuck.json()["code"] == "version_conflict"
         assert (await served.http.post("/v1/resume")).json() == {"paused": False}
         assert (await request).json()["outcome"] == "done"
+
+
+async def test_an_activation_does_not_wait_for_what_was_frozen_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    async with serving(FakeEngine(instant=False), tmp_path) as served:
+        await upload(served, "v1")
+        await served.http.post("/v1/pause", json={})
+        request = RolloutRequest.model_validate(body(group(1)))
+        rollout = await served.server.rollouts.start(request, owner="local")
+        assert rollout.num_running == 0, "its task has not run yet"
+        with pytest.raises(VersionConflict):
+            await served.server.activation.activate("v1", "wait", allow_rollback=False)
 
 
 async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:

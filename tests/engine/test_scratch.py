@@ -1,0 +1,39 @@
+"""The engine's folder for sockets."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.scratch import Scratch
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_folder_goes_with_its_engine(temporary: Path) -> None:
+    scratch = Scratch()
+    (scratch.path / "socket").touch()
+    scratch.close()
+    scratch.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_dead_ones_folder_is_swept_and_a_living_ones_stays(temporary: Path) -> None:
+    dead = temporary / "coppice-engine-dead"
+    dead.mkdir()
+    (dead / ".owner").touch()
+    living = Scratch()
+    other = Scratch()
+    assert not dead.exists() and living.path.exists()
+    living.close()
+    other.close()
+
+
+def test_a_folder_that_is_being_made_stays(temporary: Path) -> None:
+    unready = temporary / "coppice-engine-new"
+    unready.mkdir()
+    Scratch().close()
+    assert unready.exists()

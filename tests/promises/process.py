@@ -1,0 +1,143 @@
+"""A real `coppice serve` in a process group of its own, with nothing of its files outside a folder
+of its own, so that what it leaves can be counted."""
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from engine.shared_memory import leftovers
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 180.0
+_READY = re.compile(r"ready: serving .* on (http://\S+?)[\"\s]")
+# Compiled kernels are not leftovers: they are for the next one.
+_COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+
+
+def until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where a server keeps everything. Short: a Unix socket's path may have 107 bytes."""
+
+    path: Path
+    shared_before: frozenset[Path]
+
+    @property
+    def temporary(self) -> Path:
+        return self.path / "t"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "w"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    def left(self) -> list[str]:
+        """Files that are there and were not, but for the log and what living processes share."""
+        files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
+        return sorted(map(str, {*files, *leftovers()} - self.shared_before))
+
+
+@contextmanager
+def home() -> Iterator[Home]:
+    path = Path(tempfile.mkdtemp(prefix="coppice-"))
+    for folder in ("t", "w"):
+        (path / folder).mkdir()
+    try:
+        yield Home(path=path, shared_before=frozenset(leftovers()))
+    finally:
+        shutil.rmtree(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceProcess:
+    """`url` once it serves."""
+
+    process: subprocess.Popen[bytes]
+    home: Home
+    url: str
+    descendants: list[psutil.Process]
+
+    @property
+    def core(self) -> psutil.Process:
+        (core,) = (child for child in self.descendants if "EngineCore" in child.name())
+        return core
+
+    @property
+    def log(self) -> str:
+        return self.home.log.read_text()
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        """To the service, or as a terminal does it, to its whole process group."""
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.log[-4000:]}") from None
+
+    def living(self) -> list[str]:
+        """Descendants that outlive it."""
+        return [child.name() for child in self.descendants if _lives(child)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
+    """Killed with all that is its if the test leaves it running."""
+    command = [sys.executable, "-m", "service", "serve", "--port", "0"]
+    command += ["--weights.directory", str(place.weights), "--log.format", "json", *flags]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    environment["TMPDIR"] = str(place.temporary)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED))
+    with place.log.open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    descendants: list[psutil.Process] = []
+    try:
+        url = _serving_url(process, place)
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        yield ServiceProcess(process=process, home=place, url=url, descendants=descendants)
+    finally:
+        for victim in (psutil.Process(p) for p in [process.pid] if process.poll() is None):
+            descendants += victim.children(recursive=True)
+            process.kill()
+        for child in filter(_lives, descendants):
+            child.kill()
+        process.wait()
+
+
+def _serving_url(process: "subprocess.Popen[bytes]", place: Home) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while (found := _READY.search(place.log.read_text())) is None:
+        assert process.poll() is None and time.monotonic() < deadline, place.log.read_text()[-4000:]
+        time.sleep(0.1)
+    return found.group(1)

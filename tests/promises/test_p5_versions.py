@@ -1,0 +1,112 @@
+"""P5: every token is labelled with the version that sampled it.
+
+Two versions of the seedling, greedy in float32, swapped again and again under load. Each span must
+be what Hugging Face's forward of that version's weights would have chosen next. After `keep` the
+tokens before a swap stay in the cache as the older weights computed them, so there the claim is
+exact for the first span only.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import MODEL, reference, settings
+from tests.serving import Served, serving
+
+pytestmark = pytest.mark.engine
+
+MAX_TOKENS = 120
+CALLERS = 4
+SWAPS = 4
+CHECKED = 8
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, disturbed enough to choose other tokens."""
+    directory = tmp_path_factory.mktemp("versions") / "other"
+    shutil.copytree(MODEL, directory)
+    draw = torch.Generator().manual_seed(11)
+    disturbed = {
+        name: (values + 0.2 * values.std() * torch.randn(values.shape, generator=draw)).to(
+            values.dtype
+        )
+        for name, values in load_file(MODEL / "model.safetensors").items()
+    }
+    save_file(disturbed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+async def ask(served: Served, number: int, over: asyncio.Event) -> list[dict[str, Any]]:
+    """One after the other until it is over; prompts with their samples."""
+    answered = []
+    while not over.is_set():
+        prompt = [number + 3, *range(4, 4 + 7 * number), number + 5]
+        body = {
+            "groups": [{"prompt": {"token_ids": prompt}, "n": 2}],
+            "sampling": {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True},
+        }
+        answer = await served.http.post("/v1/rollouts", json=body)
+        for sample in answer.json()["groups"][0]["samples"]:
+            answered.append({"prompt": prompt, **sample})
+    return answered
+
+
+async def swapped_under_load(served: Served, mode: str) -> list[dict[str, Any]]:
+    """The samples that met the most swaps."""
+    over = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        callers = [tasks.create_task(ask(served, i, over)) for i in range(CALLERS)]
+        for turn in range(SWAPS):
+            await asyncio.sleep(0.3)
+            version = ("other", "first")[turn % 2]
+            activated = await served.http.post(
+                f"/v1/weights/{version}/activate", json={"mode": mode, "allow_rollback": True}
+            )
+            assert activated.status_code == 200, activated.text
+        over.set()
+    samples = [sample for caller in callers for sample in caller.result()]
+    return sorted(samples, key=lambda sample: -len(sample["versions"]))[:CHECKED]
+
+
+def assert_chosen(model: Any, sample: dict[str, Any], start: int, end: int) -> None:
+    prompt, tokens = sample["prompt"], sample["token_ids"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    for place in range(start, end):
+        best = logits[place].max().item()
+        assert best - logits[place, tokens[place]].item() < TIE, (place, start, end)
+
+
+def checked(samples: list[dict[str, Any]], models: dict[str, Any], *, whole: bool) -> Iterator[str]:
+    for sample in samples:
+        spans = sample["versions"]
+        assert sum(span["end"] - span["start"] for span in spans) == len(sample["token_ids"])
+        for span in spans if whole else spans[:1]:
+            assert_chosen(models[span["version"]], sample, span["start"], span["end"])
+        yield "-".join(span["version"] for span in spans)
+
+
+async def test_every_token_is_what_the_version_on_its_label_chooses(
+    tmp_path: Path, other: Path
+) -> None:
+    models = {"first": reference(), "other": reference(other)}
+    weights = {"source_directories": (other,), "initial_version": "first"}
+    engine = VllmEngine(settings(cpu_threads=1))
+    async with serving(engine, tmp_path, weights=weights) as served:
+        staged = await served.http.post("/v1/weights/other", json={"path": str(other)})
+        assert staged.status_code == 201, staged.text
+        recomputed = await swapped_under_load(served, "recompute")
+        kept = await swapped_under_load(served, "keep")
+    histories = set(checked(recomputed, models, whole=True))
+    assert any("-" in history for history in histories), "no sample met a swap"
+    histories = set(checked(kept, models, whole=False))
+    assert any("-" in history for history in histories), "no sample met a swap"

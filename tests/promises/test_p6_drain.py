@@ -1,0 +1,116 @@
+"""P6: a drain loses nothing that was admitted before it, wherever it was."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group, running_samples
+from tests.serving import Served, serving
+
+Answering = asyncio.Task[httpx.Response]
+
+
+def post(served: Served, path: str = "/v1/rollouts", asked: Any = None) -> Answering:
+    asked = body(group(1, n=2)) if asked is None else asked
+    return asyncio.create_task(served.http.post(path, json=asked))
+
+
+def drain(served: Served, seconds: float = 30) -> "asyncio.Task[None]":
+    return asyncio.create_task(served.server.drain(seconds))
+
+
+async def admitted(served: Served, num_samples: int) -> None:
+    while served.server.admission.num_samples != num_samples:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_group_that_waits_for_an_activation_is_answered(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        async with served.server.rollouts.gate_shut():
+            waiting = post(served)
+            await admitted(served, 2)
+            draining = drain(served)
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+        assert (await waiting).json()["outcome"] == "done"
+        await draining
+
+
+async def test_a_score_is_answered(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.score_gate = asyncio.Event()
+    async with serving(engine, tmp_path) as served:
+        item = {"prompt": {"token_ids": [1, 2]}, "responses": [[3]]}
+        scoring = post(served, "/v1/score", {"items": [item]})
+        await admitted(served, 1)
+        draining = drain(served)
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        engine.score_gate.set()
+        assert (await scoring).status_code == 200
+        await draining
+
+
+async def test_what_is_frozen_can_be_resumed_and_ends(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await served.http.post("/v1/pause", json={})
+        frozen = post(served)
+        await running_samples(served, 2)
+        draining = drain(served)
+        await asyncio.sleep(0.05)
+        assert (await served.http.post("/v1/resume")).json() == {"paused": False}
+        assert (await frozen).json()["outcome"] == "done"
+        await draining
+
+
+async def test_what_stays_frozen_comes_back_with_its_tokens_in_the_end(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        frozen = post(served)
+        await running_samples(served, 2)
+        engine.step(3)
+        await served.http.post("/v1/pause", json={})
+        await drain(served, seconds=0.1)
+        answer = (await frozen).json()
+    assert answer["outcome"] == "cancelled"
+    assert [len(s["token_ids"]) for s in answer["groups"][0]["samples"]] == [3, 3]
+
+
+async def test_an_activation_that_waits_for_the_last_group_is_no_deadlock(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        await served.http.put("/v1/weights/v1", content=b"w")
+        early = post(served)
+        await running_samples(served, 2)
+        activating = post(served, "/v1/weights/v1/activate", {"mode": "wait"})
+        await asyncio.sleep(0.05)
+        late = post(served)
+        await admitted(served, 4)
+        draining = drain(served)
+        engine.step(4)
+        assert (await early).json()["outcome"] == "done"
+        assert (await activating).status_code == 200
+        await running_samples(served, 2)
+        engine.step(4)
+        answer = (await late).json()
+        await draining
+    assert answer["groups"][0]["samples"][0]["versions"][0]["version"] == "v1"
+
+
+async def test_what_could_not_start_in_time_is_told_to_go_elsewhere(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        async with served.server.rollouts.gate_shut():
+            waiting = post(served)
+            await admitted(served, 2)
+            await drain(served, seconds=0.05)
+            refused = await waiting
+        later = await post(served)
+        served.server.admission.check()
+    for problem in (refused, later):
+        assert (problem.status_code, problem.json()["code"]) == (503, "draining")
+        assert int(problem.headers["retry-after"]) > 0

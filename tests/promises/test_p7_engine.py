@@ -1,0 +1,64 @@
+"""P7: when the engine dies or hangs, the probes say so and whoever waits for it is told, also where
+vLLM itself would leave them waiting for ever."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDead
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import MODEL
+from tests.engine.test_processes import one_sample, processes, started, until
+
+pytestmark = pytest.mark.engine
+
+SOON_SECONDS = 20.0
+
+
+async def dies(waiting: "asyncio.Task[Any]") -> None:
+    async with asyncio.timeout(SOON_SECONDS):
+        with pytest.raises(EngineDead):
+            await waiting
+
+
+def asked(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    return asyncio.create_task(call)
+
+
+async def refuses_everything(engine: VllmEngine) -> None:
+    for call in (engine.pause("keep"), engine.resume(), engine.score([1], [2])):
+        await dies(asked(call))
+    await engine.abort(["unknown"])
+
+
+async def test_a_death_during_an_activation_fails_it_at_once() -> None:
+    async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
+        await engine.pause("keep")
+        frozen = asked(one_sample(engine, 5))
+        change = asked(engine.swap_weights(MODEL, "v1"))
+        await asyncio.sleep(1)
+        (core,) = processes("EngineCore")
+        core.kill()
+        await dies(change)
+        await dies(frozen)
+        await until(lambda: engine.pulse().stage == "dead", seconds=5)
+        await refuses_everything(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("EngineCore", {}), ("Worker", {"tensor_parallel_size": 2})]
+)
+async def test_a_hang_that_goes_on_is_made_a_death(name: str, ranks: dict[str, Any]) -> None:
+    async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:
+        running = asked(one_sample(engine, 900))
+        await asyncio.sleep(0.3)
+        processes(name)[-1].send_signal(signal.SIGSTOP)
+        resuming = asked(engine.pause("keep"))
+        await until(lambda: not engine.pulse().alive, seconds=SOON_SECONDS)
+        await dies(running)
+        await dies(resuming)
+        assert "hung" in (engine.pulse().reason or "")
+        await until(lambda: not processes("VLLM"), seconds=SOON_SECONDS)

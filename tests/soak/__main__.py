@@ -1,0 +1,153 @@
+"""`make soak`: many groups and many malformed requests through one real server, and the table.
+
+    python -m tests.soak [--groups 10000] [--malformed 100000] [--report docs/reliability.md]
+
+Load goes to 127.0.0.1 only, from a few threads, and ends.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.promises.process import ServiceProcess, home, service, until
+from tests.soak.groups import GROUPS_A_REQUEST, SAMPLES, TOKENS, Groups
+from tests.soak.levels import Levels, watched
+from tests.soak.malformed import Malformed
+
+CALLERS = 4
+# The cache is so small that all of it has been touched, and so counts, when the warm-up ends.
+FLAGS = (
+    "--engine.cache-bytes", str(64 * 2**20),
+    "--engine.max-context-tokens", "256",
+    "--engine.max-sequences", "128",
+    "--limits.max-samples-per-request", "64",
+    "--limits.keep-answers-bytes", "4000000",
+    "--server.drain-seconds", "60",
+)  # fmt: skip
+# oneDNN keeps up to 1,024 compiled kernels, one for every number of tokens in a step that it has
+# met. Filling that takes longer than the soak and would hide a leak of the same size.
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+BEGIN, END = "<!-- soak: written by `make soak` -->\n", "<!-- end of soak -->"
+
+
+def main() -> None:
+    options = _options()
+    os.environ.update(KERNELS)
+    with home() as place, service(place, *FLAGS) as server:
+        core = server.core.pid
+        groups, group_seconds, levels = _groups(server, options.groups)
+        print(*(level.row() for level in levels), sep="\n", flush=True)
+        malformed, malformed_seconds = _malformed(server, options.malformed, options.seed)
+        print(dict(sorted(malformed.statuses.items())), *malformed.offences[:5], sep="\n")
+        assert not malformed.offences, f"{len(malformed.offences)} answers of 5xx but 503"
+        _serves(server, core)
+        server.signal(signal.SIGTERM)
+        assert server.wait(120) == 0
+        until(lambda: not server.living(), seconds=5, what="the engine's processes end")
+        assert place.left() == []
+        for level in levels:
+            level.check()
+    table = _table(groups, group_seconds, levels, malformed, malformed_seconds)
+    print(table)
+    if options.report:
+        _write(options.report, table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--malformed", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path)
+    return parser.parse_args()
+
+
+def _groups(server: ServiceProcess, total: int) -> tuple[Groups, float, list[Levels]]:
+    groups = Groups(server.url, total)
+    levels = [
+        Levels(name="service", process=psutil.Process(server.process.pid)),
+        Levels(name="EngineCore", process=server.core),
+    ]
+    began = time.monotonic()
+    with watched(levels, lambda: groups.num_ended):
+        groups.run(CALLERS)
+    assert not groups.failures, groups.failures[:3]
+    assert groups.num_ended >= total
+    return groups, time.monotonic() - began, levels
+
+
+def _malformed(server: ServiceProcess, total: int, seed: int) -> tuple[Malformed, float]:
+    malformed = Malformed(server.url, total, seed)
+    began = time.monotonic()
+    malformed.run(CALLERS)
+    return malformed, time.monotonic() - began
+
+
+def _serves(server: ServiceProcess, core: int) -> None:
+    """Afterwards: the same engine, alive, idle, and as good as before."""
+    assert psutil.Process(core).is_running()
+    for probe in ("/livez", "/readyz"):
+        assert httpx.get(server.url + probe, timeout=60).status_code == 200
+    status = httpx.get(f"{server.url}/v1/status", timeout=60).json()
+    assert (status["samples_running"], status["paused"]) == (0, False), status
+    body = {"groups": [{"prompt": {"text": "1+1="}}], "sampling": {"max_tokens": 4}}
+    answer = httpx.post(f"{server.url}/v1/rollouts", json=body, timeout=60).json()
+    assert answer["outcome"] == "done", answer
+
+
+def _table(
+    groups: Groups,
+    group_seconds: float,
+    levels: list[Levels],
+    malformed: Malformed,
+    malformed_seconds: float,
+) -> str:
+    families = Counter(
+        "503" if status == 503 else f"{status // 100}xx" if status else "none"
+        for status in malformed.statuses.elements()
+    )
+    answers = ", ".join(f"{name}: {count:,}" for name, count in sorted(families.items()))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return f"""
+`python -m tests.soak {" ".join(sys.argv[1:])}` on {today}, {_machine()}.
+
+{groups.num_ended:,} groups of {SAMPLES} samples and {TOKENS} tokens, {GROUPS_A_REQUEST} a request,
+{CALLERS} callers, in {group_seconds:.0f} s:
+{groups.num_done:,} done, {groups.num_left:,} whose caller left;
+{groups.num_activations} weights versions uploaded and activated meanwhile.
+
+| process | memory after the first fifth, and at the end | fitted growth | threads | descriptors |
+|---|---|---|---|---|
+{levels[0].row()}
+{levels[1].row()}
+
+{malformed.num_sent:,} malformed requests in {malformed_seconds:.0f} s, then a rollout as before. \
+Answers by status
+(none: the connection was closed): {answers}.
+
+"""
+
+
+def _machine() -> str:
+    cpus = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{platform.machine()}, {cpus} processors, {memory:.0f} GiB, no GPU"
+
+
+def _write(report: Path, table: str) -> None:
+    before, rest = report.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    report.write_text(before + BEGIN + table + END + after)
+
+
+if __name__ == "__main__":
+    main()

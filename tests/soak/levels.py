@@ -1,0 +1,95 @@
+"""What a process holds, looked at again and again while work is done, and whether it stays flat."""
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+
+INTERVAL_SECONDS = 1.0
+# A fifth of the work fills caches, pools and the books of kept answers.
+WARM_UP = 0.2
+MAX_GROWTH = 0.05
+MAX_SPREAD = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    num_done: int
+    rss_bytes: int
+    num_threads: int
+    num_descriptors: int
+
+
+@dataclass(kw_only=True)
+class Levels:
+    """Of one process."""
+
+    name: str
+    process: psutil.Process
+    looks: list[Look] = field(default_factory=list)
+
+    def look(self, num_done: int) -> None:
+        self.looks.append(
+            Look(
+                num_done=num_done,
+                rss_bytes=self.process.memory_info().rss,
+                num_threads=self.process.num_threads(),
+                num_descriptors=self.process.num_fds(),
+            )
+        )
+
+    @property
+    def warm(self) -> list[Look]:
+        last = self.looks[-1].num_done
+        return [look for look in self.looks if look.num_done >= WARM_UP * last]
+
+    @property
+    def growth(self) -> float:
+        """By the fitted line from the end of the warm-up to the end, as a share of the start."""
+        slope, base = statistics.linear_regression(
+            [look.num_done for look in self.warm], [look.rss_bytes for look in self.warm]
+        )
+        first, last = self.warm[0].num_done, self.warm[-1].num_done
+        return slope * (last - first) / (base + slope * first)
+
+    def check(self) -> None:
+        assert self.growth < MAX_GROWTH, f"{self.name} grew by {self.growth:.1%}"
+        for field_name in ("num_threads", "num_descriptors"):
+            first, last = self._medians(field_name)
+            assert abs(last - first) <= MAX_SPREAD, f"{self.name}: {field_name} {first} to {last}"
+
+    def row(self) -> str:
+        first, last = self.warm[0], self.warm[-1]
+        threads, descriptors = self._medians("num_threads"), self._medians("num_descriptors")
+        return (
+            f"| {self.name} | {first.rss_bytes / 2**20:.0f} to {last.rss_bytes / 2**20:.0f} MiB "
+            f"| {self.growth:+.1%} | {threads[0]:.0f} to {threads[1]:.0f} "
+            f"| {descriptors[0]:.0f} to {descriptors[1]:.0f} |"
+        )
+
+    def _medians(self, name: str) -> tuple[float, float]:
+        """Of the first and the last third after the warm-up."""
+        values = [getattr(look, name) for look in self.warm]
+        third = max(1, len(values) // 3)
+        return statistics.median(values[:third]), statistics.median(values[-third:])
+
+
+@contextmanager
+def watched(levels: list[Levels], num_done: Callable[[], int]) -> Iterator[None]:
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(INTERVAL_SECONDS):
+            for level in levels:
+                level.look(num_done())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
