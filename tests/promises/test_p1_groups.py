@@ -16,6 +16,8 @@ from tests.promises.hesitant import HesitantEngine, turns
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import serving, settings_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_closed_connection_ends_the_samples_of_every_group(

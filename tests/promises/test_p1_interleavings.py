@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,8 @@ from service.versions import Version
 from tests.promises.hesitant import HesitantEngine, turns
 from tests.service.test_rollouts import body, group
 from tests.serving import settings_for
+
+pytestmark = pytest.mark.slow
 
 KEYS = ("a", "b")
 VERSIONS = ("v1", "v2")

@@ -7,9 +7,13 @@ import random
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
 from tests.serving import Served, serving
+
+pytestmark = pytest.mark.slow
 
 NUM_RETRIES = 40
 

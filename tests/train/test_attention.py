@@ -10,6 +10,8 @@ from torch import Tensor
 from coppice.train.attention import blocks_of, shared_prompt_attention
 from coppice.train.reference import reference_attention
 
+pytestmark = pytest.mark.slow
+
 # Of the same lengths and others, in one block and in many, with rows of nothing between them.
 ROWS = [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130)]
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -18,6 +18,8 @@ from coppice.train.prompts import no_grad_layers
 from coppice.train.responses import response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES: list[Schedule] = ["kept", "recomputed", "injected", "packed"]
 TWO_PHASES: list[Schedule] = ["recomputed", "injected"]
 

@@ -22,6 +22,8 @@ from coppice.train.contexts import Context
 from tests.train.models import LENGTHS, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, naive_gradients
 
+pytestmark = pytest.mark.slow
+
 EITHER = pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 
 

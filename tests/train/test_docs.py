@@ -12,6 +12,8 @@ from coppice import Group, RolloutResult, Sample, Usage, VersionSpan
 from coppice.train import TrainingGroup
 from tests.train.models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
 WANTED = 7
 

@@ -15,6 +15,8 @@ from coppice.train import (
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import naive_gradients
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = pytest.mark.parametrize("family", ["qwen3", "llama"])
 EDGES = pytest.mark.parametrize(
     "group",

@@ -12,6 +12,8 @@ from tests.train.models import error, gradients, random_group, random_loss, tiny
 from tests.train.test_backward import SCHEDULES
 from tests.train.test_checkpointing import checkpointed, schedules
 
+pytestmark = pytest.mark.slow
+
 
 class Adapted(nn.Module):
     """A frozen linear layer and a trained one of rank 4."""

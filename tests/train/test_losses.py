@@ -23,6 +23,8 @@ from coppice.train import (
 from coppice.train.passes import plan_passes
 from tests.train.models import LENGTHS, error, gradients, random_group, tiny_model
 
+pytestmark = pytest.mark.slow
+
 TOTALS = Totals(num_responses=4, num_tokens=10)
 
 

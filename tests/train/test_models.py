@@ -35,6 +35,8 @@ from examples.seedling.arithmetic import draw, written_out
 from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, without_the_prompts
 
+pytestmark = pytest.mark.slow
+
 SEEDLING = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 
 SIZES: dict[str, Any] = {

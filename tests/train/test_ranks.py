@@ -27,6 +27,8 @@ from coppice.train import (
 from coppice.train.normalizers import Totals
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
