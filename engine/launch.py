@@ -35,8 +35,8 @@ def launch(
 
 
 def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """vLLM looks variables up twice for every output token, in the environment unless it is told that
-    they are settled."""
+    """vLLM looks variables up for every output token, in the environment unless it is told that they
+    are settled."""
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments)
     envs.enable_envs_cache()
