@@ -35,8 +35,7 @@ def launch(
 
 
 def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """vLLM looks variables up for every output token, in the environment unless it is told that they
-    are settled."""
+    """vLLM looks variables up in the environment for every token, unless they are settled."""
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments)
     envs.enable_envs_cache()
