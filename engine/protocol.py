@@ -6,8 +6,9 @@ tests and the real one obey the same contract tests.
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
@@ -27,15 +28,54 @@ class Sampling:
     ignore_eos: bool = False
 
 
+class ExportWord(IntEnum):
+    """What a rank has to say about its part of an export: written once, after the bytes."""
+
+    PENDING = 0
+    COMMITTED = 1
+    MIXED_VERSION = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFormat:
+    """The canonical layout of a prompt's keys and values: for each layer in order, K then V, each
+    [kv_heads, tokens, head_dim], C-contiguous, nothing in between; keys after rotary embedding.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    rope: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSlot:
+    """Where the engine writes the keys and values of the prompt's first `num_tokens` tokens.
+
+    Every rank writes its own heads at their place in the canonical layout, which starts at `offset`
+    of the file, and then its ExportWord, 8 bytes little-endian, at `words_offset + 8 * rank`.
+    """
+
+    arena: Path
+    offset: int
+    words_offset: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample to draw. `id` is the server's own and never repeats."""
+    """One sample to draw. `id` is the server's own and never repeats. One sample of a group may
+    carry an export; it is written once, as soon as the prompt is computed.
+    """
 
     id: str
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    export: ExportSlot | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +117,9 @@ class EngineFacts:
     pipeline_parallel_size: int
     cpu_threads: int | None
     vllm_version: str
+    kv_format: KvFormat | None = None
+    """None: prompt keys and values cannot be exported, for `kv_reason`."""
+    kv_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +145,8 @@ class Engine(Protocol):
         unknown and finished ids are ignored.
     score: log-probabilities of the response's tokens after the prompt, under the model's own
         distribution at temperature 1. Cancelling it ends the work.
+    settle_exports: returns when every export whose sample was submitted before, and has ended or
+        was aborted by now, is written or never will be: then its slot may be given to another.
     pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
         wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
     check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
@@ -133,6 +178,8 @@ class Engine(Protocol):
     async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
+
+    async def settle_exports(self) -> None: ...
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 
