@@ -14,6 +14,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
 EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
 EngineFinish = Literal["stop", "length", "abort", "error"]
+KvReason = Literal["disabled", "unsupported_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,9 @@ class ExportSlot:
 
     Every rank writes its own heads at their place in the canonical layout, which starts at `offset`
     of the file, and then its ExportWord, 8 bytes little-endian, at `words_offset + 8 * rank`.
+
+    The file is fully allocated, zero at the words, and keeps its size for as long as the engine
+    lives. `offset` is a multiple of 64. A slot that leaves the file is not written to: FAILED.
     """
 
     arena: Path
@@ -119,7 +123,7 @@ class EngineFacts:
     vllm_version: str
     kv_format: KvFormat | None = None
     """None: prompt keys and values cannot be exported, for `kv_reason`."""
-    kv_reason: str | None = None
+    kv_reason: KvReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,9 @@ class Engine(Protocol):
     score: log-probabilities of the response's tokens after the prompt, under the model's own
         distribution at temperature 1. Cancelling it ends the work.
     settle_exports: returns when every export whose sample was submitted before, and has ended or
-        was aborted by now, is written or never will be: then its slot may be given to another.
+        was aborted by now, is written or never will be: then its slot may be given to another. Nor
+        is any other write under way that began before: a word that is PENDING while the engine is
+        paused will, if ever, be COMMITTED under the weights that it resumes with.
     pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
         wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
     check_weights: CheckpointRefused if the files could not be served; touches nothing, may block

@@ -54,6 +54,9 @@ class EngineSettings(BaseModel):
         bool | None,
         Field(description="no compilation, no CUDA graphs; none: true on CPU, false on a GPU"),
     ] = None
+    prompt_kv: Annotated[
+        bool, Field(description="prompt keys and values can be exported as soon as computed")
+    ] = False
     weight_transfer: Annotated[
         Literal["nccl", "ipc"] | None,
         Field(description="vLLM's own weight-transfer engine, beside HTTP"),

@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the HTTP layer; it obeys the real one's contract tests.
 
 Time stands still in it: a sample's tokens appear when the test calls `step`, or at once if the
-engine is made with `instant=True`. Token i of a sample is its prompt's length plus i.
+engine is made with `instant=True`. Token i of a sample is its prompt's length plus i. A prompt is
+computed, and exported, in a sample's first step.
 """
 
 import asyncio
@@ -15,11 +16,13 @@ from engine.protocol import (
     EngineFacts,
     EngineFinish,
     EngineStage,
+    ExportWord,
     PauseMode,
     Pulse,
     SampleRequest,
     VersionSpan,
 )
+from tests.fake_export import FORMAT, write_export
 
 VOCAB_SIZE = 256
 EOS = 0
@@ -30,14 +33,20 @@ class Running:
     request: SampleRequest
     done: asyncio.Future[Completion]
     limit: int
+    computed: bool = False
     token_versions: list[str] = field(default_factory=list)
 
 
 class FakeEngine:
     """Its public attributes make it misbehave; `calls` and `loaded` say what was asked of it."""
 
-    def __init__(self, *, max_context_tokens: int = 512, instant: bool = True) -> None:
+    def __init__(
+        self, *, max_context_tokens: int = 512, instant: bool = True, prompt_kv: bool = False
+    ) -> None:
         self.instant = instant
+        self.prompt_kv = prompt_kv
+        self.export_word = ExportWord.COMMITTED
+        self.settle_gate: asyncio.Event | None = None
         self.max_context_tokens = max_context_tokens
         self.start_error: EngineError | None = None
         self.start_gate: asyncio.Event | None = None
@@ -72,6 +81,8 @@ class FakeEngine:
             pipeline_parallel_size=1,
             cpu_threads=1,
             vllm_version="0",
+            kv_format=FORMAT if self.prompt_kv else None,
+            kv_reason=None if self.prompt_kv else "disabled",
         )
 
     def pulse(self) -> Pulse:
@@ -137,6 +148,7 @@ class FakeEngine:
         if self.paused:
             return
         for sample in list(self.running.values()):
+            self._compute_prompt(sample)
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
             if len(sample.token_versions) == sample.limit:
@@ -146,6 +158,10 @@ class FakeEngine:
         for sample_id in sample_ids:
             if sample_id in self.running:
                 self._finish(self.running[sample_id], "abort")
+
+    async def settle_exports(self) -> None:
+        if self.settle_gate is not None:
+            await self.settle_gate.wait()
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
@@ -181,6 +197,13 @@ class FakeEngine:
         for sample in self.running.values():
             sample.done.set_exception(EngineDead("dead"))
         self.running.clear()
+
+    def _compute_prompt(self, sample: Running) -> None:
+        """`export_word` is what becomes of every export: bytes for COMMITTED only."""
+        if sample.request.export is not None and not sample.computed:
+            tokens = sample.request.prompt_token_ids
+            write_export(sample.request.export, tokens, self.version, self.export_word)
+        sample.computed = True
 
     def _finish(self, sample: Running, finish: EngineFinish) -> None:
         del self.running[sample.request.id]

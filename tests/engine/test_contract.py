@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.protocol import Completion, Engine, PauseMode, SampleRequest, Sampling
+from engine.protocol import (
+    Completion,
+    Engine,
+    ExportSlot,
+    ExportWord,
+    PauseMode,
+    SampleRequest,
+    Sampling,
+)
+from tests.arena import TestArena
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,7 +49,7 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
 
 
 def _fake() -> Subject:
-    engine = FakeEngine(instant=False)
+    engine = FakeEngine(instant=False, prompt_kv=True)
 
     async def advance() -> None:
         engine.step(2)
@@ -56,12 +65,25 @@ def _real() -> Subject:
     async def advance() -> None:
         await asyncio.sleep(0.05)
 
-    return Subject(VllmEngine(settings()), advance)
+    return Subject(VllmEngine(settings(prompt_kv=True)), advance)
 
 
-def sample(max_tokens: int) -> SampleRequest:
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-    return SampleRequest(id=f"c{next(_COUNT)}", prompt_token_ids=[1, 2, 3], sampling=sampling)
+@pytest.fixture
+def arena(subject: Subject, tmp_path: Path) -> TestArena:
+    form = subject.engine.facts.kv_format
+    assert form is not None
+    return TestArena(tmp_path / "arena", form)
+
+
+def sample(
+    max_tokens: int, *, prompt: tuple[int, ...] = (1, 2, 3), export: ExportSlot | None = None
+) -> SampleRequest:
+    return SampleRequest(
+        id=f"c{next(_COUNT)}",
+        prompt_token_ids=prompt,
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+        export=export,
+    )
 
 
 async def submitted(subject: Subject, *samples: SampleRequest) -> Gathered:
@@ -179,3 +201,74 @@ async def test_text_becomes_tokens_and_back(subject: Subject) -> None:
     tokens = subject.engine.encode_text("1+2=3")
     assert max(tokens) < subject.engine.facts.vocab_size
     assert "1+2=3" in subject.engine.decode(tokens)
+
+
+PROMPT = tuple(range(5, 75))
+
+
+async def test_an_export_is_whole_before_its_sample_ends(
+    subject: Subject, arena: TestArena
+) -> None:
+    slot = arena.slot(len(PROMPT) - 1)
+    pending = await submitted(subject, sample(400, prompt=PROMPT, export=slot), sample(3))
+    async with asyncio.timeout(30):
+        while arena.words(slot) == [ExportWord.PENDING]:
+            await subject.advance()
+    assert arena.words(slot) == [ExportWord.COMMITTED]
+    assert not pending.done()
+    whole = arena.data(slot)
+    assert not arena.untouched(slot)
+    await finished(subject, pending)
+    await subject.engine.settle_exports()
+    assert (arena.data(slot) == whole).all(), "an export is written once"
+    arena.check()
+
+
+async def test_the_same_prompt_gives_the_same_bytes_in_two_slots(
+    subject: Subject, arena: TestArena
+) -> None:
+    slots = [arena.slot(len(PROMPT) - 1) for _ in range(2)]
+    samples = [sample(2, prompt=PROMPT, export=slot) for slot in slots]
+    await finished(subject, await submitted(subject, *samples))
+    await subject.engine.settle_exports()
+    assert [arena.words(slot) for slot in slots] == [[ExportWord.COMMITTED]] * 2
+    assert (arena.data(slots[0]) == arena.data(slots[1])).all()
+    arena.check()
+
+
+async def test_an_export_whose_sample_is_aborted_first_is_never_written(
+    subject: Subject, arena: TestArena
+) -> None:
+    slot = arena.slot(len(PROMPT) - 1)
+    await subject.engine.pause("keep")
+    aborted = sample(5, prompt=PROMPT, export=slot)
+    pending = await submitted(subject, aborted)
+    await subject.engine.abort([aborted.id])
+    await subject.engine.settle_exports()
+    assert arena.words(slot) == [ExportWord.PENDING]
+    await subject.engine.resume()
+    await finished(subject, pending)
+    for _ in range(3):
+        await subject.advance()
+    assert arena.words(slot) == [ExportWord.PENDING]
+    assert arena.untouched(slot)
+
+
+async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
+    subject: Subject, arena: TestArena
+) -> None:
+    inside = arena.slot(len(PROMPT) - 1)
+    outside = ExportSlot(
+        arena=inside.arena,
+        offset=len(arena.bytes) - 64,
+        words_offset=inside.words_offset,
+        num_tokens=inside.num_tokens,
+    )
+    (completion,) = await finished(
+        subject, await submitted(subject, sample(3, prompt=PROMPT, export=outside))
+    )
+    await subject.engine.settle_exports()
+    assert completion.finish == "length"
+    assert arena.words(inside) == [ExportWord.FAILED]
+    assert arena.untouched(inside)
+    arena.check()

@@ -1,0 +1,63 @@
+"""A file for exports, as the service owns one: preallocated, with a canary around every slot."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.protocol import ExportSlot, ExportWord, KvFormat
+
+ALIGNMENT = 64
+CANARY = 0xA5
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class TestArena:
+    """Slots follow each other; `check` says that nothing between them was touched."""
+
+    __test__ = False
+
+    def __init__(
+        self, path: Path, form: KvFormat, *, num_bytes: int = 2**22, num_ranks: int = 1
+    ) -> None:
+        self.path, self.form, self._num_ranks = path, form, num_ranks
+        self._free, self._held = ALIGNMENT, np.zeros(num_bytes, dtype=bool)
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        self.bytes = np.memmap(path, dtype=np.uint8, mode="r+")
+        self.bytes[:] = CANARY
+
+    def slot(self, num_tokens: int) -> ExportSlot:
+        words = self._take(8 * self._num_ranks)
+        self.bytes[words : words + 8 * self._num_ranks] = 0
+        offset = self._take(self.num_bytes(num_tokens))
+        return ExportSlot(arena=self.path, offset=offset, words_offset=words, num_tokens=num_tokens)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        form = self.form
+        values = 2 * form.num_layers * form.num_kv_heads * num_tokens * form.head_dim
+        return values * ITEM_BYTES[form.dtype]
+
+    def words(self, slot: ExportSlot) -> list[ExportWord]:
+        end = slot.words_offset + 8 * self._num_ranks
+        stored = self.bytes[slot.words_offset : end].view("<u8")
+        return [ExportWord(int(word)) for word in stored]
+
+    def data(self, slot: ExportSlot) -> npt.NDArray[np.uint8]:
+        """The slot's bytes as they are now."""
+        end = slot.offset + self.num_bytes(slot.num_tokens)
+        return np.array(self.bytes[slot.offset : end])
+
+    def untouched(self, slot: ExportSlot) -> bool:
+        return bool((self.data(slot) == CANARY).all())
+
+    def check(self) -> None:
+        assert (self.bytes[~self._held] == CANARY).all(), "written outside the slots"
+
+    def _take(self, num_bytes: int) -> int:
+        start = self._free
+        assert start + num_bytes < len(self.bytes), "the test's arena is full"
+        self._held[start : start + num_bytes] = True
+        self._free = -(-(start + num_bytes + 1) // ALIGNMENT) * ALIGNMENT
+        return start

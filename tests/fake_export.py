@@ -1,0 +1,40 @@
+"""What the fake engine exports: bytes that tell token, place and weights version."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.protocol import ExportSlot, ExportWord, KvFormat
+
+FORMAT = KvFormat(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=32,
+    dtype="float32",
+    rope={"rope_type": "default", "rope_theta": 10000.0},
+)
+
+
+def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
+    """[layers, keys and values, kv_heads, tokens, head_dim]: the canonical layout."""
+    shape = (FORMAT.num_layers, 2, FORMAT.num_kv_heads, len(tokens), FORMAT.head_dim)
+    places = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 1024
+    of_tokens = np.asarray(tokens, dtype=np.float32)[:, None]
+    return places + of_tokens + np.float32(zlib.crc32(version.encode()) % 1000)
+
+
+def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportWord) -> None:
+    """Bytes only where they are committed; a slot that leaves the file gets none."""
+    data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
+    with slot.arena.open("r+b") as file:
+        size = file.seek(0, 2)
+        if slot.offset + len(data) > size:
+            word = ExportWord.FAILED
+        if word == ExportWord.COMMITTED:
+            file.seek(slot.offset)
+            file.write(data)
+        if slot.words_offset + 8 <= size:
+            file.seek(slot.words_offset)
+            file.write(word.to_bytes(8, "little"))
