@@ -14,6 +14,7 @@ from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
 from engine.protocol import Engine, PauseMode
 from service.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
+from service.kv.prompt_kv import PromptKv
 from service.publisher import Publisher
 from service.rollouts import Rollouts
 from service.versions import Version, Versions
@@ -30,6 +31,7 @@ class Activation:
         versions: Versions,
         publisher: Publisher,
         rollouts: Rollouts,
+        prompt_kv: PromptKv,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,6 +39,7 @@ class Activation:
         self._versions = versions
         self._publisher = publisher
         self._rollouts = rollouts
+        self._prompt_kv = prompt_kv
         self._clock = clock
         self._lock = asyncio.Lock()
         self._paused = False
@@ -84,6 +87,7 @@ class Activation:
         pause: PauseMode = "abort" if mode == "abort" else "keep"
         await self._engine.pause(pause, recompute=mode == "recompute")
         try:
+            await self._prompt_kv.before_swap()
             samples_ended = await self._rollouts.end_bound_to_other_than(version.label)
             await self._load(version)
         except EngineGone:
@@ -104,6 +108,7 @@ class Activation:
         except EngineDead as error:
             raise EngineGone(str(error)) from error
         self._versions.activated(version.label)
+        self._prompt_kv.after_swap(version.label)
 
     async def _resume_unless_paused(self) -> None:
         if not self._paused:

@@ -6,13 +6,25 @@ closed and ends what it was doing. What is left of a body after its answer is no
 """
 
 import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.problems import problem_response
 from service.settings import LimitsSettings
+
+HANDOFF = "coppice.handoff"
+"""The extension of the scope that sends the body of an answer which has begun."""
+
+Sender = Callable[[socket.socket], Awaitable[bool]]
+"""Sends all of it on a socket that is its own to close, and says whether it could."""
+HandOff = Callable[[Sender], Awaitable[None]]
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -47,6 +59,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._read_in_time()
         super().on_headers_complete()
+        if self.cycle is not None:
+            extensions: dict[str, Any] = {HANDOFF: partial(self._hand_off, self.cycle)}
+            self.cycle.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -68,6 +83,24 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(MalformedRequest("this is not HTTP that the server can read"))
+
+    async def _hand_off(self, cycle: RequestResponseCycle, send: Sender) -> None:
+        """Past the transport, whose buffer must be empty then and which writes nothing meanwhile.
+
+        What cannot be sent breaks the connection: the answer's length has been announced.
+        """
+        transport = self.transport
+        while transport.get_write_buffer_size() and not transport.is_closing():
+            await self.flow.drain()
+            await asyncio.sleep(0)
+        if transport.is_closing():
+            return
+        connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        if await send(connection):
+            cycle.expected_content_length = 0
+        else:
+            transport.abort()
+            cycle.disconnected = True
 
     def _await_more(self) -> None:
         if self._reading is None:

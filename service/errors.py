@@ -8,6 +8,7 @@ ServiceError
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
 |  |- IdempotencyInProgress, IdempotencyMismatch
 |  |- VersionSuperseded, VersionConflict, RollbackRefused
+|  |- KvNotFound, KvGone, KvVersionConflict, RangeNotSatisfiable
 |  `- WeightsRefused, DigestMismatch, PathRefused
 `- ServerSideError                    the server is at fault or not able just now
    |- Internal, ActivationFailed, InsufficientStorage
@@ -24,7 +25,7 @@ class ServiceError(Exception):
     """Base of all. `detail` is for the caller: no path, no address, no traceback, no prompt."""
 
     code: ClassVar[str]
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -160,6 +161,22 @@ class VersionConflict(CallerError):
 
 class RollbackRefused(CallerError):
     code = "rollback_refused"
+
+
+class KvNotFound(CallerError):
+    code = "kv_not_found"
+
+
+class KvGone(CallerError):
+    code = "kv_gone"
+
+
+class KvVersionConflict(CallerError):
+    code = "kv_version_conflict"
+
+
+class RangeNotSatisfiable(CallerError):
+    code = "range_not_satisfiable"
 
 
 class WeightsRefused(CallerError):

@@ -14,12 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coppice.wire.kv import KvHandle
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, VersionSpan
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
+from service.kv.exports import Export
+from service.kv.prompt_kv import PromptKv
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 SampleDone = Callable[[SampleAnswer], None]
+KvReady = Callable[[KvHandle], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,6 +45,9 @@ class Group:
     enough: int | None = None
     deadline_seconds: float | None = None
     decode: Decode | None = None
+    owner: str = ""
+    kv_lease_seconds: float | None = None
+    export: Export | None = None
     ending: Ending | None = None
     num_done: int = 0
     num_whole: int = 0
@@ -51,7 +58,16 @@ class Group:
     def num_running(self) -> int:
         return len(self._unfinished)
 
-    async def run(self, engine: Engine, sample_done: SampleDone) -> GroupAnswer:
+    async def run(
+        self, engine: Engine, prompt_kv: PromptKv, sample_done: SampleDone, kv_ready: KvReady
+    ) -> GroupAnswer:
+        async with self._exporting(prompt_kv, kv_ready):
+            finished = await self._run_samples(engine, sample_done)
+        return self._answer(finished, prompt_kv)
+
+    async def _run_samples(
+        self, engine: Engine, sample_done: SampleDone
+    ) -> list[tuple[SampleAnswer, int]]:
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
         self._unfinished = set(self.sample_ids)
         try:
@@ -59,11 +75,10 @@ class Group:
             if self.ending:
                 await engine.abort(self.sample_ids)
             async with self._deadline(engine):
-                finished = await self._gather(engine, completions, sample_done)
+                return await self._gather(engine, completions, sample_done)
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
-        return self._answer(finished)
 
     async def end(self, engine: Engine, ending: Ending) -> None:
         """Ends the samples that still run; their tokens so far are kept."""
@@ -78,9 +93,27 @@ class Group:
                 sampling=self.sampling,
                 seed=None if self.seed is None else _stream(self.seed, index),
                 priority=self.priority,
+                export=self.export.place if self.export and index == 0 else None,
             )
             for index, sample_id in enumerate(self.sample_ids)
         ]
+
+    @asynccontextmanager
+    async def _exporting(self, prompt_kv: PromptKv, kv_ready: KvReady) -> AsyncIterator[None]:
+        """Around everything that the engine does: what it leaves unwritten is given up after it."""
+        if self.kv_lease_seconds is None:
+            yield
+            return
+        self.export = prompt_kv.begin(self.owner, self.prompt_token_ids, self.kv_lease_seconds)
+        telling = asyncio.create_task(_tell(prompt_kv, self.export, kv_ready))
+        try:
+            yield
+            await prompt_kv.finish(self.export)
+            await telling
+        except BaseException:
+            telling.cancel()
+            prompt_kv.abandon(self.export)
+            raise
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
@@ -151,7 +184,8 @@ class Group:
             return "aborted"
         return self.ending
 
-    def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
+    def _answer(self, finished: list[tuple[SampleAnswer, int]], prompt_kv: PromptKv) -> GroupAnswer:
+        handle = self.export.handle if self.export else None
         samples = [sample for sample, _ in finished]
         return GroupAnswer(
             id=self.id,
@@ -159,6 +193,8 @@ class Group:
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=finished[0][1],
+            kv=prompt_kv.answer(handle) if handle else None,
+            kv_reason=self.export.reason if self.export else None,
             samples=samples,
         )
 
@@ -169,6 +205,12 @@ class Group:
         if reasons["error"] == self.n:
             return "failed"
         return "cancelled" if self.ending == "cancelled" else "partial"
+
+
+async def _tell(prompt_kv: PromptKv, export: Export, kv_ready: KvReady) -> None:
+    await export.ended.wait()
+    if export.handle is not None:
+        kv_ready(prompt_kv.answer(export.handle))
 
 
 def _stream(seed: int, index: int) -> int:

@@ -15,9 +15,12 @@ from prometheus_client import (
     generate_latest,
 )
 
+from coppice.wire.control import KvStatus
+from coppice.wire.kv import KvReason
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome
 from coppice.wire.weights import ActivationMode
 
+LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
 
@@ -57,15 +60,37 @@ class Metrics:
         self.heartbeat_age = self._gauge(
             "engine_heartbeat_age_seconds", "Time since the engine's last sign of life"
         )
+        self.kv_exports = self._counter(
+            "kv_exports", "Groups that asked for prompt KV: a handle, or why not", "outcome"
+        )
+        self.kv_sent_bytes = self._counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
+        self.kv_bytes = Gauge(
+            "coppice_kv_bytes", "Bytes of the arena", ["state"], registry=self.registry
+        )
+        self.kv_handles = self._gauge("kv_handles", "Handles whose lease runs or is to begin")
+        self.kv_transfers = self._gauge("kv_transfers", "Downloads under way or waiting")
+        self.lag_seconds = Histogram(
+            "coppice_event_loop_lag_seconds",
+            "How much later than asked the event loop comes back",
+            buckets=LAG_SECONDS,
+            registry=self.registry,
+        )
         self._begin_at_zero()
 
     def group_ended(self, group: GroupAnswer) -> None:
         self.groups.labels(group.outcome).inc()
         self.prompt_tokens.inc(group.num_prompt_tokens)
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
+        if group.kv is not None or group.kv_reason is not None:
+            self.kv_exports.labels(group.kv_reason or "handle").inc()
         for sample in group.samples:
             self.samples.labels(sample.finish_reason).inc()
             self.completion_tokens.inc(len(sample.token_ids))
+
+    def kv_observed(self, status: KvStatus) -> None:
+        for state in ("free", "reserved", "leased", "quarantined"):
+            self.kv_bytes.labels(state).set(getattr(status, f"{state}_bytes"))
+        self.kv_handles.set(status.handles)
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
@@ -75,6 +100,8 @@ class Metrics:
             self.groups.labels(outcome)
         for reason in get_args(FinishReason):
             self.samples.labels(reason)
+        for kv_outcome in ("handle", *get_args(KvReason)):
+            self.kv_exports.labels(kv_outcome)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
 

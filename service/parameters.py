@@ -45,6 +45,11 @@ def wait_seconds(query: QueryParams) -> float:
     return float(text)
 
 
+def asserted_version(query: QueryParams) -> str | None:
+    text = _only(query, "version")
+    return None if text is None else label(text)
+
+
 def _only(query: QueryParams, name: str) -> str | None:
     """The one parameter that an address takes: others, and a second one, are refused."""
     unknown = query.keys() - {name}

@@ -8,9 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
+from coppice.wire.kv import KvHandle
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
+    KvRecord,
     ProgressRecord,
     Record,
     SampleRecord,
@@ -30,6 +32,7 @@ from service.claim import Claim
 from service.errors import Draining, ServiceError
 from service.failures import service_error
 from service.group import Ending, Group
+from service.kv.prompt_kv import PromptKv
 from service.logs import group_id, rollout_id
 
 log = logging.getLogger(__name__)
@@ -82,12 +85,12 @@ class Rollout:
         samples = [sample for answer in self.answers() for sample in answer.samples]
         return sum(1024 + 80 * len(sample.token_ids) for sample in samples)
 
-    async def run(self, engine: Engine) -> None:
+    async def run(self, engine: Engine, prompt_kv: PromptKv) -> None:
         rollout_id.set(self.id)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in self.groups:
-                    tasks.create_task(self._run_group(engine, group))
+                    tasks.create_task(self._run_group(engine, prompt_kv, group))
         except ExceptionGroup as failures:
             self.error = service_error(failures)
         except asyncio.CancelledError:
@@ -138,13 +141,16 @@ class Rollout:
                 standing = self.progress()
                 yield ProgressRecord(samples=standing.samples, samples_done=standing.samples_done)
 
-    async def _run_group(self, engine: Engine, group: Group) -> None:
+    async def _run_group(self, engine: Engine, prompt_kv: PromptKv, group: Group) -> None:
         group_id.set(str(group.index))  # the caller's own name for it could hold anything
 
         def sample_done(sample: SampleAnswer) -> None:
             self._append(SampleRecord(group=group.index, sample=sample))
 
-        answer = await group.run(engine, sample_done)
+        def kv_ready(kv: KvHandle) -> None:
+            self._append(KvRecord(group=group.index, kv=kv))
+
+        answer = await group.run(engine, prompt_kv, sample_done, kv_ready)
         self._answers[group.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples"}))
         self._append(GroupRecord(group=head))

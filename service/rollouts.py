@@ -18,6 +18,7 @@ from service.errors import Draining, InvalidRequest, RolloutNotFound
 from service.group import Group
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
+from service.kv.prompt_kv import PromptKv
 from service.prompts import Prompts
 from service.rollout import Rollout
 from service.versions import Versions
@@ -33,6 +34,7 @@ class Rollouts:
         engine: Engine,
         versions: Versions,
         prompts: Prompts,
+        prompt_kv: PromptKv,
         *,
         admission: Admission,
         max_samples_per_request: int,
@@ -43,6 +45,7 @@ class Rollouts:
         self._engine = engine
         self._versions = versions
         self._prompts = prompts
+        self._prompt_kv = prompt_kv
         self._admission = admission
         self._max_samples = max_samples_per_request
         self._ended = ended
@@ -126,7 +129,7 @@ class Rollouts:
         await self.gate_open()
         exact_version = self._versions.admit(request.policy)
         groups = [
-            self._group(request, group, index, prompts[index], exact_version)
+            self._group(request, group, index, prompts[index], exact_version, owner)
             for index, group in enumerate(request.groups)
         ]
         rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
@@ -198,6 +201,7 @@ class Rollouts:
         index: int,
         prompt_token_ids: list[int],
         exact_version: str | None,
+        owner: str,
     ) -> Group:
         return Group(
             id=group.id or str(index),
@@ -210,6 +214,8 @@ class Rollouts:
             deadline_seconds=None if request.finish is None else request.finish.deadline_seconds,
             priority=request.priority,
             exact_version=exact_version,
+            owner=owner,
+            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
             decode=None if group.prompt.token_ids is not None else self._prompts.text,
         )
 
@@ -229,7 +235,9 @@ class Rollouts:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
         self._idle.clear()
-        task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
+        task = self._tasks.create_task(
+            rollout.run(self._engine, self._prompt_kv), name=f"rollout-{rollout.id}"
+        )
         task.add_done_callback(lambda _: self._forget(rollout, place))
         return rollout
 
@@ -240,6 +248,7 @@ class Rollouts:
         del self._running[rollout.id]
         if not self._running:
             self._idle.set()
+        self._prompt_kv.begin_leases(g.export for g in rollout.groups if g.export is not None)
         self._ended(rollout)
         if rollout.detached:
             self._kept.add(rollout)

@@ -17,6 +17,9 @@ from service.activation import Activation
 from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
 from service.errors import Draining, EngineGone, NotReady
+from service.kv.prompt_kv import PromptKv
+from service.kv.sending import Sending
+from service.lag import watch_lag
 from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
@@ -44,11 +47,21 @@ class Server:
             settings.weights.directory, settings.weights.source_directories
         )
         self.prompts = Prompts(engine)
+        self.prompt_kv = PromptKv(
+            settings.kv, engine, active_version=lambda: self.versions.active.label
+        )
+        self.sending = Sending(
+            max_transfers=settings.kv.max_transfers,
+            max_bytes_per_second=settings.kv.max_bytes_per_second,
+            stall_seconds=settings.limits.write_seconds,
+            sent=self.metrics.kv_sent_bytes.inc,
+        )
         self.admission = Admission(settings.limits)
         self.rollouts = Rollouts(
             engine,
             self.versions,
             self.prompts,
+            self.prompt_kv,
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
@@ -69,7 +82,9 @@ class Server:
             self.checkpoints,
             retain_superseded=settings.weights.retain_superseded,
         )
-        self.activation = Activation(engine, self.versions, self.publisher, self.rollouts)
+        self.activation = Activation(
+            engine, self.versions, self.publisher, self.rollouts, self.prompt_kv
+        )
         self._draining = False
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
@@ -80,12 +95,16 @@ class Server:
         """The engine starts in the background, so that the probes answer meanwhile."""
         self.checkpoints.open()
         starting = asyncio.create_task(self._start_engine())
+        lag = asyncio.create_task(watch_lag(self.metrics.lag_seconds.observe))
         try:
             async with self.rollouts.running():
                 yield
         finally:
             starting.cancel()
-            await asyncio.gather(starting, *self._background, return_exceptions=True)
+            lag.cancel()
+            await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
+            self.sending.close()
+            await self.prompt_kv.close()
             await self.engine.stop()
             self.prompts.close()
             self.checkpoints.close()
@@ -94,12 +113,17 @@ class Server:
         return self.engine.pulse()
 
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new, lets what was admitted end, and then ends what still runs."""
+        """Takes nothing new, lets what was admitted end, and then ends what still runs.
+
+        Prompt KV is read and renewed meanwhile, and until the last lease is over.
+        """
         self._draining = True
         self.admission.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.idle()
+                await self.prompt_kv.idle()
+        self.prompt_kv.begin_closing()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:
@@ -146,6 +170,7 @@ class Server:
             samples_running=self.rollouts.num_samples_running,
             uptime_seconds=time.monotonic() - self._started_at,
             engine=self._engine_status() if self._started else None,
+            kv=self.prompt_kv.status() if self._started else None,
         )
 
     def observe(self) -> None:
@@ -156,6 +181,8 @@ class Server:
         self.metrics.weights_sequence.set(self.versions.active.sequence)
         self.metrics.engine_up.set(self._started and pulse.alive)
         self.metrics.heartbeat_age.set(pulse.age_seconds)
+        self.metrics.kv_observed(self.prompt_kv.status())
+        self.metrics.kv_transfers.set(self.sending.num_transfers)
 
     async def _start_engine(self) -> None:
         try:
@@ -165,6 +192,7 @@ class Server:
         else:
             first = self.versions.active
             self.versions.put(replace(first, path=self.engine.facts.model_path))
+            self.prompt_kv.open()
             self._started = True
 
     def _count(self, rollout: Rollout) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from engine.protocol import Engine
 from service.app import create_app
@@ -25,10 +26,12 @@ class Served:
     http: httpx.AsyncClient
     server: Server
     url: str
+    app: FastAPI
     connections: Collection[object]
 
 
 def settings_for(tmp_path: Path, **sections: dict[str, Any]) -> Settings:
+    sections.setdefault("kv", {}).setdefault("capacity_bytes", 2**20)
     weights = {"directory": tmp_path / "weights", **sections.pop("weights", {})}
     return Settings.model_validate({"weights": weights, **sections})
 
@@ -64,6 +67,7 @@ async def serving(
                 http=http,
                 server=app.state.server,
                 url=url,
+                app=app,
                 connections=listener.server_state.connections,
             )
     finally:

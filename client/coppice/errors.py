@@ -17,6 +17,7 @@
         VersionSuperseded
         VersionUnavailable
         VersionConflict
+        KvUnavailable
         WeightsRefused
         RequestTimeout
         RequestInProgress
@@ -160,6 +161,10 @@ class VersionConflict(ProblemError):
     """The weights version is in a state that does not allow this."""
 
 
+class KvUnavailable(ProblemError):
+    """The prompt KV is not there, or not of the version asserted: recompute it."""
+
+
 class WeightsRefused(ProblemError):
     """The weights do not fit, did not arrive whole, or lie where the server may not look."""
 
@@ -204,6 +209,7 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "not_found": NotFound,
     "rollout_not_found": NotFound,
     "version_not_found": NotFound,
+    "kv_not_found": KvUnavailable,
     "method_not_allowed": InvalidRequest,
     "not_acceptable": InvalidRequest,
     "request_timeout": RequestTimeout,
@@ -211,8 +217,11 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
     "rollback_refused": VersionConflict,
+    "kv_version_conflict": KvUnavailable,
+    "kv_gone": KvUnavailable,
     "body_too_large": InvalidRequest,
     "unsupported_media_type": InvalidRequest,
+    "range_not_satisfiable": InvalidRequest,
     "invalid_request": InvalidRequest,
     "prompt_too_long": InvalidRequest,
     "no_chat_template": InvalidRequest,

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
+from coppice.wire.kv import Kv
 from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
 
 
@@ -18,6 +19,7 @@ class RolloutOptions(TypedDict, total=False):
     top_k: int
     stop_token_ids: Iterable[int]
     ignore_eos: bool
+    kv: Kv | None
     policy: Policy | None
     finish: Finish | None
     priority: int
@@ -34,7 +36,7 @@ def rollout_request(
         given["stop_token_ids"] = list(given["stop_token_ids"])
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"policy", "finish", "priority"})
+    rest = _only(given, {"kv", "policy", "finish", "priority"})
     return RolloutRequest(groups=groups, sampling=sampling, stream=True, **rest)
 
 

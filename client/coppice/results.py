@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.packed import Packed
 from coppice.wire.rollouts import (
     FinishReason,
@@ -49,6 +50,9 @@ class Group:
     num_prompt_tokens: int
     num_cached_tokens: int
     samples: tuple[Sample, ...]
+    kv: KvHandle | None = None
+    kv_reason: KvReason | None = None
+    """Why there is no handle, where one was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +77,8 @@ def group_of(head: GroupHead, samples: Iterable[Sample]) -> Group:
         exact=head.exact,
         num_prompt_tokens=head.num_prompt_tokens,
         num_cached_tokens=head.num_cached_tokens,
+        kv=head.kv,
+        kv_reason=head.kv_reason,
         samples=tuple(sorted(samples, key=lambda sample: sample.index)),
     )
 

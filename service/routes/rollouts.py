@@ -17,6 +17,7 @@ from service.connection import NOBODY_READS, while_connected
 from service.errors import (
     Draining,
     EngineGone,
+    Forbidden,
     IdempotencyInProgress,
     IdempotencyMismatch,
     InvalidRequest,
@@ -51,6 +52,8 @@ async def start(request: Request, server: ReadyServer, caller: Caller) -> Respon
     content = await read(request, limit=server.settings.limits.max_body_bytes)
     body = parse(content, RolloutRequest)
     key = headers.get("idempotency-key")
+    if body.kv is not None and "kv" not in caller.roles:
+        raise Forbidden("the key lacks the role kv, which prompt KV needs")
     owner = caller.name
     claim = None if key is None else Claim.of(owner, key, content)
     rollout = await server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)

@@ -7,6 +7,7 @@ from coppice.results import Group, RolloutResult, Sample, group_of, sample_of
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
+    KvRecord,
     ProgressRecord,
     Record,
     SampleRecord,
@@ -32,7 +33,7 @@ class Collector:
                 self._samples[record.group].append(sample_of(record.sample))
             case GroupRecord():
                 self._heads[record.group.index] = record.group
-            case ProgressRecord():
+            case ProgressRecord() | KvRecord():
                 pass
             case EndRecord():
                 self._end = record

@@ -4,6 +4,7 @@ from coppice.errors import BadAnswer, RolloutLost
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
+    KvRecord,
     ProgressRecord,
     Record,
     SampleRecord,
@@ -60,10 +61,12 @@ class Replay:
         self.ended = True
 
 
-def _key(record: SampleRecord | GroupRecord | StartRecord | EndRecord) -> Key:
+def _key(record: SampleRecord | KvRecord | GroupRecord | StartRecord | EndRecord) -> Key:
     match record:
         case SampleRecord():
             return (record.type, record.group, record.sample.index)
+        case KvRecord():
+            return (record.type, record.group, 0)
         case GroupRecord():
             return (record.type, record.group.index, 0)
         case _:

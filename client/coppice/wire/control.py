@@ -3,6 +3,7 @@
 from typing import Literal
 
 from coppice.wire.base import AnswerModel, RequestModel
+from coppice.wire.kv import KvReason
 
 PauseMode = Literal["abort", "wait", "keep"]
 Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
@@ -44,6 +45,18 @@ class EngineStatus(AnswerModel):
     vllm_version: str
 
 
+class KvStatus(AnswerModel):
+    """The bytes that prompt KV has and where they are; `reason`: why it can have none."""
+
+    reason: KvReason | None
+    capacity_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    leased_bytes: int
+    quarantined_bytes: int
+    handles: int
+
+
 class StatusAnswer(AnswerModel):
     """GET /v1/status."""
 
@@ -56,3 +69,4 @@ class StatusAnswer(AnswerModel):
     samples_running: int
     uptime_seconds: float
     engine: EngineStatus | None
+    kv: KvStatus | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import AnswerModel
+from coppice.wire.kv import KvHandle
 from coppice.wire.problems import Problem
 from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, Usage
 
@@ -28,6 +29,14 @@ class GroupRecord(AnswerModel):
     group: GroupHead
 
 
+class KvRecord(AnswerModel):
+    """A group's prompt KV, as soon as it can be read: long before its samples have ended."""
+
+    type: Literal["kv"] = "kv"
+    group: int
+    kv: KvHandle
+
+
 class ProgressRecord(AnswerModel):
     """Sent at least every 15 s, so that neither side takes a long sample for a dead connection."""
 
@@ -44,7 +53,7 @@ class EndRecord(AnswerModel):
 
 
 Record = Annotated[
-    StartRecord | SampleRecord | GroupRecord | ProgressRecord | EndRecord,
+    StartRecord | SampleRecord | KvRecord | GroupRecord | ProgressRecord | EndRecord,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, Label, RequestModel, TokenIds
+from coppice.wire.kv import Kv, KvHandle, KvReason
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -91,6 +92,7 @@ class RolloutRequest(RequestModel):
 
     groups: Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
     sampling: Sampling = Sampling()
+    kv: Kv | None = None
     policy: Policy | None = None
     finish: Finish | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -125,6 +127,9 @@ class GroupHead(AnswerModel):
     exact: bool = True
     num_prompt_tokens: int
     num_cached_tokens: int
+    kv: KvHandle | None = None
+    kv_reason: KvReason | None = None
+    """Why there is no handle, where one was asked for."""
 
 
 class GroupAnswer(GroupHead):

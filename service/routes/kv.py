@@ -1,0 +1,69 @@
+"""/v1/kv: what a handle is of, its bytes, its lease, its end."""
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from coppice.wire.kv import KvLease, KvLeaseAnswer
+from service.access import Caller, needs
+from service.answers import JSON, NOTHING, OF_BODY, WITH_KEY, answers
+from service.bodies import read_json
+from service.errors import (
+    Draining,
+    InvalidRequest,
+    KvGone,
+    KvNotFound,
+    KvVersionConflict,
+    RangeNotSatisfiable,
+)
+from service.kv.transfer import MEDIA_TYPE, KvData
+from service.parameters import asserted_version
+from service.routes.dependencies import AnyServer
+
+router = APIRouter(prefix="/v1/kv/{handle}")
+
+HELD = (*WITH_KEY, KvNotFound, KvGone, Draining)
+DATA = answers({200: [MEDIA_TYPE], 206: [MEDIA_TYPE]}, *HELD, RangeNotSatisfiable)
+
+
+@router.get("", responses=answers({200: JSON}, *HELD, KvVersionConflict, InvalidRequest))
+@needs("kv")
+async def look(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+    version = asserted_version(request.query_params)
+    found = server.prompt_kv.get(handle, caller.name)
+    layout = server.prompt_kv.layout(found)
+    if version not in (None, layout.version):
+        raise KvVersionConflict(f"they are of {layout.version}")
+    return _json(layout)
+
+
+@router.head("/data", responses=DATA)
+@router.get("/data", responses=DATA)
+@needs("kv")
+async def data(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+    return KvData(
+        server.prompt_kv,
+        server.sending,
+        lambda: server.prompt_kv.get(handle, caller.name),
+        range_header=request.headers.get("range"),
+        if_range=request.headers.get("if-range"),
+    )
+
+
+@router.post("/lease", responses=answers({200: JSON}, *HELD, *OF_BODY))
+@needs("kv")
+async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+    body = await read_json(request, KvLease, limit=server.settings.limits.max_body_bytes)
+    found = server.prompt_kv.get(handle, caller.name)
+    seconds = server.prompt_kv.handles.renew(found, body.seconds)
+    return _json(KvLeaseAnswer(lease_seconds=seconds))
+
+
+@router.delete("", responses=answers({204: NOTHING}, *WITH_KEY, KvNotFound, Draining))
+@needs("kv")
+async def release(handle: str, server: AnyServer, caller: Caller) -> Response:
+    server.prompt_kv.release(handle, caller.name)
+    return Response(status_code=204)
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")

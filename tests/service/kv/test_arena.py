@@ -1,0 +1,106 @@
+"""The arena's file: whose it is, how large it can be, and what is swept."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.kv.arena import LEAST_BYTES, PREFIX, Arena, sweep
+
+ROOT = Path(__file__).parents[3]
+WANTED_BYTES = 4 * 2**20
+
+
+def created(directory: Path, wanted_bytes: int = WANTED_BYTES) -> Arena:
+    arena = Arena.create(directory, wanted_bytes)
+    assert arena is not None
+    return arena
+
+
+def test_every_byte_is_allocated_for_this_user_alone_under_a_name_nobody_can_guess(
+    tmp_path: Path,
+) -> None:
+    arenas = [created(tmp_path) for _ in range(2)]
+    for arena in arenas:
+        status = arena.path.stat()
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_size == WANTED_BYTES <= 512 * status.st_blocks
+        assert len(arena.view) == arena.num_bytes == WANTED_BYTES
+    assert arenas[0].path != arenas[1].path
+    assert len(arenas[0].path.name.removeprefix(PREFIX)) == 32
+    for arena in arenas:
+        arena.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_takes_at_most_half_of_what_is_free(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path, WANTED_BYTES, free=lambda _: 3 * 2**20)
+    assert arena is not None
+    assert arena.num_bytes == 3 * 2**19
+    arena.close()
+
+
+def test_there_is_none_where_next_to_nothing_is_free(tmp_path: Path) -> None:
+    assert Arena.create(tmp_path, WANTED_BYTES, free=lambda _: LEAST_BYTES) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_there_is_none_where_there_is_no_shared_memory(tmp_path: Path) -> None:
+    assert Arena.create(tmp_path / "missing", WANTED_BYTES) is None
+
+
+def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    living = created(tmp_path)
+    left = (
+        "import os, sys; from pathlib import Path; from service.kv.arena import Arena\n"
+        f"Arena.create(Path({str(tmp_path)!r}), 2**20); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", left], cwd=ROOT, env=environment(), check=False)
+    (tmp_path / "somebody-elses").touch()
+    assert len(list(tmp_path.iterdir())) == 3
+    (swept,) = sweep(tmp_path)
+    assert swept != living.path.name
+    assert {file.name for file in tmp_path.iterdir()} == {living.path.name, "somebody-elses"}
+    living.close()
+
+
+# A container has 64 MiB of shared memory unless somebody asks for more.
+_ON_64_MIB = """
+import os, subprocess, sys
+from pathlib import Path
+from service.kv.arena import Arena
+
+mount = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)
+half = Arena.create(mount, 2**30)
+sparing = half.num_bytes
+half.view[sparing - 1] = 1
+half.close()
+# Somebody else took the room between the question and the allocation.
+late = Arena.create(mount, 2**30, free=lambda _: 2**30)
+for page in range(0, late.num_bytes, 4096):
+    late.view[page] = 1
+print(sparing, late.num_bytes)
+"""
+
+
+def test_on_a_mount_of_64_mib_it_is_smaller_and_every_byte_of_it_can_be_written(
+    tmp_path: Path,
+) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs to be allowed to mount")
+    command = [*alone, sys.executable, "-c", _ON_64_MIB, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(32 * 2**20)] * 2
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "client"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

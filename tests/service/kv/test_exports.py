@@ -1,0 +1,384 @@
+"""From a rollout that asks for prompt KV to its handles, or to every reason why there is none."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from coppice.wire.kv import KvReason
+from engine.errors import EngineDead
+from engine.protocol import EngineFacts, ExportWord
+from service.kv.slots import State
+from tests.fake_engine import FakeEngine
+from tests.fake_export import fake_kv
+from tests.service.kv.asked import PROMPT, asking, groups, handle
+from tests.serving import Served, serving
+
+LONG = list(range(200)) + list(range(200))
+
+
+def exporting(**options: Any) -> FakeEngine:
+    return FakeEngine(prompt_kv=True, **options)
+
+
+async def data(served: Served, handle_id: str) -> dict[str, Any]:
+    answer = await served.http.get(f"/v1/kv/{handle_id}/data")
+    assert answer.status_code == 200, answer.text
+    tensors: dict[str, Any] = load(answer.content)
+    return tensors
+
+
+def start(served: Served, *prompts: list[int], **rest: Any) -> "asyncio.Task[Any]":
+    return asyncio.create_task(served.http.post("/v1/rollouts", json=asking(*prompts, **rest)))
+
+
+async def running(served: Served, count: int) -> None:
+    while served.server.rollouts.num_samples_running != count:
+        await asyncio.sleep(0.001)
+
+
+async def swapped(served: Served, label: str) -> None:
+    weights = save({"w": np.zeros(1, np.float32)})
+    await served.http.put(f"/v1/weights/{label}", content=weights)
+    answer = await served.http.post(f"/v1/weights/{label}/activate", json={"mode": "keep"})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_every_group_has_the_keys_and_values_of_its_prompt_but_the_last_token(
+    tmp_path: Path,
+) -> None:
+    other = [7, 8, 9]
+    async with serving(exporting(), tmp_path) as served:
+        for prompt, group in zip((PROMPT, other), await groups(served, PROMPT, other), strict=True):
+            assert group.kv is not None and group.kv_reason is None
+            assert (group.kv.version, group.kv.num_tokens) == ("v0", len(prompt) - 1)
+            tensors = await data(served, group.kv.handle)
+            expected = fake_kv(prompt[:-1], "v0")
+            assert sorted(tensors) == ["k.0", "k.1", "v.0", "v.1"]
+            for layer in range(2):
+                assert (tensors[f"k.{layer}"] == expected[layer, 0]).all()
+                assert (tensors[f"v.{layer}"] == expected[layer, 1]).all()
+
+
+async def test_who_does_not_ask_gets_neither_a_handle_nor_a_reason(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        for kv in ({}, {"kv": None}):
+            body = {**asking(), **kv} if kv else {k: v for k, v in asking().items() if k != "kv"}
+            (group,) = (await served.http.post("/v1/rollouts", json=body)).json()["groups"]
+            assert (group["kv"], group["kv_reason"]) == (None, None)
+        assert served.server.prompt_kv.status().handles == 0
+
+
+async def test_groups_with_the_same_prompt_and_version_share_their_bytes(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        first, second = await groups(served, PROMPT, PROMPT)
+        third = await handle(served)
+        assert first.kv is not None and second.kv is not None
+        assert len({first.kv.handle, second.kv.handle, third.handle}) == 3
+        assert first.kv.locators[0] == second.kv.locators[0] == third.locators[0]
+        await served.http.delete(f"/v1/kv/{first.kv.handle}")
+        assert len(await data(served, second.kv.handle)) == 4
+        served.server.prompt_kv.check()
+        for held in (second.kv, third):
+            await served.http.delete(f"/v1/kv/{held.handle}")
+        status = served.server.prompt_kv.status()
+        assert status.free_bytes == status.capacity_bytes
+
+
+async def test_a_stream_tells_of_the_handle_while_its_samples_run(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        body = asking(stream=True)
+        seen = []
+        async with served.http.stream("POST", "/v1/rollouts", json=body) as answer:
+            await running(served, 2)
+            engine.step()
+            async for line in answer.aiter_lines():
+                record = json.loads(line)
+                seen.append(record["type"])
+                if record["type"] == "kv":
+                    assert served.server.rollouts.num_samples_running == 2
+                    assert len(await data(served, record["kv"]["handle"])) == 4
+                    engine.step(10)
+                if record["type"] == "group":
+                    assert record["group"]["kv"]["num_tokens"] == len(PROMPT) - 1
+        assert seen == ["start", "kv", "sample", "sample", "group", "end"]
+
+
+async def test_a_lease_runs_from_the_end_of_its_rollout(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path, kv={"grace_seconds": 0}) as served:
+        rollout = start(served, lease_seconds=0.2)
+        await running(served, 2)
+        engine.step()
+        await asyncio.sleep(0.4)
+        served.server.prompt_kv.handles.sweep()
+        assert served.server.prompt_kv.status().handles == 1, "held while the rollout runs"
+        engine.step(10)
+        (group,) = (await rollout).json()["groups"]
+        assert group["kv"]["lease_seconds"] == 0.2
+        while (await served.http.get(f"/v1/kv/{group['kv']['handle']}")).status_code == 200:
+            await asyncio.sleep(0.02)
+        while served.server.prompt_kv.status().free_bytes < 2**20:
+            await asyncio.sleep(0.02)
+
+
+async def test_no_lease_is_granted_for_longer_than_the_settings_let_it(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv={"max_lease_seconds": 7}) as served:
+        assert (await handle(served, lease_seconds=60)).lease_seconds == 7
+
+
+async def test_a_handle_outlives_an_activation_under_its_own_version(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        old = await handle(served)
+        await swapped(served, "v1")
+        new = await handle(served)
+        assert (old.version, new.version) == ("v0", "v1")
+        for known in (old, new):
+            layout = (await served.http.get(f"/v1/kv/{known.handle}")).json()
+            assert layout["version"] == known.version
+            tensors = await data(served, known.handle)
+            assert (tensors["k.0"] == fake_kv(PROMPT[:-1], known.version)[0, 0]).all()
+
+
+async def test_what_had_not_begun_at_an_activation_is_of_the_new_version(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        rollout = start(served)
+        await running(served, 2)
+        await swapped(served, "v1")
+        engine.step(10)
+        (group,) = (await rollout).json()["groups"]
+        assert group["kv"]["version"] == "v1"
+        tensors = await data(served, group["kv"]["handle"])
+        assert (tensors["k.0"] == fake_kv(PROMPT[:-1], "v1")[0, 0]).all()
+        shared = start(served)
+        await running(served, 2)
+        engine.step(10)
+        (again,) = (await shared).json()["groups"]
+        assert again["kv"]["locators"][0] == group["kv"]["locators"][0]
+
+
+async def test_what_was_written_before_an_activation_stays_of_the_old_version(
+    tmp_path: Path,
+) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        rollout = start(served)
+        await running(served, 2)
+        engine.step()
+        await swapped(served, "v1")
+        engine.step(10)
+        (group,) = (await rollout).json()["groups"]
+        assert group["kv"]["version"] == "v0"
+
+
+# Every reason
+
+
+async def arena_full(tmp_path: Path) -> KvReason | None:
+    async with serving(exporting(), tmp_path) as served:
+        reasons = [
+            group.kv_reason for group in await groups(served, *[[p, *LONG] for p in range(9)])
+        ]
+        assert None in reasons, "some fit"
+        return reasons[-1]
+
+
+async def no_shm(tmp_path: Path) -> KvReason | None:
+    async with serving(exporting(), tmp_path, kv={"directory": tmp_path / "none"}) as served:
+        return (await groups(served))[0].kv_reason
+
+
+async def disabled(tmp_path: Path) -> KvReason | None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        return (await groups(served))[0].kv_reason
+
+
+class Unsupported(FakeEngine):
+    @property
+    def facts(self) -> EngineFacts:
+        from dataclasses import replace
+
+        return replace(super().facts, kv_format=None, kv_reason="unsupported_cache")
+
+
+async def unsupported_cache(tmp_path: Path) -> KvReason | None:
+    async with serving(Unsupported(), tmp_path) as served:
+        return (await groups(served))[0].kv_reason
+
+
+async def prompt_too_short(tmp_path: Path) -> KvReason | None:
+    async with serving(exporting(), tmp_path) as served:
+        return (await groups(served, [5]))[0].kv_reason
+
+
+async def said_by_the_engine(tmp_path: Path, word: ExportWord) -> KvReason | None:
+    engine = exporting()
+    engine.export_word = word
+    async with serving(engine, tmp_path) as served:
+        (group,) = await groups(served)
+        while served.server.prompt_kv.status().free_bytes < 2**20:
+            await asyncio.sleep(0.001)
+        return group.kv_reason
+
+
+async def mixed_version(tmp_path: Path) -> KvReason | None:
+    return await said_by_the_engine(tmp_path, ExportWord.MIXED_VERSION)
+
+
+async def export_failed(tmp_path: Path) -> KvReason | None:
+    return await said_by_the_engine(tmp_path, ExportWord.FAILED)
+
+
+async def not_written(tmp_path: Path) -> KvReason | None:
+    return await said_by_the_engine(tmp_path, ExportWord.PENDING)
+
+
+class Unsettled(FakeEngine):
+    async def settle_exports(self) -> None:
+        raise EngineDead("dead")
+
+
+async def internal(tmp_path: Path) -> KvReason | None:
+    engine = Unsettled(prompt_kv=True)
+    engine.export_word = ExportWord.PENDING
+    async with serving(engine, tmp_path) as served:
+        (group,) = await groups(served)
+        assert served.server.prompt_kv.status().quarantined_bytes > 0, "it may still be written"
+        return group.kv_reason
+
+
+REASONS = [
+    disabled, unsupported_cache, no_shm, arena_full, prompt_too_short, mixed_version,
+    export_failed, not_written, internal,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reached", REASONS)
+async def test_a_reason_is_told_and_counted_and_fails_no_rollout(
+    tmp_path: Path, reached: Any
+) -> None:
+    assert await reached(tmp_path) == reached.__name__
+
+
+def test_there_is_no_other_reason() -> None:
+    assert {reached.__name__ for reached in REASONS} == set(get_args(KvReason))
+
+
+async def test_reasons_are_counted(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        await groups(served, PROMPT, [5])
+        metrics = (await served.http.get("/metrics")).text
+    assert 'coppice_kv_exports_total{outcome="handle"} 1.0' in metrics
+    assert 'coppice_kv_exports_total{outcome="prompt_too_short"} 1.0' in metrics
+    assert 'coppice_kv_exports_total{outcome="arena_full"} 0.0' in metrics
+    assert 'coppice_kv_bytes{state="leased"}' in metrics
+    assert "coppice_event_loop_lag_seconds_count" in metrics
+
+
+# What breaks off
+
+
+async def test_a_slot_stays_in_quarantine_until_nobody_can_write_it(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    engine.settle_gate = asyncio.Event()
+    async with serving(engine, tmp_path) as served:
+        kv = served.server.prompt_kv
+        rollout = start(served)
+        await running(served, 2)
+        assert kv.status().reserved_bytes > 0
+        rollout.cancel()
+        await running(served, 0)
+        await asyncio.sleep(0.05)
+        kv.check()
+        assert kv.status().reserved_bytes + kv.status().quarantined_bytes > 0
+        assert kv.status().free_bytes < 2**20
+        engine.settle_gate.set()
+        while kv.status().free_bytes < 2**20:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_group_that_shares_does_not_wait_for_the_one_that_writes(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        writer = start(served)
+        await running(served, 2)
+        follower = start(served)
+        await running(served, 4)
+        last = list(engine.running)[2:]
+        await engine.abort(last)
+        (group,) = (await follower).json()["groups"]
+        assert group["kv_reason"] == "not_written"
+        engine.step(10)
+        (group,) = (await writer).json()["groups"]
+        assert group["kv_reason"] is None
+        served.server.prompt_kv.check()
+
+
+async def test_a_writer_that_ends_early_leaves_its_followers_a_reason(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        writer = start(served)
+        await running(served, 2)
+        follower = start(served)
+        await running(served, 4)
+        await engine.abort(list(engine.running)[:2])
+        (group,) = (await writer).json()["groups"]
+        assert group["kv_reason"] == "not_written"
+        engine.step(10)
+        (group,) = (await follower).json()["groups"]
+        assert (group["outcome"], group["kv_reason"]) == ("done", "not_written")
+        while served.server.prompt_kv.status().free_bytes < 2**20:
+            await asyncio.sleep(0.001)
+
+
+async def test_an_engine_that_dies_takes_no_handle_with_it(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        first = start(served)
+        await running(served, 2)
+        engine.step(10)
+        (group,) = (await first).json()["groups"]
+        broken = start(served, [1, 2, 3])
+        await running(served, 2)
+        engine.die()
+        assert (await broken).json()["code"] == "engine_dead"
+        served.server.prompt_kv.check()
+        assert len(await data(served, group["kv"]["handle"])) == 4
+
+
+async def test_books_that_do_not_balance_switch_it_off_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        kv = served.server.prompt_kv
+        kv._slots._num_bytes[State.LEASED] += 1
+        while kv.status().reason != "internal":
+            await asyncio.sleep(0.01)
+        answer = (await served.http.post("/v1/rollouts", json=asking())).json()
+    assert (answer["outcome"], answer["groups"][0]["kv_reason"]) == ("done", "internal")
+    assert "prompt KV is off from now on" in caplog.text
+
+
+async def test_broken_checksums_leave_a_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(exporting(), tmp_path) as served:
+        served.server.prompt_kv._hasher.shutdown()
+        (group,) = await groups(served)
+    assert group.kv_reason == "internal"
+    assert "an export broke" in caplog.text
+
+
+async def test_nothing_is_left_when_the_server_has_stopped(tmp_path: Path) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    async with serving(exporting(), tmp_path, kv={"directory": shared}) as served:
+        await handle(served)
+        assert len(list(shared.iterdir())) == 1
+    assert list(shared.iterdir()) == []

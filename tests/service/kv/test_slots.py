@@ -1,0 +1,202 @@
+"""Slots and handles together against a model, the books checked after every step."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from service.errors import KvGone, KvNotFound
+from service.kv.extents import PAGE_BYTES
+from service.kv.handles import Handle, Handles
+from service.kv.layout import Layouts
+from service.kv.leases import Leases
+from service.kv.slots import Slot, Slots, State
+from tests.fake_export import FORMAT
+
+LAYOUTS = Layouts("fake", FORMAT)
+CAPACITY_BYTES = 40 * PAGE_BYTES
+GRACE_SECONDS = 5.0
+
+
+class Books(RuleBasedStateMachine):
+    """The model: who holds a handle, and who is reading."""
+
+    slots = Bundle("slots")
+    handles = Bundle("handles")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        clock = self.clock
+        self.table = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+        self.leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
+        self.named = Handles(self.table, self.leases)
+        self.alive: set[Handle] = set()
+        self.readings: list[tuple[Handle, Any]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    @rule(target=slots, first=st.integers(0, 5), length=st.integers(1, 40))
+    def reserve(self, first: int, length: int) -> Slot | None:
+        layout = LAYOUTS.of(range(first, first + length), "v1")
+        shared = self.table.find("me", "v1", layout.tokens_sha256)
+        if shared is not None:
+            return shared
+        slot = self.table.reserve("me", layout)
+        assert slot is not None or self.table.free_bytes < CAPACITY_BYTES
+        return slot
+
+    @rule(target=handles, slot=slots, lease=st.integers(1, 90))
+    def seal_and_grant(self, slot: Slot | None, lease: int) -> Handle | None:
+        if slot is None or slot.state is State.QUARANTINED:
+            return None
+        if slot.state is State.RESERVED:
+            self.table.seal(slot, "etag")
+        handle = self.named.grant("me", slot, float(lease))
+        self.alive.add(handle)
+        return handle
+
+    @rule(slot=slots)
+    def give_up(self, slot: Slot | None) -> None:
+        if slot is not None and slot.state is State.RESERVED:
+            self.table.give_up(slot, settled=False)
+            assert self.table.num_bytes(State.QUARANTINED) >= slot.extent.num_bytes
+            self.table.settled(slot)
+
+    @rule(handle=handles)
+    def begin(self, handle: Handle | None) -> None:
+        if handle is not None:
+            self.named.begin(handle)
+
+    @rule(handle=handles)
+    def release(self, handle: Handle | None) -> None:
+        if handle is not None:
+            self.named.release(handle.id, "me")
+            self.alive.discard(handle)
+
+    @rule(handle=handles)
+    def read(self, handle: Handle | None) -> None:
+        if handle is None or handle not in self.alive:
+            return
+        reading = self.named.reading(self.named.get(handle.id, "me"))
+        reading.__enter__()
+        self.readings.append((handle, reading))
+
+    @rule(data=st.data())
+    def end_a_read(self, data: st.DataObject) -> None:
+        if self.readings:
+            at = data.draw(st.integers(0, len(self.readings) - 1))
+            self.readings.pop(at)[1].__exit__(None, None, None)
+
+    @rule(seconds=st.integers(1, 40))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        self.named.sweep()
+        self.alive = {handle for handle in self.alive if self.leases.alive(handle.id)}
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.table.check()
+        self.named.check()
+        assert len(self.named) == len(self.alive)
+
+    @invariant()
+    def what_is_read_or_held_is_not_free(self) -> None:
+        for slot in {handle.slot for handle, _ in self.readings}:
+            assert slot.pins == sum(handle.slot is slot for handle, _ in self.readings)
+            assert slot in self.table._slots
+        for handle in self.alive:
+            assert handle.slot.state is State.LEASED
+
+    @invariant()
+    def who_is_gone_hears_so(self) -> None:
+        for handle in self.alive:
+            assert self.named.get(handle.id, "me") is handle
+            with pytest.raises(KvNotFound):
+                self.named.get(handle.id, "you")
+
+    def teardown(self) -> None:
+        """Everything comes back."""
+        for _, reading in self.readings:
+            reading.__exit__(None, None, None)
+        for handle in self.alive:
+            self.named.release(handle.id, "me")
+        for slot in list(self.table._slots):
+            if slot.state is State.RESERVED:
+                self.table.give_up(slot)
+            elif slot.state is State.LEASED:
+                assert not slot.holders
+                self.table.give_up(slot)
+        self.now += GRACE_SECONDS
+        self.table.sweep()
+        assert self.table.free_bytes == CAPACITY_BYTES
+
+
+Books.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+TestBooks = Books.TestCase
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sealed(clock: Clock) -> tuple[Slots, Handles, Handle]:
+    slots = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+    leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
+    handles = Handles(slots, leases)
+    slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
+    assert slot is not None
+    slots.seal(slot, "etag")
+    return slots, handles, handles.grant("me", slot, 30.0)
+
+
+def test_bytes_are_left_alone_for_a_while_after_a_lease_has_run_out() -> None:
+    clock = Clock()
+    slots, handles, handle = sealed(clock)
+    handles.begin(handle)
+    clock.now = 30.0
+    handles.sweep()
+    with pytest.raises(KvGone):
+        handles.get(handle.id, "me")
+    assert slots.num_bytes(State.QUARANTINED) == handle.slot.extent.num_bytes
+    clock.now = 30.0 + GRACE_SECONDS
+    slots.sweep()
+    assert slots.free_bytes == CAPACITY_BYTES
+
+
+def test_what_is_released_is_free_at_once() -> None:
+    slots, handles, handle = sealed(Clock())
+    handles.release(handle.id, "me")
+    handles.release(handle.id, "me")
+    assert slots.free_bytes == CAPACITY_BYTES
+
+
+def test_a_read_in_progress_outlives_the_lease() -> None:
+    clock = Clock()
+    slots, handles, handle = sealed(clock)
+    handles.begin(handle)
+    with handles.reading(handle):
+        clock.now = 1000.0
+        handles.sweep()
+        slots.sweep()
+        assert slots.free_bytes < CAPACITY_BYTES
+        slots.check()
+    clock.now = 2000.0
+    slots.sweep()
+    assert slots.free_bytes == CAPACITY_BYTES
+
+
+def test_a_forgotten_handle_never_was() -> None:
+    _, handles, handle = sealed(Clock())
+    handles.release(handle.id, "me")
+    handles._gone.clear()
+    with pytest.raises(KvNotFound):
+        handles.get(handle.id, "me")
