@@ -1,7 +1,7 @@
 """From our settings to vLLM's engine arguments, field by field."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -9,6 +9,11 @@ from engine.settings import GIB, EngineSettings
 
 DEFAULT_CPU_CACHE_BYTES = GIB
 WORKER_EXTENSION = "engine.worker.WorkerExtension"
+CONNECTOR: Final = {
+    "kv_connector": "PromptKvConnector",
+    "kv_connector_module_path": "engine.kv.connector",
+    "kv_role": "kv_producer",
+}
 
 
 def engine_arguments(
@@ -38,6 +43,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **_memory(settings, on_cpu=on_cpu),
         **_weight_transfer(settings),
+        **_prompt_kv(settings),
     )
 
 
@@ -55,3 +61,11 @@ def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
+
+
+def _prompt_kv(settings: EngineSettings) -> dict[str, Any]:
+    if not settings.prompt_kv:
+        return {}
+    from vllm.config import KVTransferConfig
+
+    return {"kv_transfer_config": KVTransferConfig(**CONNECTOR)}

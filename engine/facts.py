@@ -1,5 +1,6 @@
 """What a started AsyncLLM is, as plain values."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,16 @@ from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.protocol import EngineFacts
+from engine.calls import answered
+from engine.protocol import EngineFacts, KvFormat, KvReason
 from engine.settings import EngineSettings
 
+log = logging.getLogger(__name__)
 
-def gather_facts(llm: AsyncLLM, settings: EngineSettings, model_path: Path) -> EngineFacts:
+
+def gather_facts(
+    llm: AsyncLLM, settings: EngineSettings, model_path: Path, kv: KvFormat | KvReason
+) -> EngineFacts:
     config = llm.vllm_config
     on_cpu = current_platform.is_cpu()
     return EngineFacts(
@@ -31,7 +37,21 @@ def gather_facts(llm: AsyncLLM, settings: EngineSettings, model_path: Path) -> E
         pipeline_parallel_size=settings.pipeline_parallel_size,
         cpu_threads=settings.threads_per_rank if on_cpu else None,
         vllm_version=vllm_version,
+        kv_format=kv if isinstance(kv, KvFormat) else None,
+        kv_reason=None if isinstance(kv, KvFormat) else kv,
     )
+
+
+async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvReason:
+    """Asks every rank, which prepares itself on the way: all of them can, or none does."""
+    if not settings.prompt_kv:
+        return "disabled"
+    answers = await answered(llm, llm.collective_rpc("coppice_prepare_exports"))
+    if any(isinstance(answer, str) or answer != answers[0] for answer in answers):
+        log.warning("prompts cannot be exported: %s", answers)
+        return "unsupported_cache"
+    rope = getattr(llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
+    return KvFormat(**answers[0], rope=dict(rope or {}))
 
 
 def _kv_bytes_per_token(config: Any) -> int:

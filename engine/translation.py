@@ -8,6 +8,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead
+from engine.kv.jobs import carrying
 from engine.protocol import Completion, SampleRequest, VersionSpan
 
 
@@ -28,7 +29,17 @@ def sampling_params(sample: SampleRequest) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # nobody else holds these
+        extra_args=_extra_args(sample),
     )
+
+
+def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
+    """The only place that fills `kv_transfer_params`: no caller of the service can."""
+    if sample.export is None:
+        return None
+    num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
+    assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
+    return {"kv_transfer_params": carrying(sample.export)}
 
 
 class Pending:

@@ -25,7 +25,7 @@ from engine import shared_memory
 from engine.arguments import WORKER_EXTENSION
 from engine.calls import answered
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
-from engine.facts import gather_facts
+from engine.facts import gather_facts, kv_support
 from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
 from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
@@ -108,7 +108,8 @@ class VllmEngine:
         )
         await asyncio.shield(self._starting)
         await self._verify_plugin()
-        self._facts = gather_facts(self._llm, self._settings, self._serving_path)
+        kv = await kv_support(self.llm, self._settings)
+        self._facts = gather_facts(self.llm, self._settings, self._serving_path, kv)
         await self._warm_up()
         await answered(self.llm, self.llm.update_weight_version(version))
         self._heart.enter("serving")
@@ -258,6 +259,11 @@ class VllmEngine:
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDead, EngineDeadError):
             await self.llm.abort(list(sample_ids))
+
+    async def settle_exports(self) -> None:
+        """A call of all workers comes after every abort and every step that was sent before it."""
+        if self.facts.kv_format is not None:
+            await answered(self.llm, self.llm.collective_rpc("coppice_settle_exports"))
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         await answered(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))

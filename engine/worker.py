@@ -15,6 +15,8 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 
 from engine.guard import Failure, attempt
+from engine.kv import support
+from engine.kv.support import KvAnswer
 from engine.weights import reload
 from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
 
@@ -46,6 +48,7 @@ class WorkerExtension:
     rank: int
     model_runner: Any
     model_config: Any
+    vllm_config: Any
 
     def coppice_info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -74,6 +77,14 @@ class WorkerExtension:
             return _not_loaded(loaded, failed, restored=everywhere)
         seconds = time.monotonic() - begun
         return Loaded(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
+
+    def coppice_prepare_exports(self) -> KvAnswer | str:
+        """What this rank exports, or why it does not."""
+        answer = attempt(support.prepare, self.vllm_config)
+        return answer.message if isinstance(answer, Failure) else answer
+
+    def coppice_settle_exports(self) -> bool:
+        return not isinstance(attempt(support.settle), Failure)
 
     def coppice_indexes(self, path: str, previous_path: str) -> tuple[Checkpoint, Checkpoint]:
         checkpoint, previous = self.coppice_index(path), self.coppice_index(previous_path)

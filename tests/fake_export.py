@@ -22,7 +22,8 @@ def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
     shape = (FORMAT.num_layers, 2, FORMAT.num_kv_heads, len(tokens), FORMAT.head_dim)
     places = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 1024
     of_tokens = np.asarray(tokens, dtype=np.float32)[:, None]
-    return places + of_tokens + np.float32(zlib.crc32(version.encode()) % 1000)
+    of_version = zlib.crc32(version.encode()) % 1000
+    return (places + of_tokens + of_version).astype(np.float32)
 
 
 def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportWord) -> None:

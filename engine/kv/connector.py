@@ -1,0 +1,105 @@
+"""The KV connector that vLLM loads by this module's path, once in EngineCore and once a worker.
+
+It only hands what vLLM calls to the two sides, guarded. It loads nothing, holds no block back and
+reports nothing: a prompt is exported or not, and the arena's words say which.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from engine.kv.form import CacheForm, UnsupportedCache, cache_form
+from engine.kv.jobs import ExportJobs
+from engine.kv.scheduler_side import ExportPlanner
+from engine.kv.worker_side import PROMPT_KV, ExportWriter
+
+_NOT_HELD: Final = (False, None)
+
+
+class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """`refused` says why this model's prompts cannot be exported; then it does nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.refused: str | None = None
+        self.form: CacheForm | None = None
+        try:
+            self.form = cache_form(vllm_config, kv_cache_config)
+        except UnsupportedCache as error:
+            self.refused = str(error)
+        self.planner = ExportPlanner(self.form)
+        self.writer: ExportWriter | None = None
+        if self.form is not None and role == KVConnectorRole.WORKER:
+            self.writer = ExportWriter(self.form, get_tensor_model_parallel_rank())
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What a preempted request wrote so far it computes again."""
+        return False
+
+    # The scheduler's side
+
+    @PROMPT_KV.returning(None)
+    def on_new_request(self, request: Any) -> None:
+        self.planner.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
+        """Nothing comes from outside."""
+
+    @PROMPT_KV.guarded(lambda self, scheduler_output: ExportJobs())
+    def build_connector_meta(self, scheduler_output: Any) -> ExportJobs:
+        return self.planner.plan(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @PROMPT_KV.returning(_NOT_HELD)
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        self.planner.forget(request.request_id)
+        return _NOT_HELD
+
+    @PROMPT_KV.returning(None)
+    def reset_cache(self) -> None:
+        """Called where every cached prefix is forgotten: between two versions."""
+        self.planner.start_epoch()
+
+    # The workers' side
+
+    @PROMPT_KV.returning(None)
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if self.writer is not None:
+            self.writer.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """All layers are copied at once, when the prompt is complete."""
+
+    def wait_for_save(self) -> None:
+        """After the forward, and before any block of it can be handed out again."""
+        if self.writer is not None and self.has_connector_metadata():
+            for job in self._get_connector_metadata().jobs:
+                self.writer.export(job)
+
+    @PROMPT_KV.returning(None)
+    def shutdown(self) -> None:
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,110 @@
+"""Which caches can be exported, decided from what vLLM has allocated; the same in every process.
+
+Only plain attention over one table of blocks: what is not proven to be that is refused with a
+reason, never exported as something it is not.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
+
+DRAFT_MODEL: Final = "draft_model"
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class UnsupportedCache(Exception):
+    """This model's prompts cannot be exported; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheForm:
+    """`group` is the table of blocks; `layers` are names in layer order; heads are all ranks'."""
+
+    group: int
+    layers: tuple[str, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    num_ranks: int
+
+    def num_bytes(self, num_tokens: int) -> int:
+        values = 2 * len(self.layers) * self.num_kv_heads * num_tokens * self.head_dim
+        return values * self.dtype.itemsize
+
+    def heads_of(self, rank: int) -> range:
+        """What a rank writes. Where heads are replicated, the first rank of them does."""
+        replicas = max(1, self.num_ranks // self.num_kv_heads)
+        num_heads = max(1, self.num_kv_heads // self.num_ranks)
+        first = rank // replicas * num_heads
+        return range(first, first + (num_heads if rank % replicas == 0 else 0))
+
+
+def cache_form(vllm_config: Any, kv_cache_config: Any) -> CacheForm:
+    """UnsupportedCache if there is none."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for name in ("pipeline", "decode_context", "prefill_context"):
+        if getattr(parallel, f"{name}_parallel_size") > 1:
+            raise UnsupportedCache(f"{name.replace('_', ' ')} parallel")
+    group, layers = _target_layers(kv_cache_config, model.get_total_num_hidden_layers())
+    specs = [_spec(kv_cache_config.kv_cache_groups[group].kv_cache_spec, name) for name in layers]
+    for name, spec in zip(layers, specs, strict=True):
+        _refuse_unless_plain(name, spec, model.dtype)
+        if spec != specs[0]:
+            raise UnsupportedCache(f"{name} is unlike {layers[0]}")
+    form = CacheForm(
+        group=group,
+        layers=layers,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=specs[0].head_size,
+        dtype=specs[0].dtype,
+        block_size=specs[0].block_size,
+        num_ranks=parallel.tensor_parallel_size,
+    )
+    if specs[0].num_kv_heads != len(form.heads_of(0)):
+        raise UnsupportedCache(f"{specs[0].num_kv_heads} KV heads on a rank")
+    return form
+
+
+def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[str, ...]]:
+    """Every layer of the model once, in one group. Layers of a draft model may lie beside them."""
+    found: dict[int, tuple[int, str]] = {}
+    for group, members in enumerate(kv_cache_config.kv_cache_groups):
+        for name in members.layer_names:
+            if name.startswith(DRAFT_MODEL):
+                continue
+            index = extract_layer_index(name)
+            if index in found:
+                raise UnsupportedCache(f"layer {index} has two caches")
+            if index < num_layers:
+                found[index] = (group, name)
+    if sorted(found) != list(range(num_layers)):
+        raise UnsupportedCache(f"{len(found)} of {num_layers} layers have a cache")
+    groups = {group for group, _ in found.values()}
+    if len(groups) != 1:
+        raise UnsupportedCache("layers of several kinds")
+    return groups.pop(), tuple(found[index][1] for index in range(num_layers))
+
+
+def _spec(spec: Any, layer: str) -> Any:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _refuse_unless_plain(name: str, spec: Any, dtype: torch.dtype) -> None:
+    """Not a subclass: those are the special ones."""
+    if type(spec) is not FullAttentionSpec:
+        raise UnsupportedCache(f"{name} has a {type(spec).__name__}")
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        raise UnsupportedCache(f"{name} attends within a window")
+    if spec.non_causal:
+        raise UnsupportedCache(f"{name} attends to what follows")
+    if spec.kv_quant_mode != KVQuantMode.NONE or spec.dtype != dtype or dtype not in DTYPES:
+        raise UnsupportedCache(f"{name} stores {spec.dtype}, the model computes {dtype}")
+    packed = (spec.num_head_slots, spec.state_content_bytes, spec.page_size_padded)
+    if packed != (None, None, None) or spec.tokens_per_state != 1:
+        raise UnsupportedCache(f"{name} has pages of its own")
+    if spec.head_size != spec.head_size_v:
+        raise UnsupportedCache(f"{name} has keys and values of two sizes")

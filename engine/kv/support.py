@@ -1,0 +1,47 @@
+"""What a worker says when it is asked whether prompts can be exported, and to settle exports."""
+
+from typing import Any, TypedDict
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from engine.kv.connector import PromptKvConnector
+from engine.kv.form import UnsupportedCache
+
+
+class KvAnswer(TypedDict):
+    """Numbers as of the whole model, over all ranks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+def prepare(vllm_config: Any) -> KvAnswer:
+    """UnsupportedCache, or whatever keeps this rank from finding out how its cache is packed."""
+    connector = _connector()
+    if connector.form is None:
+        raise UnsupportedCache(str(connector.refused))
+    assert connector.writer is not None, "this is a worker"
+    connector.writer.prepare(vllm_config.compilation_config.static_forward_context)
+    form = connector.form
+    return KvAnswer(
+        num_layers=len(form.layers),
+        num_kv_heads=form.num_kv_heads,
+        head_dim=form.head_dim,
+        dtype=str(form.dtype).removeprefix("torch."),
+    )
+
+
+def settle() -> None:
+    writer = _connector().writer
+    if writer is not None:
+        writer.settle()
+
+
+def _connector() -> PromptKvConnector:
+    if not has_kv_transfer_group():
+        raise UnsupportedCache("no connector is configured")
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, PromptKvConnector), "Coppice configures no other connector"
+    return connector

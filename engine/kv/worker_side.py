@@ -1,0 +1,114 @@
+"""In a worker: the prompts that a step completes go to the arena, this rank's heads of them.
+
+Bytes first, the rank's word last. Whatever goes wrong becomes the word FAILED, if there is room
+for a word; a place that the arena does not have costs nothing else, any other failure switches the
+export off in this process.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from engine.guard import Failure, attempt, feature
+from engine.kv.arena import WORD_BYTES, ArenaRefused, MappedArena
+from engine.kv.copying import Copier, CudaCopier, PackedCopier
+from engine.kv.form import CacheForm
+from engine.kv.jobs import ExportJob
+from engine.kv.packing import derive_order
+from engine.protocol import ExportWord
+
+PROMPT_KV = feature("prompt_kv")
+
+logger = logging.getLogger(__name__)
+
+
+class ExportWriter:
+    """Owns the mapped arenas. Called from the worker's one thread."""
+
+    def __init__(self, form: CacheForm, rank: int) -> None:
+        self._form, self._rank = form, rank
+        self._heads = form.heads_of(rank)
+        self._arenas: dict[str, MappedArena] = {}
+        self._caches: list[torch.Tensor] = []
+        self._copier: Copier | None = None
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """[B, H, N, 2 * D] a layer, in whatever memory order."""
+        self._caches = [caches[name] for name in self._form.layers]
+
+    def prepare(self, attention_layers: Mapping[str, Any]) -> None:
+        """Find out how the cache is packed; once vLLM has chosen its attention kernels."""
+        self._copier = self._copier or self._chosen(attention_layers)
+
+    def export(self, job: ExportJob) -> None:
+        _export(self, job)
+
+    def settle(self) -> None:
+        if self._copier is not None:
+            self._copier.settle()
+
+    def close(self) -> None:
+        self.settle()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    def write(self, job: ExportJob) -> None:
+        """Raises ArenaRefused before a byte is written."""
+        if job.word != ExportWord.COMMITTED or not self._heads:
+            self.say(job, job.word)
+            return
+        assert self._copier is not None, "prepared before anything is exported"
+        done = functools.partial(self._done, job)
+        self._copier.copy(self._kernel_blocks(job), self._out(job), done)
+
+    def say(self, job: ExportJob, word: ExportWord) -> None:
+        arena = self._arena(job.place.arena)
+        arena.put_word(job.place.words_offset + WORD_BYTES * self._rank, word)
+
+    def _done(self, job: ExportJob, failure: Failure | None) -> None:
+        attempt(self.say, job, ExportWord.FAILED if failure else ExportWord.COMMITTED)
+
+    def _chosen(self, attention_layers: Mapping[str, Any]) -> Copier:
+        if not current_platform.is_cpu():
+            return CudaCopier(self._caches)
+        block, head_dim = self._caches[0].shape[2], self._form.head_dim
+        isa = attention_layers[self._form.layers[0]].isa
+        order = derive_order(block, head_dim, self._form.dtype, isa)
+        return PackedCopier(self._caches, order)
+
+    def _out(self, job: ExportJob) -> torch.Tensor:
+        """[L, 2, this rank's heads, T, D], over the arena itself."""
+        form, num_tokens, arena = self._form, job.place.num_tokens, self._arena(job.place.arena)
+        region = arena.region(job.place.offset, form.num_bytes(num_tokens)).view(form.dtype)
+        shape = (len(form.layers), 2, form.num_kv_heads, num_tokens, form.head_dim)
+        return region.view(shape)[:, :, self._heads.start : self._heads.stop]
+
+    def _kernel_blocks(self, job: ExportJob) -> list[int]:
+        """Some GPU kernels want smaller blocks than the scheduler's: those lie side by side."""
+        block = self._caches[0].shape[2]
+        split = self._form.block_size // block
+        num_blocks = -(-job.place.num_tokens // block)
+        return [b * split + part for b in job.block_ids for part in range(split)][:num_blocks]
+
+    def _arena(self, path: str) -> MappedArena:
+        if path not in self._arenas:
+            self._arenas[path] = MappedArena(path)
+        return self._arenas[path]
+
+
+def _give_up(writer: ExportWriter, job: ExportJob) -> None:
+    attempt(writer.say, job, ExportWord.FAILED)
+
+
+@PROMPT_KV.guarded(_give_up)
+def _export(writer: ExportWriter, job: ExportJob) -> None:
+    try:
+        writer.write(job)
+    except ArenaRefused as error:
+        logger.warning("a prompt was not exported: %s", error)
+        _give_up(writer, job)
