@@ -13,6 +13,8 @@ from coppice.errors import (
     GatewayFailed,
     IdempotencyMismatch,
     InvalidRequest,
+    KvLost,
+    KvUnavailable,
     NotFound,
     Overloaded,
     ProblemError,
@@ -30,15 +32,19 @@ from coppice.errors import (
     VersionUnavailable,
     WeightsRefused,
 )
+from coppice.kv.prompt_kv import PromptKV
+from coppice.kv.source import KvSource
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample
 from coppice.retry import Retry
 from coppice.scores import Score
 from coppice.wire.control import PauseAnswer, StatusAnswer
+from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.problems import Problem
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
+    KvRecord,
     ProgressRecord,
     Record,
     SampleRecord,
@@ -67,6 +73,14 @@ __all__ = [
     "GroupRequest",
     "IdempotencyMismatch",
     "InvalidRequest",
+    "Kv",
+    "KvHandle",
+    "KvLayout",
+    "KvLocator",
+    "KvLost",
+    "KvRecord",
+    "KvSource",
+    "KvUnavailable",
     "Message",
     "NotFound",
     "Overloaded",
@@ -77,6 +91,7 @@ __all__ = [
     "ProblemError",
     "ProgressRecord",
     "Prompt",
+    "PromptKV",
     "PromptLike",
     "QuotaExceeded",
     "Record",

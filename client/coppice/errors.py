@@ -6,6 +6,7 @@
         TimedOut
         StreamBroken
           RolloutLost
+        KvLost
         BadAnswer
           GatewayFailed
       ProblemError              the server said no, and why
@@ -70,6 +71,14 @@ class StreamBroken(TransportError):
 
 class RolloutLost(StreamBroken):
     """The server has forgotten the rollout whose stream broke, so it cannot be gone on with."""
+
+    @property
+    def retryable(self) -> bool:
+        return False
+
+
+class KvLost(TransportError):
+    """Prompt KV that had begun to come cannot be had: recompute it."""
 
     @property
     def retryable(self) -> bool:

@@ -1,0 +1,35 @@
+"""Whether a prompt's keys and values are had sooner by fetching or by computing them again.
+
+Both speeds are measured, never assumed: bytes a second of each transport, tokens a second of the
+caller's own forward. As long as one of them is unknown, fetching is worth trying.
+"""
+
+from coppice.wire.kv import KvHandle
+
+WEIGHT_OF_LATEST = 0.3
+
+
+class BreakEven:
+    """Not for several threads at once: a lost measurement is all that could happen."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second: dict[str, float] = {}
+        self.tokens_per_second: float | None = None
+
+    def fetched(self, transport: str, num_bytes: int, seconds: float) -> None:
+        before = self.bytes_per_second.get(transport)
+        self.bytes_per_second[transport] = _blended(before, num_bytes / max(seconds, 1e-9))
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """The caller's forward of so many prompt tokens took so long."""
+        self.tokens_per_second = _blended(self.tokens_per_second, num_tokens / max(seconds, 1e-9))
+
+    def worth(self, handle: KvHandle, transport: str) -> bool:
+        bandwidth = self.bytes_per_second.get(transport)
+        if bandwidth is None or self.tokens_per_second is None:
+            return True
+        return handle.num_bytes / bandwidth < handle.num_tokens / self.tokens_per_second
+
+
+def _blended(before: float | None, latest: float) -> float:
+    return latest if before is None else before + WEIGHT_OF_LATEST * (latest - before)
