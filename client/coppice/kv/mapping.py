@@ -1,4 +1,4 @@
-"""A handle's file in shared memory, mapped where it lies: no byte of it is copied.
+"""Handles' files in shared memory, mapped where they lie: no byte of them is copied.
 
 Nothing pins what is read here, so the lease must run for as long as the bytes are in use, and the
 checksums are what shows that it did.
@@ -7,6 +7,7 @@ checksums are what shows that it did.
 import mmap
 import os
 import stat
+import threading
 from pathlib import Path
 
 from coppice.wire.kv import KvHandle, KvLocator
@@ -14,11 +15,32 @@ from coppice.wire.kv import KvHandle, KvLocator
 PREFIX = "coppice-kv-"
 
 
-def mapped(handle: KvHandle, locator: KvLocator) -> memoryview | None:
-    """Read-only; None where it cannot be had: on another host, or of another user."""
-    if locator.path is None or locator.offset is None:
-        return None
-    path = Path(locator.path)
+class Mappings:
+    """An arena is mapped once, as a whole: its pages are looked up once, not once a handle.
+
+    Only the latest one is kept. Memory that was handed out lives on for as long as it is used.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: str | None = None
+        self._arena: memoryview | None = None
+
+    def file_of(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
+        """Read-only; None where it cannot be had: on another host, or of another user."""
+        if locator.path is None or locator.offset is None:
+            return None
+        with self._lock:
+            if self._path != locator.path:
+                self._path, self._arena = locator.path, _mapped(Path(locator.path))
+            arena = self._arena
+        end = locator.offset + handle.num_bytes
+        if arena is None or end > len(arena):
+            return None
+        return arena[locator.offset : end]
+
+
+def _mapped(path: Path) -> memoryview | None:
     if not path.name.startswith(PREFIX):
         return None  # a server must not make its callers open anything else
     try:
@@ -26,15 +48,9 @@ def mapped(handle: KvHandle, locator: KvLocator) -> memoryview | None:
     except OSError:
         return None
     try:
-        return _mapped(file, locator.offset, handle.num_bytes)
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return None
+        return memoryview(mmap.mmap(file, status.st_size, access=mmap.ACCESS_READ))
     finally:
         os.close(file)
-
-
-def _mapped(file: int, offset: int, num_bytes: int) -> memoryview | None:
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or offset + num_bytes > status.st_size:
-        return None
-    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(file, offset + num_bytes - begin, offset=begin, access=mmap.ACCESS_READ)
-    return memoryview(pages)[offset - begin :]

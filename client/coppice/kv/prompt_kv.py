@@ -15,7 +15,6 @@ from coppice.errors import CoppiceError
 from coppice.kv.arrival import Arrival
 from coppice.kv.connection import Download
 from coppice.kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of
-from coppice.kv.mapping import mapped
 from coppice.kv.source import KvSource
 from coppice.wire.kv import KvHandle, KvLocator
 
@@ -85,7 +84,7 @@ class PromptKV:
     def _mapped(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
         """The lease is renewed first: memory knows neither keys nor leases, the server does."""
         began = time.monotonic()
-        room = mapped(handle, at)
+        room = source.mappings.file_of(handle, at)
         if room is None:
             return None
         source.renew(handle.handle, handle.lease_seconds or 1.0)

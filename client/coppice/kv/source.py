@@ -13,6 +13,7 @@ from coppice.errors import CoppiceError, ProblemError
 from coppice.http.address import address_of
 from coppice.kv.break_even import BreakEven
 from coppice.kv.connection import Endpoint
+from coppice.kv.mapping import Mappings
 from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer
 
 TRANSPORTS = ("shm", "http")
@@ -38,6 +39,7 @@ class KvSource:
             raise ValueError(f"no such transport: {', '.join(unknown)}")
         self.endpoint = Endpoint(address_of(base_url, api_key), timeout)
         self.transports = tuple(transports)
+        self.mappings = Mappings()
         self.break_even = BreakEven()
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()

@@ -1,0 +1,242 @@
+"""How fast prompt KV comes to a trainer on the same machine, and what that is worth.
+
+The server is a process of its own over an engine that only writes bytes, as many a token as
+Qwen3-8B has; the bare socket's sender is one as well, of the same bytes in the same pieces. Every
+arm reads into memory that is already there.
+"""
+
+import argparse
+import asyncio
+import mmap
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.record import Record, Row
+from coppice import KvHandle, KvSource, PromptKV
+from coppice.kv.connection import Download
+from engine.settings import EngineSettings
+from tests.promises.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
+from tests.promises.kv_server import BYTES_PER_TOKEN, kv_server
+
+TOKENS = 1024
+PIECE_BYTES = 2**20
+ARMS = ("bare socket", "HTTP", "HTTP, checked", "shared memory, checked", "first layer, HTTP")
+
+# Qwen3-8B: 2 FLOP a parameter and token, attention left out, at 40 % of an H200's dense bf16 peak.
+H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
+
+
+def send_for_ever(path: Path, offset: int, num_bytes: int) -> None:
+    """The bare socket's other side: the whole for every connection, of the server's own memory."""
+    with path.open("rb") as file:
+        arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    data = arena[offset : offset + num_bytes]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                for start in range(0, num_bytes, PIECE_BYTES):
+                    connection.sendall(data[start : start + PIECE_BYTES])
+
+
+@contextmanager
+def bare_sender(handle: KvHandle) -> Iterator[int]:
+    shm = handle.locators[0]
+    what = [str(shm.path), str(shm.offset), str(handle.num_bytes)]
+    command = [sys.executable, "-m", "bench.kv_transport", "--send", *what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+class Reader:
+    """Reads one handle's bytes in every way; seconds by arm, round by round."""
+
+    def __init__(self, url: str, handle: KvHandle, port: int) -> None:
+        self.seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        self._handle = handle
+        self._port = port
+        self._http = KvSource(url, transports=["http"])
+        self._shm = KvSource(url, transports=["shm"])
+        self._buffer = memoryview(bytearray(handle.num_bytes))
+
+    def bare(self) -> None:
+        at = 0
+        with socket.create_connection(("127.0.0.1", self._port)) as connection:
+            while at < len(self._buffer):
+                at += connection.recv_into(self._buffer[at:])
+
+    def http(self) -> None:
+        path = self._handle.locators[1].url
+        assert path is not None
+        download = Download(self._http.endpoint, path, self._handle.num_bytes)
+        download.readinto(self._buffer)
+        download.close()
+
+    def http_checked(self) -> None:
+        assert PromptKV.fetch(self._handle, self._http, buffer=self._buffer) is not None
+
+    def shm_checked(self) -> None:
+        assert PromptKV.fetch(self._handle, self._shm) is not None
+
+    def first_layer(self) -> Callable[[], None]:
+        """What is left to do after the time was taken: the rest."""
+        kv = PromptKV.fetch(self._handle, self._http, buffer=self._buffer, wait=False)
+        assert kv is not None
+        kv.layer(0)
+        return kv.wait
+
+    async def run(self, rounds: int) -> None:
+        ways = (self.bare, self.http, self.http_checked, self.shm_checked, self.first_layer)
+        await in_turn([self._timed(*pair) for pair in zip(ARMS, ways, strict=True)], rounds=rounds)
+        for values in self.seconds.values():
+            del values[0]  # the warm-up
+
+    def _timed(
+        self, arm: str, read: Callable[[], Callable[[], None] | None]
+    ) -> Callable[[], Awaitable[None]]:
+        async def timed() -> None:
+            self._http.renew(self._handle.handle)
+            began = time.perf_counter()
+            rest = read()
+            self.seconds[arm].append(time.perf_counter() - began)
+            if rest is not None:
+                rest()
+
+        return timed
+
+
+def forward_tokens_per_second(model_path: str) -> tuple[float, int]:
+    """Of the shipped model's own forward in PyTorch, without a gradient, and its bytes a token."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    config = model.config
+    prompt = torch.randint(5, 64, (1, 256))
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(7):
+            began = time.perf_counter()
+            model(prompt)
+            seconds.append(time.perf_counter() - began)
+    num_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return prompt.shape[1] / statistics.median(seconds), num_bytes
+
+
+def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
+    with kv_server() as url:
+        handle = handle_of(url, TOKENS)
+        with bare_sender(handle) as port:
+            reader = Reader(url, handle, port)
+            asyncio.run(reader.run(rounds))
+    return reader.seconds, handle.num_bytes
+
+
+def beside_readers(num_rounds: int) -> list[Row]:
+    """P10: a quarter of what loopback carries, to four readers, while others ask for little."""
+    rate = loopback_bytes_per_second() / 4
+    with kv_server(rate) as url:
+        handle = handle_of(url, TOKENS // 2)
+        latencies(url, 20)
+        idle = latencies(url, num_rounds)
+        with readers(url, handle, 4):
+            loaded = latencies(url, num_rounds)
+    slower = loaded.p50_of_rollouts / idle.p50_of_rollouts
+    return [
+        Row(
+            what=f"four readers at {rate / 1e9:.2f} GB/s: p99 of /readyz",
+            value=f"{loaded.p99_of_probes:.1f} ms (idle {idle.p99_of_probes:.1f})",
+            goal="< 20 ms",
+            verdict="met" if loaded.p99_of_probes < 20 else "missed",
+        ),
+        Row(
+            what="the same: p50 of a small rollout, loaded / idle",
+            value=f"{slower:.2f} ({loaded.p50_of_rollouts:.1f} ms, {idle.p50_of_rollouts:.1f} ms)",
+            goal="<= 1.3",
+            verdict="met" if slower <= 1.3 else "missed",
+        ),
+    ]
+
+
+def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], model: str) -> Record:
+    per_second = {arm: num_bytes / statistics.median(values) for arm, values in seconds.items()}
+    http = Pairs(a=seconds["bare socket"], b=seconds["HTTP"]).ratio()
+    shm = Pairs(a=seconds["HTTP"], b=seconds["shared memory, checked"]).ratio()
+    first, whole = (statistics.median(seconds[arm]) for arm in ("first layer, HTTP", "HTTP"))
+    speed, small_bytes = forward_tokens_per_second(model)
+    needed = BYTES_PER_TOKEN / H200_SECONDS_PER_TOKEN
+    measured = [
+        Row(
+            what="bytes a second, HTTP / bare socket",
+            value=f"{http.median:.2f} [{http.low:.2f}, {http.high:.2f}]",
+            goal=">= 0.8",
+            verdict=http.verdict(0.8),
+        ),
+        Row(
+            what="time of HTTP / time of reading every byte through shared memory",
+            value=f"{shm.median:.2f} [{shm.low:.2f}, {shm.high:.2f}]",
+            goal=">= 2",
+            verdict=shm.verdict(2.0),
+        ),
+        *(
+            Row(what=arm, value=f"{per_second[arm] / 1e9:.2f} GB/s")
+            for arm in ARMS
+            if not arm.startswith("first")
+        ),
+        Row(
+            what="first layer usable over HTTP",
+            value=f"{1000 * first:.1f} ms; all 36 after {1000 * whole:.1f} ms, unchecked",
+        ),
+        *rows,
+        *(_worth(arm, per_second[arm], speed, small_bytes, needed) for arm in ARMS[2:4]),
+    ]
+    return Record(
+        name="kv_transport",
+        claim=f"Prompt KV of {TOKENS} tokens, {num_bytes / 2**20:.0f} MiB, read into a process on "
+        "the same machine.",
+        rows=measured,
+        raw=seconds,
+    )
+
+
+def _worth(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:
+    """A fetch is worth it above the bytes a second that the forward is worth."""
+    here = speed * small_bytes
+    return Row(
+        what=f"break-even against computing again, {arm}",
+        value=f"{per_second / here:.1f} times what the shipped model's forward needs here "
+        f"({here / 1e9:.3f} GB/s); {per_second / needed:.1f} times what Qwen3-8B needs on an H200 "
+        f"({needed / 1e9:.1f} GB/s, computed, host memory only)",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--send", nargs=3, help="be the bare socket's sender (used by itself)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--model", default=EngineSettings().model)
+    arguments = parser.parse_args()
+    if arguments.send is not None:
+        path, offset, num_bytes = arguments.send
+        send_for_ever(Path(path), int(offset), int(num_bytes))
+        return
+    seconds, length = transports(arguments.rounds)
+    result = record(seconds, length, beside_readers(100), arguments.model)
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()
