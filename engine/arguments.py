@@ -1,19 +1,15 @@
 """From our settings to vLLM's engine arguments, field by field."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from engine.kv.loading import CONNECTOR
 from engine.settings import GIB, EngineSettings
 
 DEFAULT_CPU_CACHE_BYTES = GIB
 WORKER_EXTENSION = "engine.worker.WorkerExtension"
-CONNECTOR: Final = {
-    "kv_connector": "PromptKvConnector",
-    "kv_connector_module_path": "engine.kv.connector",
-    "kv_role": "kv_producer",
-}
 
 
 def engine_arguments(

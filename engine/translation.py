@@ -8,7 +8,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead
-from engine.kv.jobs import carrying
+from engine.kv.place import carrying
 from engine.protocol import Completion, SampleRequest, VersionSpan
 
 

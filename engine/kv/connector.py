@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engine.guard import Failure, attempt
 from engine.kv.form import CacheForm, UnsupportedCache, cache_form
 from engine.kv.jobs import ExportJobs
 from engine.kv.scheduler_side import ExportPlanner
@@ -28,12 +29,11 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.refused: str | None = None
-        self.form: CacheForm | None = None
-        try:
-            self.form = cache_form(vllm_config, kv_cache_config)
-        except UnsupportedCache as error:
-            self.refused = str(error)
+        decided = attempt(_decided, vllm_config, kv_cache_config)
+        self.form = decided if isinstance(decided, CacheForm) else None
+        self.refused = decided.message if isinstance(decided, Failure) else None
+        if isinstance(decided, str):
+            self.refused = decided
         self.planner = ExportPlanner(self.form)
         self.writer: ExportWriter | None = None
         if self.form is not None and role == KVConnectorRole.WORKER:
@@ -103,3 +103,10 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+def _decided(vllm_config: Any, kv_cache_config: Any) -> CacheForm | str:
+    try:
+        return cache_form(vllm_config, kv_cache_config)
+    except UnsupportedCache as error:
+        return str(error)

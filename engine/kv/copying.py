@@ -5,18 +5,14 @@ have been written or never will be. No block is read any more once `copy` has re
 it put on the current stream has run, so the scheduler may hand the blocks out again.
 """
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from engine.guard import Failure, attempt
+from engine.kv.landing import Done, Landing
 from kernels.kv_pack.order import PackOrder
 from kernels.kv_pack.unpack import gather, unpack
-
-Done = Callable[[Failure | None], None]
 
 
 class Copier(Protocol):
@@ -46,16 +42,13 @@ class CudaCopier:
     The blocks are gathered on the stream that the model computes on, in its order: a block that a
     later step overwrites has been read. The gathered prompt, which nobody overwrites, goes to
     pinned memory on a stream of its own while the next steps compute, and from there to the arena
-    on a thread, which waits for the transfer without holding the interpreter.
+    on a thread.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         self._caches = caches
         self._stream: Any = torch.cuda.Stream(caches[0].device)  # type: ignore[no-untyped-call]
-        self._moved: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, Any, Done]]
-        self._moved = queue.SimpleQueue()
-        self._under_way = _Count()
-        threading.Thread(target=self._write, daemon=True, name="prompt-kv").start()
+        self._landing = Landing()
 
     def copy(self, block_ids: Sequence[int], out: torch.Tensor, done: Done) -> None:
         device = self._caches[0].device
@@ -69,37 +62,7 @@ class CudaCopier:
             gathered.record_stream(self._stream)
             moved: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             moved.record()
-        self._under_way.add(1)
-        self._moved.put((staged, out, moved, done))
+        self._landing.land(staged, moved, out, done)
 
     def settle(self) -> None:
-        self._under_way.wait_for_none()
-
-    def _write(self) -> None:
-        while True:
-            _finish(*self._moved.get())  # keeps no view of the arena while it waits
-            self._under_way.add(-1)
-
-
-def _finish(staged: torch.Tensor, out: torch.Tensor, moved: Any, done: Done) -> None:
-    done(attempt(_land, staged, out, moved))
-
-
-def _land(staged: torch.Tensor, out: torch.Tensor, moved: Any) -> None:
-    moved.synchronize()
-    out.copy_(staged)
-
-
-class _Count:
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = 0
-
-    def add(self, change: int) -> None:
-        with self._changed:
-            self._count += change
-            self._changed.notify_all()
-
-    def wait_for_none(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0)
+        self._landing.settle()

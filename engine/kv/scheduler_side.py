@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.kv.form import CacheForm
-from engine.kv.jobs import ExportJob, ExportJobs, Place
+from engine.kv.jobs import ExportJob, ExportJobs
+from engine.kv.place import Place
 from engine.protocol import ExportWord
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from engine.guard import Failure, attempt, feature
+from engine.guard import Failure, Feature, attempt, feature
 from engine.kv.arena import WORD_BYTES, ArenaRefused, MappedArena
 from engine.kv.copying import Copier, CudaCopier, PackedCopier
 from engine.kv.form import CacheForm
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 class ExportWriter:
     """Owns the mapped arenas. Called from the worker's one thread."""
 
-    def __init__(self, form: CacheForm, rank: int) -> None:
+    def __init__(self, form: CacheForm, rank: int, guard: Feature = PROMPT_KV) -> None:
         self._form, self._rank = form, rank
+        self.export = guard.guarded(self._give_up)(self._export)
         self._heads = form.heads_of(rank)
         self._arenas: dict[str, MappedArena] = {}
         self._caches: list[torch.Tensor] = []
@@ -44,9 +45,6 @@ class ExportWriter:
         """Find out how the cache is packed; once vLLM has chosen its attention kernels."""
         self._copier = self._copier or self._chosen(attention_layers)
 
-    def export(self, job: ExportJob) -> None:
-        _export(self, job)
-
     def settle(self) -> None:
         if self._copier is not None:
             self._copier.settle()
@@ -57,21 +55,31 @@ class ExportWriter:
             arena.close()
         self._arenas.clear()
 
-    def write(self, job: ExportJob) -> None:
+    def _export(self, job: ExportJob) -> None:
+        try:
+            self._write(job)
+        except ArenaRefused as error:
+            logger.warning("a prompt was not exported: %s", error)
+            self._give_up(job)
+
+    def _give_up(self, job: ExportJob) -> None:
+        attempt(self._say, job, ExportWord.FAILED)
+
+    def _write(self, job: ExportJob) -> None:
         """Raises ArenaRefused before a byte is written."""
         if job.word != ExportWord.COMMITTED or not self._heads:
-            self.say(job, job.word)
+            self._say(job, job.word)
             return
         assert self._copier is not None, "prepared before anything is exported"
         done = functools.partial(self._done, job)
         self._copier.copy(self._kernel_blocks(job), self._out(job), done)
 
-    def say(self, job: ExportJob, word: ExportWord) -> None:
+    def _say(self, job: ExportJob, word: ExportWord) -> None:
         arena = self._arena(job.place.arena)
         arena.put_word(job.place.words_offset + WORD_BYTES * self._rank, word)
 
     def _done(self, job: ExportJob, failure: Failure | None) -> None:
-        attempt(self.say, job, ExportWord.FAILED if failure else ExportWord.COMMITTED)
+        attempt(self._say, job, ExportWord.FAILED if failure else ExportWord.COMMITTED)
 
     def _chosen(self, attention_layers: Mapping[str, Any]) -> Copier:
         if not current_platform.is_cpu():
@@ -99,16 +107,3 @@ class ExportWriter:
         if path not in self._arenas:
             self._arenas[path] = MappedArena(path)
         return self._arenas[path]
-
-
-def _give_up(writer: ExportWriter, job: ExportJob) -> None:
-    attempt(writer.say, job, ExportWord.FAILED)
-
-
-@PROMPT_KV.guarded(_give_up)
-def _export(writer: ExportWriter, job: ExportJob) -> None:
-    try:
-        writer.write(job)
-    except ArenaRefused as error:
-        logger.warning("a prompt was not exported: %s", error)
-        _give_up(writer, job)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from engine import core_methods
+from engine.kv.place import carrying
 from engine.patches.installed import install_patches
-from engine.protocol import VersionSpan
+from engine.protocol import ExportSlot, VersionSpan
 
 EXTENSION = "engine.worker.WorkerExtension"
 FAULTY = "tests.engine.faults.FaultyExtension"
@@ -40,7 +41,9 @@ class LiveEngine:
     ) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
-        from vllm import LLM
+        from vllm import LLM, envs
+
+        envs.disable_envs_cache()  # an engine before this one may have settled its own variables
 
         torch.set_num_threads(1)  # as fast on such models, and steady beside other work
         core_methods.install()
@@ -65,7 +68,9 @@ class LiveEngine:
         self._ids = (str(i) for i in itertools.count())
         self._answers: dict[str, Answer] = {}
 
-    def submit(self, prompt: Sequence[int], **sampling: Any) -> str:
+    def submit(
+        self, prompt: Sequence[int], *, export: ExportSlot | None = None, **sampling: Any
+    ) -> str:
         """By default greedy, to the last token."""
         from vllm import SamplingParams
 
@@ -73,6 +78,8 @@ class LiveEngine:
             **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
             | sampling
         )
+        if export is not None:
+            params.extra_args = {"kv_transfer_params": carrying(export)}
         name = next(self._ids)
         self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         return name
@@ -99,17 +106,17 @@ class LiveEngine:
         return list(self._llm.collective_rpc(method, args=args))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.core.pause_scheduler("keep", clear_cache=False)
+    def paused(self, *, recompute: bool = False) -> Iterator[None]:
+        self.core.pause_scheduler("keep", clear_cache=recompute)
         yield
         self.core.resume_scheduler()
 
     def load(self, path: Path) -> list[Any]:
         return self.rpc("coppice_load_weights", str(path), str(self.serving))
 
-    def swap(self, path: Path) -> None:
+    def swap(self, path: Path, *, recompute: bool = False) -> None:
         """As the service does it; the version is the directory's name."""
-        with self.paused():
+        with self.paused(recompute=recompute):
             answers = self.load(path)
             assert all(answer["ok"] for answer in answers), answers
             self.core.coppice_forget_prefixes()

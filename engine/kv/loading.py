@@ -1,0 +1,9 @@
+"""How vLLM is told which connector to load."""
+
+from typing import Final
+
+CONNECTOR: Final = {
+    "kv_connector": "PromptKvConnector",
+    "kv_connector_module_path": "engine.kv.connector",
+    "kv_role": "kv_producer",
+}

@@ -1,0 +1,80 @@
+"""A worker never writes outside the arena, and finds out before the first byte."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.kv.arena import ArenaRefused, MappedArena
+from engine.protocol import ExportWord
+
+SIZE = 8192
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "arena"
+    with file.open("xb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, SIZE)
+    return file
+
+
+@pytest.fixture
+def arena(path: Path) -> Iterator[MappedArena]:
+    arena = MappedArena(str(path))
+    yield arena
+    arena.close()
+
+
+def test_what_is_written_is_in_the_file(arena: MappedArena, path: Path) -> None:
+    arena.region(64, 3)[:] = 7
+    arena.put_word(SIZE - 8, ExportWord.COMMITTED)
+    stored = path.read_bytes()
+    assert stored[63:68] == bytes([0, 7, 7, 7, 0])
+    assert stored[-8:] == (1).to_bytes(8, "little")
+    assert sum(stored) == 22
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"), [(-64, 64), (SIZE, 64), (SIZE - 64, 65), (0, SIZE + 1), (8, 8), (0, 0)]
+)
+def test_a_region_outside_or_aslant_is_refused(
+    arena: MappedArena, offset: int, num_bytes: int
+) -> None:
+    with pytest.raises(ArenaRefused):
+        arena.region(offset, num_bytes)
+
+
+@pytest.mark.parametrize("offset", [-8, SIZE, SIZE - 4, 12])
+def test_a_word_outside_or_aslant_is_refused(arena: MappedArena, path: Path, offset: int) -> None:
+    with pytest.raises(ArenaRefused):
+        arena.put_word(offset, ExportWord.COMMITTED)
+    assert path.read_bytes() == bytes(SIZE)
+
+
+def test_a_file_that_has_shrunk_is_refused(arena: MappedArena, path: Path) -> None:
+    os.truncate(path, SIZE // 2)
+    arena.region(0, SIZE // 2)
+    with pytest.raises(ArenaRefused):
+        arena.region(64, SIZE // 2)
+
+
+def test_a_file_with_holes_is_refused(tmp_path: Path) -> None:
+    """On a full mount a store into a hole would be a SIGBUS."""
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2**20)
+    arena = MappedArena(str(path))
+    with pytest.raises(ArenaRefused, match="allocated"):
+        arena.region(0, 64)
+    arena.close()
+
+
+def test_what_is_no_file_of_ours_is_refused(tmp_path: Path, path: Path) -> None:
+    link, empty = tmp_path / "link", tmp_path / "empty"
+    link.symlink_to(path)
+    empty.touch()
+    for wrong in (link, empty, tmp_path / "missing"):
+        with pytest.raises(ArenaRefused):
+            MappedArena(str(wrong))
