@@ -17,7 +17,7 @@ from typing import Literal
 from coppice.wire.kv import KvHandle
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, VersionSpan
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
-from service.kv.exports import Export
+from service.kv.export import Export
 from service.kv.prompt_kv import PromptKv
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]

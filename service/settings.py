@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from coppice.wire.base import Label
 from engine.settings import EngineSettings
+from service.kv.settings import KvSettings
 from service.sources import (
     SettingsError,
     Source,
@@ -137,37 +138,6 @@ class LimitsSettings(Section):
     keep_alive_seconds: Annotated[
         int, Field(ge=1, description="seconds that an idle connection is kept open")
     ] = 75
-
-
-class KvSettings(Section):
-    """Prompt KV: where it lies, how long it is kept, and how fast it leaves. `engine.prompt_kv`
-    switches it on.
-    """
-
-    directory: Annotated[Path, Field(description="shared-memory mount that prompt KV lies in")] = (
-        Path("/dev/shm")
-    )
-    capacity_bytes: Annotated[
-        int,
-        Field(ge=2**20, description="bytes that prompt KV takes; at most half of the mount's rest"),
-    ] = 256 * 2**20
-    max_lease_seconds: Annotated[
-        float, Field(gt=0, description="seconds that a lease is granted or renewed for at most")
-    ] = 60.0
-    max_lifetime_seconds: Annotated[
-        float, Field(gt=0, description="seconds after which a lease cannot be renewed any more")
-    ] = 3600.0
-    grace_seconds: Annotated[
-        float,
-        Field(ge=0, description="seconds that bytes are left alone after a lease has run out"),
-    ] = 5.0
-    max_transfers: Annotated[
-        int, Field(ge=1, description="downloads at a time; others wait their turn")
-    ] = 4
-    max_bytes_per_second: Annotated[
-        float | None,
-        Field(gt=0, description="most bytes a second of all downloads together; none: no bound"),
-    ] = None
 
 
 class LogSettings(Section):

@@ -15,7 +15,6 @@ import struct
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.wire.kv import KvReason
@@ -23,7 +22,8 @@ from engine.errors import EngineError
 from engine.protocol import Engine, ExportSlot, ExportWord
 from service.kv.arena import Arena
 from service.kv.checksums import checksums, etag
-from service.kv.handles import Handle, Handles
+from service.kv.export import Export, Pending
+from service.kv.handles import Handles
 from service.kv.layout import Layout, Layouts
 from service.kv.slots import Slot, Slots, State
 
@@ -32,32 +32,6 @@ POLL_SECONDS = 0.005
 POLL_SHARE = 0.05
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Export:
-    """One group's. `place` is what its first sample carries, if it is the one that writes.
-
-    Once `ended` it has a handle or a reason.
-    """
-
-    owner: str
-    lease_seconds: float
-    place: ExportSlot | None = None
-    pending: "Pending | None" = None
-    handle: Handle | None = None
-    reason: KvReason | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Pending:
-    """A slot that is being written, and the exports that wait for it."""
-
-    slot: Slot
-    exports: list[Export] = field(default_factory=list)
-    sealing: bool = False
-    over: bool = False
 
 
 class Exports:
@@ -118,7 +92,7 @@ class Exports:
     def abandon(self, export: Export) -> None:
         """The group broke off; what it was to write for others ends with it."""
         pending = export.pending
-        if pending is None or pending.over:
+        if pending is None or export.ended.is_set():
             return
         pending.exports.remove(export)
         self._refuse(export, "not_written")
@@ -154,8 +128,10 @@ class Exports:
             await asyncio.sleep(max(POLL_SECONDS, took / POLL_SHARE))
 
     async def close(self) -> None:
-        """Waits for what is under way: no group is any more."""
-        await asyncio.gather(*self._tasks)
+        """No group is under way any more, and what becomes of the slots is of no matter."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _reserve(self, export: Export, layout: Layout) -> None:
         slot = self._slots.reserve(export.owner, layout)

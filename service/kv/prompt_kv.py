@@ -18,12 +18,13 @@ from engine.protocol import Engine
 from service.admission import DRAINING_RETRY_SECONDS
 from service.errors import Draining, KvNotFound
 from service.kv.arena import Arena, FreeBytes, free_bytes
-from service.kv.exports import Export, Exports
+from service.kv.export import Export
+from service.kv.exports import Exports
 from service.kv.handles import Handle, Handles
 from service.kv.layout import Layouts
 from service.kv.leases import Leases
+from service.kv.settings import KvSettings
 from service.kv.slots import Slots, State
-from service.settings import KvSettings
 
 KEEP_SECONDS = 0.5
 

@@ -352,6 +352,22 @@ async def test_an_engine_that_dies_takes_no_handle_with_it(tmp_path: Path) -> No
         assert len(await data(served, group["kv"]["handle"])) == 4
 
 
+async def test_groups_that_share_and_break_off_together_give_the_slot_back(
+    tmp_path: Path,
+) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path) as served:
+        both = [start(served), start(served)]
+        await running(served, 4)
+        engine.die()
+        for broken in both:
+            assert (await broken).json()["code"] == "engine_dead"
+        kv = served.server.prompt_kv
+        while kv.status().free_bytes < kv.status().capacity_bytes:
+            await asyncio.sleep(0.001)
+        kv.check()
+
+
 async def test_books_that_do_not_balance_switch_it_off_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,38 @@
+"""Section `kv` of the settings."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class KvSettings(BaseModel):
+    """Where prompt KV lies, how long it is kept, how fast it leaves. `engine.prompt_kv` is the
+    switch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: Annotated[Path, Field(description="shared-memory mount that prompt KV lies in")] = (
+        Path("/dev/shm")
+    )
+    capacity_bytes: Annotated[
+        int,
+        Field(ge=2**20, description="bytes that prompt KV takes; at most half of the mount's rest"),
+    ] = 256 * 2**20
+    max_lease_seconds: Annotated[
+        float, Field(gt=0, description="seconds that a lease is granted or renewed for at most")
+    ] = 60.0
+    max_lifetime_seconds: Annotated[
+        float, Field(gt=0, description="seconds after which a lease cannot be renewed any more")
+    ] = 3600.0
+    grace_seconds: Annotated[
+        float,
+        Field(ge=0, description="seconds that bytes are left alone after a lease has run out"),
+    ] = 5.0
+    max_transfers: Annotated[
+        int, Field(ge=1, description="downloads at a time; others wait their turn")
+    ] = 4
+    max_bytes_per_second: Annotated[
+        float | None,
+        Field(gt=0, description="most bytes a second of all downloads together; none: no bound"),
+    ] = None
