@@ -29,13 +29,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample to draw. `id` is the server's own and never repeats."""
+    """One sample to draw. `id` is the server's own and never repeats.
+
+    With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised.
+    """
 
     id: str
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    entropy_over: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class Completion:
     finish: EngineFinish
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
+    entropy: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

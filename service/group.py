@@ -12,14 +12,37 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
-from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, VersionSpan
+from coppice.wire.rollouts import (
+    FinishReason,
+    GroupAnswer,
+    Outcome,
+    SampleAnswer,
+    SegmentAnswer,
+    VersionSpan,
+)
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
-SampleDone = Callable[[SampleAnswer], None]
+PartDone = Callable[[SampleAnswer | SegmentAnswer], None]
+
+
+class GroupFields(TypedDict):
+    """What every kind of group is made from."""
+
+    id: str
+    index: int
+    n: int
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    seed: int | None
+    priority: int
+    exact_version: str | None
+    enough: int | None
+    deadline_seconds: float | None
+    decode: Decode | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,7 +74,12 @@ class Group:
     def num_running(self) -> int:
         return len(self._unfinished)
 
-    async def run(self, engine: Engine, sample_done: SampleDone) -> GroupAnswer:
+    @property
+    def resting(self) -> bool:
+        """Whether nothing happens until somebody comes back."""
+        return False
+
+    async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
         self._unfinished = set(self.sample_ids)
         try:
@@ -59,7 +87,7 @@ class Group:
             if self.ending:
                 await engine.abort(self.sample_ids)
             async with self._deadline(engine):
-                finished = await self._gather(engine, completions, sample_done)
+                finished = await self._gather(engine, completions, done)
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
@@ -76,7 +104,7 @@ class Group:
                 id=sample_id,
                 prompt_token_ids=self.prompt_token_ids,
                 sampling=self.sampling,
-                seed=None if self.seed is None else _stream(self.seed, index),
+                seed=None if self.seed is None else stream(self.seed, index),
                 priority=self.priority,
             )
             for index, sample_id in enumerate(self.sample_ids)
@@ -98,14 +126,14 @@ class Group:
         await self.end(engine, "deadline")
 
     async def _gather(
-        self, engine: Engine, completions: list[Awaitable[Completion]], sample_done: SampleDone
+        self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
     ) -> list[tuple[SampleAnswer, int]]:
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
             self._unfinished.discard(self.sample_ids[index])
             await self._count(engine, result)
             answer = await self._sample(index, result)
-            sample_done(answer)
+            done(answer)
             return answer, result.num_cached_tokens
 
         async with asyncio.TaskGroup() as tasks:
@@ -145,8 +173,9 @@ class Group:
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._kept(result) < len(result.token_ids):
             return "version_changed"
-        if result.finish != "abort":
-            return result.finish
+        return self._ended_as() if result.finish == "abort" else result.finish
+
+    def _ended_as(self) -> FinishReason:
         if self.ending is None or self.ending == "cancelled":
             return "aborted"
         return self.ending
@@ -171,7 +200,7 @@ class Group:
         return "cancelled" if self.ending == "cancelled" else "partial"
 
 
-def _stream(seed: int, index: int) -> int:
+def stream(seed: int, place: int | str) -> int:
     """Mixed, not added: groups with neighbouring seeds must not share random streams."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome
+from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -30,6 +30,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.groups = self._counter("groups", "Groups by how they ended", "outcome")
         self.samples = self._counter("samples", "Samples by how they ended", "finish_reason")
+        self.segments = self._counter(
+            "segments", "Segments of trees by how they ended", "finish_reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once a group")
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens that a group's first sample found cached"
@@ -63,9 +66,12 @@ class Metrics:
         self.groups.labels(group.outcome).inc()
         self.prompt_tokens.inc(group.num_prompt_tokens)
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
-        for sample in group.samples:
-            self.samples.labels(sample.finish_reason).inc()
-            self.completion_tokens.inc(len(sample.token_ids))
+        self.completion_tokens.inc(group.num_completion_tokens)
+        if group.segments is None:
+            for sample in group.samples:
+                self.samples.labels(sample.finish_reason).inc()
+        for segment in group.segments or ():
+            self.segments.labels(segment.finish_reason).inc()
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
@@ -75,6 +81,8 @@ class Metrics:
             self.groups.labels(outcome)
         for reason in get_args(FinishReason):
             self.samples.labels(reason)
+        for finish in get_args(SegmentFinish):
+            self.segments.labels(finish)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
 

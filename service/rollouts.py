@@ -10,16 +10,20 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from coppice.wire.rollouts import GroupRequest, RolloutRequest
+from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
-from service.errors import Draining, InvalidRequest, RolloutNotFound
-from service.group import Group
+from service.errors import Draining, InvalidRequest, RolloutNotFound, TreeClosed
+from service.group import Group, GroupFields
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.prompts import Prompts
 from service.rollout import Rollout
+from service.trees.growing import Growing
+from service.trees.kinds import tree_group
+from service.trees.open_tree import OpenTree
+from service.trees.plan import check as check_branching
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -38,6 +42,7 @@ class Rollouts:
         max_samples_per_request: int,
         keep_seconds: float,
         keep_bytes: int,
+        longest_lease: float,
         ended: Ended,
     ) -> None:
         self._engine = engine
@@ -45,6 +50,7 @@ class Rollouts:
         self._prompts = prompts
         self._admission = admission
         self._max_samples = max_samples_per_request
+        self._longest_lease = longest_lease
         self._ended = ended
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(max_seconds=keep_seconds)
@@ -53,8 +59,6 @@ class Rollouts:
         self._gate = asyncio.Event()
         self._gate.set()
         self._over = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def num_running(self) -> int:
@@ -100,10 +104,13 @@ class Rollouts:
     async def _start(
         self, request: RolloutRequest, *, owner: str, detached: bool, claim: Claim | None = None
     ) -> Rollout:
-        num_samples = sum(group.n for group in request.groups)
+        _check(request)
+        is_open = request.branching is not None and request.branching.mode == "external"
+        if is_open and not (detached or request.stream):
+            raise InvalidRequest("open a tree with Prefer: respond-async, or as a stream")
+        num_samples = sum(_num_samples(request, group) for group in request.groups)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        _check_enough(request)
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
         place = self._admission.reserve(
             owner, samples=num_samples, prompt_tokens=sum(map(len, prompts))
@@ -140,6 +147,27 @@ class Rollouts:
         if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
         return rollout
+
+    async def open_tree(self, rollout_id: str, index: int, *, owner: str) -> OpenTree:
+        """One that its owner grows. Behind the gate, as everything that starts samples."""
+        await self.gate_open()
+        groups = self.get(rollout_id, owner=owner).groups
+        group = groups[index] if index < len(groups) else None
+        if not isinstance(group, OpenTree):
+            raise TreeClosed()
+        return group
+
+    def left_branch(self, tree: OpenTree, growing: Growing) -> None:
+        """As `left`, for what was grown on a tree."""
+        if self._tasks is not None and not growing.done:
+            self._tasks.create_task(tree.leave(growing))
+
+    def close_trees(self) -> None:
+        """Nobody may grow them any more: they end as soon as nothing grows."""
+        for rollout in self._running.values():
+            for group in rollout.groups:
+                if isinstance(group, OpenTree):
+                    group.close()
 
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
@@ -184,8 +212,15 @@ class Rollouts:
         if self._over:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
+    @property
+    def is_idle(self) -> bool:
+        """Trees that wait for their owners do not count: they may wait longer than anybody."""
+        return all(rollout.resting for rollout in self._running.values())
+
     async def idle(self) -> None:
-        await self._idle.wait()
+        while not self.is_idle:
+            busy = next(r for r in self._running.values() if not r.resting)
+            await busy.rested()
 
     def check(self) -> None:
         """The books balance."""
@@ -199,18 +234,27 @@ class Rollouts:
         prompt_token_ids: list[int],
         exact_version: str | None,
     ) -> Group:
-        return Group(
-            id=group.id or str(index),
-            index=index,
-            n=group.n,
-            prompt_token_ids=prompt_token_ids,
-            sampling=self._sampling(request, len(prompt_token_ids)),
-            seed=group.seed,
-            enough=None if request.finish is None else request.finish.samples,
-            deadline_seconds=None if request.finish is None else request.finish.deadline_seconds,
-            priority=request.priority,
-            exact_version=exact_version,
-            decode=None if group.prompt.token_ids is not None else self._prompts.text,
+        finish = request.finish or Finish()
+        given: GroupFields = {
+            "id": group.id or str(index),
+            "index": index,
+            "n": _num_samples(request, group),
+            "prompt_token_ids": prompt_token_ids,
+            "sampling": self._sampling(request, len(prompt_token_ids)),
+            "seed": group.seed,
+            "enough": finish.samples,
+            "deadline_seconds": finish.deadline_seconds,
+            "priority": request.priority,
+            "exact_version": exact_version,
+            "decode": None if group.prompt.token_ids is not None else self._prompts.text,
+        }
+        if request.branching is None:
+            return Group(**given)
+        return tree_group(
+            request.branching,
+            given,
+            block_size=self._engine.facts.block_size,
+            longest_lease=self._longest_lease,
         )
 
     def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
@@ -228,7 +272,6 @@ class Rollouts:
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
-        self._idle.clear()
         task = self._tasks.create_task(rollout.run(self._engine), name=f"rollout-{rollout.id}")
         task.add_done_callback(lambda _: self._forget(rollout, place))
         return rollout
@@ -238,8 +281,6 @@ class Rollouts:
         if not rollout.ended:
             rollout.never_ran()
         del self._running[rollout.id]
-        if not self._running:
-            self._idle.set()
         self._ended(rollout)
         if rollout.detached:
             self._kept.add(rollout)
@@ -247,7 +288,15 @@ class Rollouts:
             self._keys.ended(rollout.claim)
 
 
-def _check_enough(request: RolloutRequest) -> None:
+def _num_samples(request: RolloutRequest, group: GroupRequest) -> int:
+    """The most that it may have in the engine at once."""
+    return group.n if request.branching is None else request.branching.max_leaves
+
+
+def _check(request: RolloutRequest) -> None:
+    if request.branching is not None:
+        for group in request.groups:
+            check_branching(request.branching, n=group.n)
     enough = (request.finish and request.finish.samples) or 1
-    if any(group.n < enough for group in request.groups):
+    if any(_num_samples(request, group) < enough for group in request.groups):
         raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

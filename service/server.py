@@ -53,6 +53,7 @@ class Server:
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
+            longest_lease=settings.limits.max_tree_lease_seconds,
             ended=self._count,
         )
         self.scoring = Scoring(
@@ -97,6 +98,7 @@ class Server:
         """Takes nothing new, lets what was admitted end, and then ends what still runs."""
         self._draining = True
         self.admission.close()
+        self.rollouts.close_trees()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.idle()

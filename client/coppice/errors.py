@@ -14,6 +14,7 @@
         Unauthorized
         Forbidden
         NotFound
+        TreeClosed
         VersionSuperseded
         VersionUnavailable
         VersionConflict
@@ -145,7 +146,11 @@ class Forbidden(ProblemError):
 
 
 class NotFound(ProblemError):
-    """No such rollout, version or address."""
+    """No such rollout, segment, version or address."""
+
+
+class TreeClosed(ProblemError):
+    """The tree's lease is over, or it is not one that is grown from outside."""
 
 
 class VersionSuperseded(ProblemError):
@@ -203,11 +208,13 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "forbidden": Forbidden,
     "not_found": NotFound,
     "rollout_not_found": NotFound,
+    "segment_not_found": NotFound,
     "version_not_found": NotFound,
     "method_not_allowed": InvalidRequest,
     "not_acceptable": InvalidRequest,
     "request_timeout": RequestTimeout,
     "idempotency_in_progress": RequestInProgress,
+    "tree_closed": TreeClosed,
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
     "rollback_refused": VersionConflict,

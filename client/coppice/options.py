@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
+from coppice.wire.branching import Branching
 from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
 
 
@@ -20,6 +21,7 @@ class RolloutOptions(TypedDict, total=False):
     ignore_eos: bool
     policy: Policy | None
     finish: Finish | None
+    branching: Branching | None
     priority: int
 
 
@@ -34,7 +36,7 @@ def rollout_request(
         given["stop_token_ids"] = list(given["stop_token_ids"])
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"policy", "finish", "priority"})
+    rest = _only(given, {"policy", "finish", "branching", "priority"})
     return RolloutRequest(groups=groups, sampling=sampling, stream=True, **rest)
 
 

@@ -11,11 +11,19 @@ from types import ModuleType
 
 from pydantic import BaseModel
 
-from coppice.wire import control, problems, records, rollouts, score, weights
+from coppice.wire import branching, control, problems, records, rollouts, score, weights
 from coppice.wire.base import RequestModel
 from tests.contract.document import Node, resolved
 
-MODULES: tuple[ModuleType, ...] = (control, problems, records, rollouts, score, weights)
+MODULES: tuple[ModuleType, ...] = (
+    branching,
+    control,
+    problems,
+    records,
+    rollouts,
+    score,
+    weights,
+)
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
 EXCLUSIVE = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 

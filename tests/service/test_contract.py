@@ -15,7 +15,10 @@ from tests.fake_engine import FakeEngine
 from tests.serving import settings_for
 
 # Components that are no model of their own: shared types, the union of records, and a file.
-NO_MODELS = {"TokenId", "Label", "FinishReason", "Outcome", "Stage", "Record", "PackedAnswer"}
+NO_MODELS = {
+    *("TokenId", "Label", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
+    *("Record", "PackedAnswer"),
+}
 
 Answers = dict[tuple[str, str], dict[str, set[str]]]
 

@@ -7,10 +7,11 @@ from coppice.wire.records import (
     ProgressRecord,
     Record,
     SampleRecord,
+    SegmentRecord,
     StartRecord,
 )
 
-Key = tuple[str, int, int]
+Key = tuple[str, int, int | str]
 
 
 class Replay:
@@ -60,10 +61,12 @@ class Replay:
         self.ended = True
 
 
-def _key(record: SampleRecord | GroupRecord | StartRecord | EndRecord) -> Key:
+def _key(record: SampleRecord | SegmentRecord | GroupRecord | StartRecord | EndRecord) -> Key:
     match record:
         case SampleRecord():
             return (record.type, record.group, record.sample.index)
+        case SegmentRecord():
+            return (record.type, record.group, record.segment.id)
         case GroupRecord():
             return (record.type, record.group.index, 0)
         case _:

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import AnswerModel
 from coppice.wire.problems import Problem
-from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, Usage
+from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, SegmentAnswer, Usage
 
 
 class StartRecord(AnswerModel):
@@ -21,6 +21,14 @@ class SampleRecord(AnswerModel):
     type: Literal["sample"] = "sample"
     group: int
     sample: SampleAnswer
+
+
+class SegmentRecord(AnswerModel):
+    """A piece of a tree; its parent has come before it."""
+
+    type: Literal["segment"] = "segment"
+    group: int
+    segment: SegmentAnswer
 
 
 class GroupRecord(AnswerModel):
@@ -44,7 +52,7 @@ class EndRecord(AnswerModel):
 
 
 Record = Annotated[
-    StartRecord | SampleRecord | GroupRecord | ProgressRecord | EndRecord,
+    StartRecord | SampleRecord | SegmentRecord | GroupRecord | ProgressRecord | EndRecord,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, Label, RequestModel, TokenIds
+from coppice.wire.branching import Branching
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -12,6 +13,17 @@ MAX_TOKENS = 1_048_576
 
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
+]
+SegmentFinish = Literal[
+    "cut",
+    "budget",
+    "stop",
+    "length",
+    "aborted",
+    "deadline",
+    "surplus",
+    "version_changed",
+    "error",
 ]
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
@@ -93,6 +105,7 @@ class RolloutRequest(RequestModel):
     sampling: Sampling = Sampling()
     policy: Policy | None = None
     finish: Finish | None = None
+    branching: Branching | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     stream: bool = False
 
@@ -116,8 +129,30 @@ class SampleAnswer(AnswerModel):
     versions: list[VersionSpan]
 
 
+class SegmentAnswer(AnswerModel):
+    """One piece of a tree, between two cuts. logprobs[i] belongs to token_ids[i].
+
+    Without a parent it begins at the prompt. `versions` count from the segment's own first token.
+    `num_leaves`, the leaves that it is shared by, is not known before the tree is whole.
+    """
+
+    id: str
+    parent: str | None = None
+    depth: int
+    token_ids: list[int]
+    logprobs: list[float]
+    entropy: list[float] | None = None
+    finish_reason: SegmentFinish
+    num_leaves: int | None = None
+    versions: list[VersionSpan]
+
+
 class GroupHead(AnswerModel):
-    """What there is to say of a group beside its samples."""
+    """What there is to say of a group beside its samples.
+
+    Of a tree, `leaves` are the segments where its paths end; `num_dropped` segments were taken out
+    by whoever grew it.
+    """
 
     id: str
     index: int
@@ -125,16 +160,36 @@ class GroupHead(AnswerModel):
     exact: bool = True
     num_prompt_tokens: int
     num_cached_tokens: int
+    leaves: list[str] | None = None
+    num_dropped: int = 0
 
 
 class GroupAnswer(GroupHead):
-    """One prompt's samples, in order of their index."""
+    """One prompt's samples, in order of their index, or the segments of its tree.
+
+    Parents come before their children. A tree that was asked for flattened has both; its samples
+    are then its leaves' whole paths.
+    """
 
     samples: list[SampleAnswer]
+    segments: list[SegmentAnswer] | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Those that were sampled: what paths share counts once."""
+        parts = self.samples if self.segments is None else self.segments
+        return sum(len(part.token_ids) for part in parts)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples if self.leaves is None else self.leaves)
 
 
 class RunningAnswer(AnswerModel):
-    """A rollout that was asked for asynchronously and has not ended."""
+    """A rollout that was asked for asynchronously and has not ended.
+
+    A tree's samples are its leaves, and `samples` the most that it may come to.
+    """
 
     id: str
     status: Literal["running"] = "running"
@@ -157,3 +212,17 @@ class RolloutAnswer(AnswerModel):
     outcome: Outcome
     groups: list[GroupAnswer]
     usage: Usage
+
+
+class BranchAnswer(AnswerModel):
+    """What grew, in no order, and until when the tree stays open without further use."""
+
+    segments: list[SegmentAnswer]
+    lease_seconds: float
+
+
+class DropAnswer(AnswerModel):
+    """The segments that are gone: the one that was named, and all below it."""
+
+    dropped: list[str]
+    lease_seconds: float
