@@ -37,6 +37,7 @@ from coppice.errors import (
     VersionUnavailable,
     WeightsRefused,
 )
+from coppice.plot import plot_tree
 from coppice.prompts import PromptLike
 from coppice.pruning import pruned_by_depth, pruned_by_width
 from coppice.results import Group, RolloutResult
@@ -125,6 +126,7 @@ __all__ = [
     "VersionsAnswer",
     "WeightsRefused",
     "effective_leaves",
+    "plot_tree",
     "pruned_by_depth",
     "pruned_by_width",
     "segment_advantages",

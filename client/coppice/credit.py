@@ -28,7 +28,9 @@ def segment_rewards(
     mean: of the leaves below. probability: of the children, by the probability of their tokens,
     softmax over siblings.
     """
-    fused: dict[str | None, float] = {**_by_leaf(tree, rewards)}
+    fused: dict[str | None, float] = {}
+    for leaf, reward in _by_leaf(tree, rewards).items():
+        fused[leaf] = reward
     if fusion not in get_args(Fusion):
         raise ValueError(f"no such fusion: {fusion}")
     for node in [*(segment.id for segment in reversed(tree.segments)), None]:
