@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
 
 from coppice.wire.rollouts import (
@@ -22,7 +22,10 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
+from coppice.wire.spans import cut_spans, joined_spans
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
+from service.continued import Started, spans_of
+from service.enough import Enough
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
@@ -49,8 +52,8 @@ class GroupFields(TypedDict):
 class Group:
     """Owned by its rollout. `ending` says why its running samples are being ended, if they are.
 
-    `enough` samples that end by themselves make the group done; after `deadline_seconds` it takes
-    what there is.
+    `rule` says when enough samples have ended by themselves to make the group done; after
+    `deadline_seconds` it takes what there is. Its first samples go on from what has `started`.
     """
 
     id: str
@@ -62,11 +65,12 @@ class Group:
     priority: int = 0
     exact_version: str | None = None
     enough: int | None = None
+    rule: Enough | None = None
+    started: Started = field(default_factory=list)
     deadline_seconds: float | None = None
     decode: Decode | None = None
     ending: Ending | None = None
     num_done: int = 0
-    num_whole: int = 0
     sample_ids: list[str] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
 
@@ -99,16 +103,23 @@ class Group:
         await engine.abort(list(self._unfinished))
 
     def _requests(self) -> list[SampleRequest]:
-        return [
-            SampleRequest(
-                id=sample_id,
-                prompt_token_ids=self.prompt_token_ids,
-                sampling=self.sampling,
-                seed=None if self.seed is None else stream(self.seed, index),
-                priority=self.priority,
-            )
-            for index, sample_id in enumerate(self.sample_ids)
-        ]
+        return [self._request(index, sample_id) for index, sample_id in enumerate(self.sample_ids)]
+
+    def _request(self, index: int, sample_id: str) -> SampleRequest:
+        if index >= len(self.started):
+            prompt, max_tokens, place = self.prompt_token_ids, self.sampling.max_tokens, f"{index}"
+        else:
+            there = self.started[index].token_ids
+            prompt = [*self.prompt_token_ids, *there]
+            max_tokens = self.sampling.max_tokens - len(there)
+            place = f"{index}+{len(there)}"  # not the numbers that it began with once more
+        return SampleRequest(
+            id=sample_id,
+            prompt_token_ids=prompt,
+            sampling=replace(self.sampling, max_tokens=max_tokens),
+            seed=None if self.seed is None else stream(self.seed, place),
+            priority=self.priority,
+        )
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
@@ -131,7 +142,7 @@ class Group:
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
             self._unfinished.discard(self.sample_ids[index])
-            await self._count(engine, result)
+            await self._count(engine, index, result)
             answer = await self._sample(index, result)
             done(answer)
             return answer, result.num_cached_tokens
@@ -140,27 +151,33 @@ class Group:
             running = [tasks.create_task(one(i, c)) for i, c in enumerate(completions)]
         return [task.result() for task in running]
 
-    async def _count(self, engine: Engine, result: Completion) -> None:
+    async def _count(self, engine: Engine, index: int, result: Completion) -> None:
         """Whoever completes what is enough ends the others, before anything else happens."""
         self.num_done += 1
-        self.num_whole += result.finish in ("stop", "length")
-        if self.num_whole == self.enough and self._unfinished:
+        if self.rule is None or result.finish not in ("stop", "length"):
+            return
+        length = len(result.token_ids) + len(self._there(index)[0])
+        if self.rule.ended(index, length) and self._unfinished:
             await self.end(engine, "surplus")
+
+    def _there(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
+        """What a sample brought along."""
+        if index >= len(self.started):
+            return [], [], []
+        given = self.started[index]
+        return given.token_ids, given.logprobs, spans_of(given)
 
     async def _sample(self, index: int, result: Completion) -> SampleAnswer:
         kept = self._kept(result)
-        token_ids = result.token_ids[:kept]
+        there, logprobs, spans = self._there(index)
+        token_ids = there + result.token_ids[:kept]
         return SampleAnswer(
             index=index,
             token_ids=token_ids,
-            logprobs=result.logprobs[:kept],
+            logprobs=logprobs + result.logprobs[:kept],
             text=await self.decode(token_ids) if self.decode else None,
             finish_reason=self._finish_reason(result),
-            versions=[
-                VersionSpan(version=span.version, start=span.start, end=min(span.end, kept))
-                for span in result.versions
-                if span.start < kept
-            ],
+            versions=joined_spans([(spans, len(there)), (spans_until(result, kept), kept)]),
         )
 
     def _kept(self, result: Completion) -> int:
@@ -188,16 +205,23 @@ class Group:
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=finished[0][1],
+            num_continued_tokens=sum(len(given.token_ids) for given in self.started),
+            chosen=None if self.rule is None else self.rule.chosen,
             samples=samples,
         )
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
         reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] >= (self.enough or self.n):
+        if reasons["stop"] + reasons["length"] == self.n or (self.rule and self.rule.reached):
             return "done"
         if reasons["error"] == self.n:
             return "failed"
         return "cancelled" if self.ending == "cancelled" else "partial"
+
+
+def spans_until(result: Completion, kept: int) -> list[VersionSpan]:
+    whole = [VersionSpan(version=s.version, start=s.start, end=s.end) for s in result.versions]
+    return cut_spans(whole, 0, kept)
 
 
 def stream(seed: int, place: int | str) -> int:

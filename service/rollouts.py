@@ -14,11 +14,14 @@ from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
+from service.continued import check_continued, started_of
+from service.enough import Enough
 from service.errors import Draining, InvalidRequest, RolloutNotFound, TreeClosed
-from service.group import Group, GroupFields
+from service.group import Group, GroupFields, stream
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.prompts import Prompts
+from service.ranks import Ranks
 from service.rollout import Rollout
 from service.trees.growing import Growing
 from service.trees.kinds import tree_group
@@ -43,6 +46,7 @@ class Rollouts:
         keep_seconds: float,
         keep_bytes: int,
         longest_lease: float,
+        ranks: Ranks,
         ended: Ended,
     ) -> None:
         self._engine = engine
@@ -51,6 +55,7 @@ class Rollouts:
         self._admission = admission
         self._max_samples = max_samples_per_request
         self._longest_lease = longest_lease
+        self._ranks = ranks
         self._ended = ended
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(max_seconds=keep_seconds)
@@ -112,9 +117,15 @@ class Rollouts:
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
-        place = self._admission.reserve(
-            owner, samples=num_samples, prompt_tokens=sum(map(len, prompts))
+        facts = self._engine.facts
+        check_continued(
+            request,
+            prompts,
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
         )
+        num_tokens = sum(map(len, prompts)) + _num_continued(request)
+        place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
             rollout = await self._admitted(request, prompts, owner, detached, claim)
             return self._run(rollout, place)
@@ -244,12 +255,13 @@ class Rollouts:
             "seed": group.seed,
             "enough": finish.samples,
             "deadline_seconds": finish.deadline_seconds,
-            "priority": request.priority,
+            "priority": self._ranks.rank(request.priority),
             "exact_version": exact_version,
             "decode": None if group.prompt.token_ids is not None else self._prompts.text,
         }
         if request.branching is None:
-            return Group(**given)
+            started = started_of(request, index)
+            return Group(rule=_rule(finish, group), started=started, **given)
         return tree_group(
             request.branching,
             given,
@@ -293,10 +305,24 @@ def _num_samples(request: RolloutRequest, group: GroupRequest) -> int:
     return group.n if request.branching is None else request.branching.max_leaves
 
 
+def _num_continued(request: RolloutRequest) -> int:
+    given = request.continue_from
+    return 0 if given is None else sum(len(sample.token_ids) for sample in given.samples)
+
+
+def _rule(finish: Finish, group: GroupRequest) -> Enough | None:
+    if finish.samples is None:
+        return None
+    seed = None if group.seed is None else stream(group.seed, "finish")
+    return Enough(finish.policy, needed=finish.samples, n=group.n, seed=seed)
+
+
 def _check(request: RolloutRequest) -> None:
     if request.branching is not None:
         for group in request.groups:
             check_branching(request.branching, n=group.n)
+        if request.finish is not None and request.finish.policy != "first":
+            raise InvalidRequest("a tree's leaves are taken as they come: finish.policy is first")
     enough = (request.finish and request.finish.samples) or 1
     if any(_num_samples(request, group) < enough for group in request.groups):
         raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

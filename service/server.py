@@ -20,6 +20,7 @@ from service.errors import Draining, EngineGone, NotReady
 from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
+from service.ranks import Ranks
 from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
@@ -54,6 +55,7 @@ class Server:
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
             longest_lease=settings.limits.max_tree_lease_seconds,
+            ranks=Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
             ended=self._count,
         )
         self.scoring = Scoring(

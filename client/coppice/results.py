@@ -21,6 +21,8 @@ from coppice.wire.rollouts import (
     Usage,
 )
 
+_FINISHED = frozenset({"stop", "length", "error"})
+
 
 # Arrays have no truth value for ==, so these compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +30,8 @@ class Group:
     """One prompt and its samples, in order of their index, or its tree.
 
     A tree that was asked for with flatten=True has samples as well, the whole paths of its leaves.
-    `num_dropped` of its segments were taken out by whoever grew it.
+    `num_dropped` of its segments were taken out by whoever grew it. `chosen` are the indices of the
+    samples that Finish(samples=...) took, if they came to be.
     """
 
     id: str
@@ -40,6 +43,12 @@ class Group:
     samples: tuple[Sample, ...]
     tree: Tree | None = None
     num_dropped: int = 0
+    chosen: tuple[int, ...] | None = None
+
+    @property
+    def unfinished(self) -> tuple[Sample, ...]:
+        """Samples that did not end by themselves: `continue_from` takes them."""
+        return tuple(s for s in self.samples if s.finish_reason not in _FINISHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +82,7 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         samples=tuple(sorted(samples, key=lambda sample: sample.index)),
         tree=None if head.leaves is None else tree_of(segments, head.leaves),
         num_dropped=head.num_dropped,
+        chosen=None if head.chosen is None else tuple(head.chosen),
     )
 
 

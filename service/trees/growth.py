@@ -16,10 +16,9 @@ from coppice.wire.rollouts import (
     Outcome,
     SampleAnswer,
     SegmentFinish,
-    VersionSpan,
 )
 from engine.protocol import Completion, Engine, SampleRequest
-from service.group import Group, PartDone, stream
+from service.group import Group, PartDone, spans_until, stream
 from service.trees.budget import Budget
 from service.trees.cutter import deal, entropy_cuts
 from service.trees.grown import Grown
@@ -41,6 +40,7 @@ class TreeGroup(Group):
     tree: Tree = field(init=False)
     budget: Budget = field(init=False)
     num_cached_tokens: int | None = None
+    num_whole: int = 0
     _engine: Engine = field(init=False)
     _tasks: asyncio.TaskGroup = field(init=False)
     _done: PartDone = field(init=False)
@@ -107,7 +107,7 @@ class TreeGroup(Group):
             return []
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
-        completions = await self._engine.submit([self._request(path) for path in paths])
+        completions = await self._engine.submit([self._path_request(path) for path in paths])
         if self.ending:
             await self._engine.abort([path.id for path in paths])
         return [
@@ -115,7 +115,7 @@ class TreeGroup(Group):
             for path, completion in zip(paths, completions, strict=True)
         ]
 
-    def _request(self, path: Path) -> SampleRequest:
+    def _path_request(self, path: Path) -> SampleRequest:
         seed = None if self.seed is None else stream(self.seed, path.name)
         topk = self.plan.wants_entropy and self.plan.entropy.source == "topk"
         return SampleRequest(
@@ -163,17 +163,13 @@ class TreeGroup(Group):
         return "budget" if path.reach.short else "length"
 
     def _grown(self, result: Completion) -> Grown:
-        kept = self._kept(result)
         whole = Grown(
             token_ids=result.token_ids,
             logprobs=result.logprobs,
             entropy=self._entropy(result),
-            versions=[
-                VersionSpan(version=span.version, start=span.start, end=span.end)
-                for span in result.versions
-            ],
+            versions=spans_until(result, len(result.token_ids)),
         )
-        return whole.part(0, kept)
+        return whole.part(0, self._kept(result))
 
     def _entropy(self, result: Completion) -> list[float] | None:
         if not self.plan.wants_entropy:

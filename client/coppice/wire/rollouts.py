@@ -11,6 +11,8 @@ MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
 MAX_TOKENS = 1_048_576
 
+Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
+
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
 ]
@@ -89,13 +91,37 @@ class Policy(RequestModel):
 class Finish(RequestModel):
     """When a group is done before all its samples have ended by themselves.
 
-    With `samples`, the first so many are enough; the others end as `surplus`. With
-    `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are kept.
+    With `samples`, so many are enough, which of them says the policy; what still runs then ends as
+    `surplus`. With `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are
+    kept.
     """
 
     samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] | None = None
     deadline_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
-    policy: Literal["first"] = "first"
+    policy: Literal["first", "random_k", "balanced_length"] = "first"
+
+
+class GivenSpan(RequestModel):
+    """Tokens start..end (end excluded) were sampled under this weights version."""
+
+    version: Label
+    start: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    end: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class UnfinishedSample(RequestModel):
+    """What an earlier rollout answered of a sample that it did not finish."""
+
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS)]
+    versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096)]
+
+
+class ContinueFrom(RequestModel):
+    """Samples to go on with. Those of a group are its first samples, in this order."""
+
+    samples: Annotated[list[UnfinishedSample], Field(min_length=1, max_length=65_536)]
 
 
 class RolloutRequest(RequestModel):
@@ -106,6 +132,7 @@ class RolloutRequest(RequestModel):
     policy: Policy | None = None
     finish: Finish | None = None
     branching: Branching | None = None
+    continue_from: ContinueFrom | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     stream: bool = False
 
@@ -150,6 +177,7 @@ class SegmentAnswer(AnswerModel):
 class GroupHead(AnswerModel):
     """What there is to say of a group beside its samples.
 
+    `chosen` are the samples that were enough, where `finish.samples` was asked for and reached.
     Of a tree, `leaves` are the segments where its paths end; `num_dropped` segments were taken out
     by whoever grew it.
     """
@@ -160,6 +188,8 @@ class GroupHead(AnswerModel):
     exact: bool = True
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_continued_tokens: int = 0
+    chosen: list[int] | None = None
     leaves: list[str] | None = None
     num_dropped: int = 0
 
@@ -176,9 +206,9 @@ class GroupAnswer(GroupHead):
 
     @property
     def num_completion_tokens(self) -> int:
-        """Those that were sampled: what paths share counts once."""
+        """Those sampled here: what paths share counts once, what came along not at all."""
         parts = self.samples if self.segments is None else self.segments
-        return sum(len(part.token_ids) for part in parts)
+        return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
 
     @property
     def num_samples(self) -> int:
