@@ -65,8 +65,9 @@ async def test_a_cut_in_the_past_costs_a_single_token_as_well(served: Served, le
     before = computed_prompt_tokens()
     entropy = {"mode": "entropy", "first_split": 8, "max_depth": 3, "max_leaves": 7}
     group = await grown(served, body(prompt_of(length, first=length % 40 + 1), entropy))
-    assert len(group["leaves"]) == 7
-    assert computed_prompt_tokens() - before == length + (7 - 1)
+    others = len(group["leaves"]) - 1
+    assert others >= 3
+    assert computed_prompt_tokens() - before == length + others
 
 
 async def test_a_search_pays_a_single_token_a_branch(served: Served) -> None:
