@@ -7,26 +7,24 @@ there is no await, so an activation sees either all of a rollout or nothing.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
+from service import asked
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
 from service.continued import check_continued, started_of
-from service.enough import Enough
-from service.errors import Draining, InvalidRequest, RolloutNotFound, TreeClosed
-from service.group import Group, GroupFields, stream
+from service.errors import Draining, InvalidRequest, RolloutNotFound
+from service.group import Group, GroupFields
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.prompts import Prompts
 from service.ranks import Ranks
 from service.rollout import Rollout
-from service.trees.growing import Growing
 from service.trees.kinds import tree_group
-from service.trees.open_tree import OpenTree
-from service.trees.plan import check as check_branching
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -70,6 +68,10 @@ class Rollouts:
         return len(self._running)
 
     @property
+    def under_way(self) -> list[Rollout]:
+        return list(self._running.values())
+
+    @property
     def num_samples_running(self) -> int:
         return sum(rollout.num_running for rollout in self._running.values())
 
@@ -109,11 +111,8 @@ class Rollouts:
     async def _start(
         self, request: RolloutRequest, *, owner: str, detached: bool, claim: Claim | None = None
     ) -> Rollout:
-        _check(request)
-        is_open = request.branching is not None and request.branching.mode == "external"
-        if is_open and not (detached or request.stream):
-            raise InvalidRequest("open a tree with Prefer: respond-async, or as a stream")
-        num_samples = sum(_num_samples(request, group) for group in request.groups)
+        asked.check(request, waits=not (detached or request.stream))
+        num_samples = asked.num_samples(request)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
@@ -124,7 +123,7 @@ class Rollouts:
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
         )
-        num_tokens = sum(map(len, prompts)) + _num_continued(request)
+        num_tokens = sum(map(len, prompts)) + asked.num_continued(request)
         place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
             rollout = await self._admitted(request, prompts, owner, detached, claim)
@@ -159,27 +158,6 @@ class Rollouts:
             raise RolloutNotFound()
         return rollout
 
-    async def open_tree(self, rollout_id: str, index: int, *, owner: str) -> OpenTree:
-        """One that its owner grows. Behind the gate, as everything that starts samples."""
-        await self.gate_open()
-        groups = self.get(rollout_id, owner=owner).groups
-        group = groups[index] if index < len(groups) else None
-        if not isinstance(group, OpenTree):
-            raise TreeClosed()
-        return group
-
-    def left_branch(self, tree: OpenTree, growing: Growing) -> None:
-        """As `left`, for what was grown on a tree."""
-        if self._tasks is not None and not growing.done:
-            self._tasks.create_task(tree.leave(growing))
-
-    def close_trees(self) -> None:
-        """Nobody may grow them any more: they end as soon as nothing grows."""
-        for rollout in self._running.values():
-            for group in rollout.groups:
-                if isinstance(group, OpenTree):
-                    group.close()
-
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
 
@@ -187,8 +165,15 @@ class Rollouts:
         """Its caller has gone. What could not be come back for is ended, in a task of our own: in
         the caller's, which is being cancelled, the first await could be the last.
         """
-        if self._tasks is not None and not (rollout.ended or rollout.detached):
-            self._tasks.create_task(self.cancel(rollout))
+        if not (rollout.ended or rollout.detached):
+            self.in_background(self.cancel(rollout))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until the end of all rollouts; after that there is nothing left to work on."""
+        if self._tasks is None:
+            work.close()
+        else:
+            self._tasks.create_task(work)
 
     async def cancel_all(self) -> None:
         """For good: what waits at the gate is sent away."""
@@ -249,7 +234,7 @@ class Rollouts:
         given: GroupFields = {
             "id": group.id or str(index),
             "index": index,
-            "n": _num_samples(request, group),
+            "n": asked.num_samples_of(request, group),
             "prompt_token_ids": prompt_token_ids,
             "sampling": self._sampling(request, len(prompt_token_ids)),
             "seed": group.seed,
@@ -261,7 +246,7 @@ class Rollouts:
         }
         if request.branching is None:
             started = started_of(request, index)
-            return Group(rule=_rule(finish, group), started=started, **given)
+            return Group(rule=asked.rule_of(finish, group), started=started, **given)
         return tree_group(
             request.branching,
             given,
@@ -298,31 +283,3 @@ class Rollouts:
             self._kept.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
-
-
-def _num_samples(request: RolloutRequest, group: GroupRequest) -> int:
-    """The most that it may have in the engine at once."""
-    return group.n if request.branching is None else request.branching.max_leaves
-
-
-def _num_continued(request: RolloutRequest) -> int:
-    given = request.continue_from
-    return 0 if given is None else sum(len(sample.token_ids) for sample in given.samples)
-
-
-def _rule(finish: Finish, group: GroupRequest) -> Enough | None:
-    if finish.samples is None:
-        return None
-    seed = None if group.seed is None else stream(group.seed, "finish")
-    return Enough(finish.policy, needed=finish.samples, n=group.n, seed=seed)
-
-
-def _check(request: RolloutRequest) -> None:
-    if request.branching is not None:
-        for group in request.groups:
-            check_branching(request.branching, n=group.n)
-        if request.finish is not None and request.finish.policy != "first":
-            raise InvalidRequest("a tree's leaves are taken as they come: finish.policy is first")
-    enough = (request.finish and request.finish.samples) or 1
-    if any(_num_samples(request, group) < enough for group in request.groups):
-        raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

@@ -25,6 +25,7 @@ from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
 from service.settings import Settings
+from service.trees.open_trees import OpenTrees
 from service.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Server:
             ranks=Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
             ended=self._count,
         )
+        self.open_trees = OpenTrees(self.rollouts)
         self.scoring = Scoring(
             engine,
             self.versions,
@@ -100,7 +102,7 @@ class Server:
         """Takes nothing new, lets what was admitted end, and then ends what still runs."""
         self._draining = True
         self.admission.close()
-        self.rollouts.close_trees()
+        self.open_trees.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.idle()

@@ -39,12 +39,12 @@ async def branch(
     body = parse(content, BranchRequest)
     key = request.headers.get("idempotency-key")
     claim = None if key is None else Claim.of(caller.name, key, content)
-    tree = await server.rollouts.open_tree(rollout_id, body.group, owner=caller.name)
+    tree = await server.open_trees.find(rollout_id, body.group, owner=caller.name)
     growing = await tree.branch(body, claim)
     try:
         segments = await while_connected(request, growing.segments())
     finally:
-        server.rollouts.left_branch(tree, growing)
+        server.open_trees.left(tree, growing)
     if segments is None:
         return NOBODY_READS
     return _json(BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds))
@@ -56,7 +56,7 @@ async def drop(rollout_id: str, segment_id: str, server: ReadyServer, caller: Ca
     """The group is in the segment's own name."""
     index = segment_id.partition(".")[0]
     group = int(index) if index.isdecimal() and len(index) < 5 else 0
-    tree = await server.rollouts.open_tree(rollout_id, group, owner=caller.name)
+    tree = await server.open_trees.find(rollout_id, group, owner=caller.name)
     dropped = await tree.drop(segment_id)
     return _json(DropAnswer(dropped=dropped, lease_seconds=tree.lease_seconds))
 

@@ -8,28 +8,25 @@ entropy grow to their end and are cut afterwards, where they were least certain.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from coppice.wire.rollouts import (
     GroupAnswer,
-    Outcome,
-    SampleAnswer,
     SegmentFinish,
 )
 from engine.protocol import Completion, Engine, SampleRequest
 from service.group import Group, PartDone, spans_until, stream
+from service.trees.answer import WHOLE, outcome_of, row_answer
 from service.trees.budget import Budget
 from service.trees.cutter import deal, entropy_cuts
 from service.trees.grown import Grown
 from service.trees.path import Path, Reach, reach_of
 from service.trees.plan import Plan, split
-from service.trees.tree import Row, Segment, Tree
+from service.trees.tree import Segment, Tree
 
 Fork = tuple[Segment | None, int, list[int]]
 """Where paths begin, how often what leads there was split, and each path's share of leaves."""
-
-_WHOLE = frozenset({"stop", "length", "budget"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -150,7 +147,7 @@ class TreeGroup(Group):
         if segment.finish == "cut":
             return
         self.num_done += 1
-        self.num_whole += self._is_whole(segment.finish)
+        self.num_whole += segment.finish in self.whole
         if self.num_whole == self.enough and (self._unfinished or forks):
             await self.end(self._engine, "surplus")
 
@@ -212,7 +209,7 @@ class TreeGroup(Group):
     ) -> tuple[list[int], list[list[int]]]:
         plan = self.plan
         most = min(plan.entropy.top_n, plan.max_depth - path.depth, path.reach.share - 1)
-        if plan.branching.mode != "entropy" or finish not in _WHOLE or most < 1:
+        if plan.branching.mode != "entropy" or finish not in WHOLE or most < 1:
             return [], []
         entropy = grown.entropy or []
         places = entropy_cuts(plan, entropy, start=path.start, most=most)
@@ -238,40 +235,25 @@ class TreeGroup(Group):
         self.budget.check()
         flatten = self.plan.branching.flatten
         rows = self.tree.rows() if flatten else []
+        leaves = self.tree.leaves()
         return GroupAnswer(
             id=self.id,
             index=self.index,
-            outcome=self._tree_outcome(),
+            outcome=outcome_of(
+                leaves,
+                whole=self.whole,
+                enough=self.enough,
+                stunted=self._stunted,
+                cancelled=self.ending == "cancelled",
+            ),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens or 0,
-            samples=[await self._row(index, row) for index, row in enumerate(rows)],
+            samples=[await row_answer(i, row, self.decode) for i, row in enumerate(rows)],
             segments=self.tree.answers(),
-            leaves=[leaf.id for leaf in self.tree.leaves()],
+            leaves=[leaf.id for leaf in leaves],
             num_dropped=self.tree.num_dropped,
         )
 
-    async def _row(self, index: int, row: Row) -> SampleAnswer:
-        """What a flat sample would have been; to it, a budget is a limit like any other."""
-        finish = row.leaf.finish
-        return SampleAnswer(
-            index=index,
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            text=await self.decode(row.token_ids) if self.decode else None,
-            finish_reason="length" if finish == "cut" or finish == "budget" else finish,
-            versions=row.versions,
-        )
-
-    def _tree_outcome(self) -> Outcome:
-        finishes = Counter(leaf.finish for leaf in self.tree.leaves())
-        whole = sum(count for finish, count in finishes.items() if self._is_whole(finish))
-        if self.enough is not None and whole >= self.enough:
-            return "done"
-        if whole and whole == finishes.total() and not self._stunted:
-            return "done"
-        if finishes and finishes["error"] == finishes.total():
-            return "failed"
-        return "cancelled" if self.ending == "cancelled" else "partial"
-
-    def _is_whole(self, finish: SegmentFinish) -> bool:
-        return finish in _WHOLE
+    @property
+    def whole(self) -> Collection[SegmentFinish]:
+        return WHOLE

@@ -5,15 +5,19 @@ while a path grows. When the lease is over, or its rollout is ended, it is whole
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import SegmentFinish
+from engine.errors import EngineError
 from engine.protocol import Engine
 from service.claim import Claim
 from service.errors import IdempotencyInProgress, IdempotencyMismatch, TreeClosed
+from service.failures import service_error
 from service.group import Ending
+from service.trees.answer import WHOLE
 from service.trees.growing import Growing
 from service.trees.grown import Grown
 from service.trees.growth import Fork, TreeGroup
@@ -62,7 +66,12 @@ class OpenTree(TreeGroup):
         paths = self._begin(request)
         if claim is not None:
             self._claimed[claim.key] = _Claimed(claim.fingerprint)
-        tasks = await self._start(paths)
+        # In the tree's own task: what fails here fails for the tree, and is seen by all.
+        starting = self._tasks.create_task(self._start(paths))
+        try:
+            tasks = await asyncio.shield(starting)
+        except EngineError as error:
+            raise service_error(ExceptionGroup("a branch", [error])) from error
         if not tasks:
             raise TreeClosed()
         for task in tasks:
@@ -153,8 +162,10 @@ class OpenTree(TreeGroup):
         """What grows from there is for somebody else to say."""
         return self._added(path.parent, path.depth, f"{path.name}+0", grown, "cut"), []
 
-    def _is_whole(self, finish: SegmentFinish) -> bool:
-        return finish == "cut" or TreeGroup._is_whole(self, finish)
+    @property
+    def whole(self) -> Collection[SegmentFinish]:
+        """Its owner cut where the tree was to end."""
+        return {*WHOLE, "cut"}
 
 
 def _now() -> float:

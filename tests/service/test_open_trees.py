@@ -10,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from coppice import BranchRequest
+from service.errors import EngineGone
+from service.trees.open_tree import OpenTree
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import running_samples
@@ -271,4 +274,21 @@ async def test_an_open_tree_gives_back_what_it_held(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         assert tree.served.server.admission.num_samples == 8
         await tree.closed()
+        assert tree.served.server.admission.num_samples == 0
+
+
+async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with open_tree(tmp_path, engine) as tree:
+        await tree.branch(max_tokens=20)
+        engine.alive = False  # and nobody has noticed yet
+        [rollout] = tree.served.server.rollouts.under_way
+        [group] = rollout.groups
+        assert isinstance(group, OpenTree)
+        with pytest.raises(EngineGone):
+            await group.branch(BranchRequest(), None)
+        await rollout.wait()
+        assert isinstance(rollout.error, EngineGone)
+        while tree.served.server.rollouts.num_running:
+            await asyncio.sleep(0.001)
         assert tree.served.server.admission.num_samples == 0
