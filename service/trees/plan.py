@@ -7,8 +7,16 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from coppice.wire.branching import Branching
+from coppice.wire.branching import Branching, Entropy
 from service.errors import InvalidRequest
+
+UNUSED = {
+    "interval": ("positions", "lease_seconds"),
+    "positions": ("interval", "first_split", "lease_seconds"),
+    "entropy": ("interval", "positions", "lease_seconds"),
+    "external": ("interval", "positions", "factor", "min_gap", "first_split", "on_early_stop"),
+}
+"""What says nothing in a mode, and is refused there: it would not do what its sender expects."""
 
 
 def next_cut(length: int, block_size: int) -> int:
@@ -85,33 +93,24 @@ class Plan:
         return branching.first_split + depth * branching.interval
 
     @property
-    def entropy(self) -> "Uncertainty":
-        given = self.branching.entropy
-        if given is None:
-            return Uncertainty(source="topk", k=20, top_n=2)
-        return Uncertainty(source=given.source, k=given.k, top_n=given.top_n)
+    def entropy(self) -> Entropy:
+        return self.branching.entropy or Entropy()
 
     @property
     def wants_entropy(self) -> bool:
         return self.branching.mode == "entropy" or self.branching.entropy is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uncertainty:
-    """`k`: over how many of the likeliest tokens; `top_n`: how many cuts a path gets."""
-
-    source: str
-    k: int
-    top_n: int
-
-
 def check(branching: Branching, *, n: int) -> None:
     """What its fields do not say one by one."""
     if n != 1:
         raise InvalidRequest("a tree has n = 1: its leaves are its samples")
+    for name in UNUSED[branching.mode]:
+        if getattr(branching, name) != Branching.model_fields[name].default:
+            raise InvalidRequest(f"{name} means nothing in the mode {branching.mode}")
     positions = branching.positions
-    if (branching.mode == "positions") != bool(positions):
-        raise InvalidRequest("positions are given with the mode positions, and only with it")
+    if branching.mode == "positions" and not positions:
+        raise InvalidRequest("the mode positions needs positions")
     if any(later <= earlier for earlier, later in zip(positions, positions[1:], strict=False)):
         raise InvalidRequest("positions must rise")
 
