@@ -235,6 +235,9 @@ class TreeGroup(Group):
         self.budget.check()
         flatten = self.plan.branching.flatten
         rows = self.tree.rows() if flatten else []
+        samples = [await row_answer(i, row, self.decode) for i, row in enumerate(rows)]
+        for sample in samples:
+            self._done(sample)
         leaves = self.tree.leaves()
         return GroupAnswer(
             id=self.id,
@@ -248,7 +251,7 @@ class TreeGroup(Group):
             ),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens or 0,
-            samples=[await row_answer(i, row, self.decode) for i, row in enumerate(rows)],
+            samples=samples,
             segments=self.tree.answers(),
             leaves=[leaf.id for leaf in leaves],
             num_dropped=self.tree.num_dropped,

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
+from coppice import AsyncRollouts, Branching
 from coppice.results import result_of_packed
 from coppice.wire.packed import MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import running_samples
-from tests.service.trees import asked, check_cuts, check_tree, lengths, path, stop_after
+from tests.service.trees import (
+    BLOCK,
+    PROMPT,
+    asked,
+    check_cuts,
+    check_tree,
+    lengths,
+    path,
+    stop_after,
+)
 from tests.serving import Served, serving
 
 
@@ -163,6 +173,16 @@ async def test_a_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
     assert [record["type"] for record in rest] == ["segment"] * 5 + ["group", "end"]
     assert len(rest[-2]["group"]["leaves"]) == 4
     assert rest[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 336, "samples": 4}
+
+
+async def test_a_stream_has_the_rows_too_where_they_are_asked_for(tmp_path: Path) -> None:
+    branching = Branching(mode="interval", interval=BLOCK, max_depth=2, max_leaves=4, flatten=True)
+    async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as rollouts:
+        [group] = (await rollouts.rollout([PROMPT], max_tokens=99, branching=branching)).groups
+    assert group.tree is not None
+    rows = [row.token_ids.tolist() for row in group.tree.rows()]
+    assert [sample.token_ids.tolist() for sample in group.samples] == rows
+    assert len(rows) == 4
 
 
 async def test_packed_answers_hold_trees(tmp_path: Path) -> None:
