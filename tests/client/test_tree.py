@@ -22,7 +22,7 @@ from coppice.wire.rollouts import (
     VersionSpan,
 )
 from tests.client.answers import USAGE
-from tests.client.app import App, answering, refusing
+from tests.client.app import App, Body, answering, refusing, streaming
 from tests.client.conftest import Connect
 from tests.client.trees import LEAVES, segment, tree
 
@@ -164,3 +164,16 @@ def test_a_closed_tree_has_an_exception_of_its_own(connect: Connect) -> None:
 
 def test_leaves_are_in_the_order_of_their_rows() -> None:
     assert tree().leaves == LEAVES
+
+
+def test_progress_counts_leaves(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    records: list[Record] = [
+        StartRecord(id="r"),
+        *(SegmentRecord(group=0, segment=each) for each in SEGMENTS),
+        GroupRecord(group=HEAD),
+        EndRecord(outcome="done", usage=USAGE),
+    ]
+    lines = [record.model_dump_json().encode() + b"\n" for record in records]
+    branching = Branching(mode="interval", max_leaves=2)
+    connect(App(streaming(Body(lines)))).rollout([[1]], branching=branching, progress=True)
+    assert "2/2" in capsys.readouterr().err
