@@ -9,14 +9,9 @@ final output only, no detokenisation.
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import uvicorn
 import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -24,11 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from bench.harness.caller import GROUPS, SAMPLES, TOKENS, caller, prompts
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
+from bench.harness.served import served
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.app import create_app
-from service.bounded_protocol import bounded_by
-from service.settings import Settings, WeightsSettings
 
 GOAL = 0.97
 
@@ -51,7 +44,8 @@ class Arm:
 async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
     http, direct = Arm(), Arm()
     numbers = iter(range(1, 10**6))
-    async with service(model) as (engine, url), caller(url) as trainer:
+    settings = EngineSettings(model=model, max_sequences=GROUPS * SAMPLES)
+    async with served(settings) as (engine, url), caller(url) as trainer:
 
         async def over_http() -> None:
             cpu = time.process_time()
@@ -86,32 +80,6 @@ async def generate(engine: VllmEngine, prompt: list[int]) -> int:
     outputs = engine.llm.generate({"prompt_token_ids": prompt}, params, request_id)
     (last,) = [output async for output in outputs]
     return sum(len(sample.token_ids) for sample in last.outputs)
-
-
-@asynccontextmanager
-async def service(model: str) -> AsyncIterator[tuple[VllmEngine, str]]:
-    engine_settings = EngineSettings(model=model, max_sequences=GROUPS * SAMPLES)
-    engine = VllmEngine(engine_settings)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
-        app = create_app(settings, engine)
-        config = uvicorn.Config(
-            app,
-            http=bounded_by(settings.limits),
-            port=0,
-            log_level="warning",
-            access_log=False,
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        while engine.pulse().stage != "serving":
-            await asyncio.sleep(0.1)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield engine, f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            await serving
 
 
 def record(http: Arm, direct: Arm) -> Record:

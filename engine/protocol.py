@@ -72,6 +72,8 @@ class ExportSlot:
 class SampleRequest:
     """One sample to draw. `id` is the server's own and never repeats. One sample of a group may
     carry an export; it is written once, as soon as the prompt is computed.
+
+    With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised.
     """
 
     id: str
@@ -80,6 +82,7 @@ class SampleRequest:
     seed: int | None = None
     priority: int = 0
     export: ExportSlot | None = None
+    entropy_over: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ class Completion:
     finish: EngineFinish
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
+    entropy: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Between the protocol's types and vLLM's, field by field."""
 
+import math
 from collections.abc import Generator
 from typing import Any
 
@@ -24,7 +25,7 @@ def sampling_params(sample: SampleRequest) -> SamplingParams:
         seed=sample.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        logprobs=0,
+        logprobs=sample.entropy_over,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -45,8 +46,9 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
 class Pending:
     """A sample under way. Unlike a coroutine it may be dropped without having been awaited."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Any, *, entropy: bool) -> None:
         self._queue = queue
+        self._entropy = entropy
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._completion().__await__()
@@ -56,10 +58,10 @@ class Pending:
             output = await self._queue.get()
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        return completion(output)
+        return completion(output, entropy=self._entropy)
 
 
-def completion(output: RequestOutput) -> Completion:
+def completion(output: RequestOutput, *, entropy: bool) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),
@@ -70,6 +72,7 @@ def completion(output: RequestOutput) -> Completion:
             for span in sample.weight_versions or ()
         ),
         num_cached_tokens=output.num_cached_tokens or 0,
+        entropy=entropies(sample.logprobs) if entropy else None,
     )
 
 
@@ -79,6 +82,25 @@ def first_logprobs(flat: Any) -> list[float]:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
     return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]
+
+
+def entropies(flat: Any) -> list[float]:
+    """Of the likeliest tokens alone, as if there were no others; they follow the token itself."""
+    if flat is None:
+        return []
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [_entropy(flat.logprobs[start + 1 : end]) for start, end in spans]
+
+
+def _entropy(logprobs: list[float]) -> float:
+    """What top-k or top-p has cut off is at minus infinity and counts for nothing."""
+    kept = [logprob for logprob in logprobs if logprob > -math.inf]
+    masses = [math.exp(logprob) for logprob in kept]
+    total = sum(masses)
+    if not total:
+        return 0.0
+    mean = sum(mass * logprob for mass, logprob in zip(masses, kept, strict=True)) / total
+    return max(math.log(total) - mean, 0.0)
 
 
 def scoring_params() -> SamplingParams:

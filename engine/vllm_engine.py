@@ -220,23 +220,22 @@ class VllmEngine:
     # Samples
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
-        queues = []
+        pending: list[Awaitable[Completion]] = []
         try:
             for sample in samples:
-                queues.append(
-                    await self.llm.add_request(
-                        sample.id,
-                        tokens_input(list(sample.prompt_token_ids)),
-                        sampling_params(sample),
-                        priority=sample.priority,
-                    )
+                queue = await self.llm.add_request(
+                    sample.id,
+                    tokens_input(list(sample.prompt_token_ids)),
+                    sampling_params(sample),
+                    priority=sample.priority,
                 )
+                pending.append(Pending(queue, entropy=sample.entropy_over > 0))
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         except (VLLMClientError, ValueError) as error:
             await self.abort([sample.id for sample in samples])
             raise RequestRefused(str(error)) from error
-        return [Pending(queue) for queue in queues]
+        return pending
 
     async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
         """Prompt and response are one prompt to vLLM. A pause that aborts is no answer to it."""

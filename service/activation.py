@@ -75,7 +75,7 @@ class Activation:
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
         """Behind the gate, and rollouts rather than samples: those may not have started yet."""
-        if mode == "wait" and self._paused and self._rollouts.num_running:
+        if mode == "wait" and self._paused and not self._rollouts.is_idle:
             raise VersionConflict("samples are paused and would never end: resume first")
 
     async def _swap(

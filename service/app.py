@@ -11,7 +11,7 @@ from service.access import authorised
 from service.edges import Edges
 from service.keyring import Keyring
 from service.requests import RequestScope
-from service.routes import control, documents, health, kv, rollouts, score, weights
+from service.routes import control, documents, health, kv, rollouts, score, trees, weights
 from service.server import Server
 from service.settings import Settings
 
@@ -38,6 +38,6 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.add_middleware(Edges, limits=settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics)
     problems.install(app)
-    for part in (rollouts, score, kv, weights, control, health, documents):
+    for part in (rollouts, trees, score, kv, weights, control, health, documents):
         app.include_router(part.router)
     return app

@@ -5,8 +5,9 @@ ServiceError
 |  |- MalformedRequest, InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
-|  |- NotFound, MethodNotAllowed, RolloutNotFound, VersionNotFound
+|  |- NotFound, MethodNotAllowed, RolloutNotFound, SegmentNotFound, VersionNotFound
 |  |- IdempotencyInProgress, IdempotencyMismatch
+|  |- TreeClosed
 |  |- VersionSuperseded, VersionConflict, RollbackRefused
 |  |- KvNotFound, KvGone, KvVersionConflict, RangeNotSatisfiable
 |  `- WeightsRefused, DigestMismatch, PathRefused
@@ -137,6 +138,14 @@ class MethodNotAllowed(CallerError):
 
 class RolloutNotFound(CallerError):
     code = "rollout_not_found"
+
+
+class SegmentNotFound(CallerError):
+    code = "segment_not_found"
+
+
+class TreeClosed(CallerError):
+    code = "tree_closed"
 
 
 class VersionNotFound(CallerError):

@@ -10,10 +10,10 @@ log = logging.getLogger(__name__)
 ENGINE_RETRY_SECONDS = 30.0
 
 
-def service_error(failures: ExceptionGroup[Exception]) -> ServiceError:
+def service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
     """By the first failure; what nobody foresaw is logged and stays inside."""
-    first: Exception = failures
-    while isinstance(first, ExceptionGroup):
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     match first:
         case ServiceError():

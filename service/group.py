@@ -11,27 +11,53 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict
 
-from coppice.wire.kv import KvHandle
-from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, VersionSpan
+from coppice.wire.rollouts import (
+    FinishReason,
+    GroupAnswer,
+    Outcome,
+    SampleAnswer,
+    SegmentAnswer,
+    VersionSpan,
+)
+from coppice.wire.spans import cut_spans, joined_spans
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
+from service.continued import Started, spans_of
+from service.enough import Enough
 from service.kv.export import Export
-from service.kv.prompt_kv import PromptKv
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
-SampleDone = Callable[[SampleAnswer], None]
-KvReady = Callable[[KvHandle], None]
+PartDone = Callable[[SampleAnswer | SegmentAnswer], None]
+
+
+class GroupFields(TypedDict):
+    """What every kind of group is made from."""
+
+    id: str
+    index: int
+    n: int
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    seed: int | None
+    priority: int
+    exact_version: str | None
+    enough: int | None
+    deadline_seconds: float | None
+    decode: Decode | None
+    owner: str
+    kv_lease_seconds: float | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """Owned by its rollout. `ending` says why its running samples are being ended, if they are.
 
-    `enough` samples that end by themselves make the group done; after `deadline_seconds` it takes
-    what there is.
+    `rule` says when enough samples have ended by themselves to make the group done; after
+    `deadline_seconds` it takes what there is. Its first samples go on from what has `started`. Its
+    first request carries the `export` of the prompt's keys and values, if they are asked for.
     """
 
     id: str
@@ -43,6 +69,8 @@ class Group:
     priority: int = 0
     exact_version: str | None = None
     enough: int | None = None
+    rule: Enough | None = None
+    started: Started = field(default_factory=list)
     deadline_seconds: float | None = None
     decode: Decode | None = None
     owner: str = ""
@@ -50,7 +78,6 @@ class Group:
     export: Export | None = None
     ending: Ending | None = None
     num_done: int = 0
-    num_whole: int = 0
     sample_ids: list[str] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
 
@@ -58,16 +85,12 @@ class Group:
     def num_running(self) -> int:
         return len(self._unfinished)
 
-    async def run(
-        self, engine: Engine, prompt_kv: PromptKv, sample_done: SampleDone, kv_ready: KvReady
-    ) -> GroupAnswer:
-        async with self._exporting(prompt_kv, kv_ready):
-            finished = await self._run_samples(engine, sample_done)
-        return self._answer(finished, prompt_kv)
+    @property
+    def resting(self) -> bool:
+        """Whether nothing happens until somebody comes back."""
+        return False
 
-    async def _run_samples(
-        self, engine: Engine, sample_done: SampleDone
-    ) -> list[tuple[SampleAnswer, int]]:
+    async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
         self._unfinished = set(self.sample_ids)
         try:
@@ -75,10 +98,11 @@ class Group:
             if self.ending:
                 await engine.abort(self.sample_ids)
             async with self._deadline(engine):
-                return await self._gather(engine, completions, sample_done)
+                finished = await self._gather(engine, completions, done)
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
+        return self._answer(finished)
 
     async def end(self, engine: Engine, ending: Ending) -> None:
         """Ends the samples that still run; their tokens so far are kept."""
@@ -86,34 +110,24 @@ class Group:
         await engine.abort(list(self._unfinished))
 
     def _requests(self) -> list[SampleRequest]:
-        return [
-            SampleRequest(
-                id=sample_id,
-                prompt_token_ids=self.prompt_token_ids,
-                sampling=self.sampling,
-                seed=None if self.seed is None else _stream(self.seed, index),
-                priority=self.priority,
-                export=self.export.place if self.export and index == 0 else None,
-            )
-            for index, sample_id in enumerate(self.sample_ids)
-        ]
+        return [self._request(index, sample_id) for index, sample_id in enumerate(self.sample_ids)]
 
-    @asynccontextmanager
-    async def _exporting(self, prompt_kv: PromptKv, kv_ready: KvReady) -> AsyncIterator[None]:
-        """Around everything that the engine does: what it leaves unwritten is given up after it."""
-        if self.kv_lease_seconds is None:
-            yield
-            return
-        self.export = prompt_kv.begin(self.owner, self.prompt_token_ids, self.kv_lease_seconds)
-        telling = asyncio.create_task(_tell(prompt_kv, self.export, kv_ready))
-        try:
-            yield
-            await prompt_kv.finish(self.export)
-            await telling
-        except BaseException:
-            telling.cancel()
-            prompt_kv.abandon(self.export)
-            raise
+    def _request(self, index: int, sample_id: str) -> SampleRequest:
+        if index >= len(self.started):
+            prompt, max_tokens, place = self.prompt_token_ids, self.sampling.max_tokens, f"{index}"
+        else:
+            there = self.started[index].token_ids
+            prompt = [*self.prompt_token_ids, *there]
+            max_tokens = self.sampling.max_tokens - len(there)
+            place = f"{index}+{len(there)}"  # not the numbers that it began with once more
+        return SampleRequest(
+            id=sample_id,
+            prompt_token_ids=prompt,
+            sampling=replace(self.sampling, max_tokens=max_tokens),
+            seed=None if self.seed is None else stream(self.seed, place),
+            priority=self.priority,
+            export=self.export.place if self.export and index == 0 else None,
+        )
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
@@ -131,41 +145,47 @@ class Group:
         await self.end(engine, "deadline")
 
     async def _gather(
-        self, engine: Engine, completions: list[Awaitable[Completion]], sample_done: SampleDone
+        self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
     ) -> list[tuple[SampleAnswer, int]]:
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
             self._unfinished.discard(self.sample_ids[index])
-            await self._count(engine, result)
+            await self._count(engine, index, result)
             answer = await self._sample(index, result)
-            sample_done(answer)
+            done(answer)
             return answer, result.num_cached_tokens
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one(i, c)) for i, c in enumerate(completions)]
         return [task.result() for task in running]
 
-    async def _count(self, engine: Engine, result: Completion) -> None:
+    async def _count(self, engine: Engine, index: int, result: Completion) -> None:
         """Whoever completes what is enough ends the others, before anything else happens."""
         self.num_done += 1
-        self.num_whole += result.finish in ("stop", "length")
-        if self.num_whole == self.enough and self._unfinished:
+        if self.rule is None or result.finish not in ("stop", "length"):
+            return
+        length = len(result.token_ids) + len(self._there(index)[0])
+        if self.rule.ended(index, length) and self._unfinished:
             await self.end(engine, "surplus")
+
+    def _there(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
+        """What a sample brought along."""
+        if index >= len(self.started):
+            return [], [], []
+        given = self.started[index]
+        return given.token_ids, given.logprobs, spans_of(given)
 
     async def _sample(self, index: int, result: Completion) -> SampleAnswer:
         kept = self._kept(result)
-        token_ids = result.token_ids[:kept]
+        there, logprobs, spans = self._there(index)
+        token_ids = there + result.token_ids[:kept]
         return SampleAnswer(
             index=index,
             token_ids=token_ids,
-            logprobs=result.logprobs[:kept],
+            logprobs=logprobs + result.logprobs[:kept],
             text=await self.decode(token_ids) if self.decode else None,
             finish_reason=self._finish_reason(result),
-            versions=[
-                VersionSpan(version=span.version, start=span.start, end=min(span.end, kept))
-                for span in result.versions
-                if span.start < kept
-            ],
+            versions=joined_spans([(spans, len(there)), (spans_until(result, kept), kept)]),
         )
 
     def _kept(self, result: Completion) -> int:
@@ -178,14 +198,14 @@ class Group:
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._kept(result) < len(result.token_ids):
             return "version_changed"
-        if result.finish != "abort":
-            return result.finish
+        return self._ended_as() if result.finish == "abort" else result.finish
+
+    def _ended_as(self) -> FinishReason:
         if self.ending is None or self.ending == "cancelled":
             return "aborted"
         return self.ending
 
-    def _answer(self, finished: list[tuple[SampleAnswer, int]], prompt_kv: PromptKv) -> GroupAnswer:
-        handle = self.export.handle if self.export else None
+    def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         samples = [sample for sample, _ in finished]
         return GroupAnswer(
             id=self.id,
@@ -193,27 +213,26 @@ class Group:
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=finished[0][1],
-            kv=prompt_kv.answer(handle) if handle else None,
-            kv_reason=self.export.reason if self.export else None,
+            num_continued_tokens=sum(len(given.token_ids) for given in self.started),
+            chosen=None if self.rule is None else self.rule.chosen,
             samples=samples,
         )
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
         reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] >= (self.enough or self.n):
+        if reasons["stop"] + reasons["length"] == self.n or (self.rule and self.rule.reached):
             return "done"
         if reasons["error"] == self.n:
             return "failed"
         return "cancelled" if self.ending == "cancelled" else "partial"
 
 
-async def _tell(prompt_kv: PromptKv, export: Export, kv_ready: KvReady) -> None:
-    await export.ended.wait()
-    if export.handle is not None:
-        kv_ready(prompt_kv.answer(export.handle))
+def spans_until(result: Completion, kept: int) -> list[VersionSpan]:
+    whole = [VersionSpan(version=s.version, start=s.start, end=s.end) for s in result.versions]
+    return cut_spans(whole, 0, kept)
 
 
-def _stream(seed: int, index: int) -> int:
+def stream(seed: int, place: int | str) -> int:
     """Mixed, not added: groups with neighbouring seeds must not share random streams."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -17,7 +17,7 @@ from prometheus_client import (
 
 from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
-from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome
+from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
 
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
@@ -33,6 +33,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.groups = self._counter("groups", "Groups by how they ended", "outcome")
         self.samples = self._counter("samples", "Samples by how they ended", "finish_reason")
+        self.segments = self._counter(
+            "segments", "Segments of trees by how they ended", "finish_reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once a group")
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens that a group's first sample found cached"
@@ -83,9 +86,12 @@ class Metrics:
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
         if group.kv is not None or group.kv_reason is not None:
             self.kv_exports.labels(group.kv_reason or "handle").inc()
-        for sample in group.samples:
-            self.samples.labels(sample.finish_reason).inc()
-            self.completion_tokens.inc(len(sample.token_ids))
+        self.completion_tokens.inc(group.num_completion_tokens)
+        if group.segments is None:
+            for sample in group.samples:
+                self.samples.labels(sample.finish_reason).inc()
+        for segment in group.segments or ():
+            self.segments.labels(segment.finish_reason).inc()
 
     def kv_observed(self, status: KvStatus) -> None:
         for state in ("free", "reserved", "leased", "quarantined"):
@@ -102,6 +108,8 @@ class Metrics:
             self.samples.labels(reason)
         for kv_outcome in ("handle", *get_args(KvReason)):
             self.kv_exports.labels(kv_outcome)
+        for finish in get_args(SegmentFinish):
+            self.segments.labels(finish)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
 

@@ -16,6 +16,7 @@ from coppice.wire.records import (
     ProgressRecord,
     Record,
     SampleRecord,
+    SegmentRecord,
     StartRecord,
 )
 from coppice.wire.rollouts import (
@@ -25,6 +26,7 @@ from coppice.wire.rollouts import (
     RolloutAnswer,
     RunningAnswer,
     SampleAnswer,
+    SegmentAnswer,
     Usage,
 )
 from engine.protocol import Engine
@@ -32,6 +34,7 @@ from service.claim import Claim
 from service.errors import Draining, ServiceError
 from service.failures import service_error
 from service.group import Ending, Group
+from service.kv.exporting import exporting, with_kv
 from service.kv.prompt_kv import PromptKv
 from service.logs import group_id, rollout_id
 
@@ -82,8 +85,19 @@ class Rollout:
     @property
     def num_bytes(self) -> int:
         """About what it takes in memory: two Python numbers and their places a token."""
-        samples = [sample for answer in self.answers() for sample in answer.samples]
-        return sum(1024 + 80 * len(sample.token_ids) for sample in samples)
+        answers = self.answers()
+        parts: list[SampleAnswer | SegmentAnswer] = [s for a in answers for s in a.samples]
+        parts += [segment for answer in answers for segment in answer.segments or ()]
+        return sum(1024 + 80 * len(part.token_ids) for part in parts)
+
+    @property
+    def resting(self) -> bool:
+        """Nothing happens until somebody comes back to it."""
+        return self.ended or all(group.resting for group in self.groups)
+
+    async def rested(self) -> None:
+        while not self.resting:
+            await self._grown.wait()
 
     async def run(self, engine: Engine, prompt_kv: PromptKv) -> None:
         rollout_id.set(self.id)
@@ -144,15 +158,20 @@ class Rollout:
     async def _run_group(self, engine: Engine, prompt_kv: PromptKv, group: Group) -> None:
         group_id.set(str(group.index))  # the caller's own name for it could hold anything
 
-        def sample_done(sample: SampleAnswer) -> None:
-            self._append(SampleRecord(group=group.index, sample=sample))
+        def done(part: SampleAnswer | SegmentAnswer) -> None:
+            if isinstance(part, SegmentAnswer):
+                self._append(SegmentRecord(group=group.index, segment=part))
+            else:
+                self._append(SampleRecord(group=group.index, sample=part))
 
         def kv_ready(kv: KvHandle) -> None:
             self._append(KvRecord(group=group.index, kv=kv))
 
-        answer = await group.run(engine, prompt_kv, sample_done, kv_ready)
+        async with exporting(prompt_kv, group, kv_ready):
+            answer = await group.run(engine, done)
+        answer = with_kv(answer, prompt_kv, group.export)
         self._answers[group.index] = answer
-        head = GroupHead.model_validate(answer.model_dump(exclude={"samples"}))
+        head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))
 
     def _end(self) -> None:
@@ -190,6 +209,6 @@ class Rollout:
         answers = self._answers.values()
         return Usage(
             prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
-            completion_tokens=sum(len(s.token_ids) for a in answers for s in a.samples),
-            samples=sum(len(answer.samples) for answer in answers),
+            completion_tokens=sum(answer.num_completion_tokens for answer in answers),
+            samples=sum(answer.num_samples for answer in answers),
         )

@@ -7,20 +7,25 @@ there is no await, so an activation sees either all of a rollout or nothing.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
-from coppice.wire.rollouts import GroupRequest, RolloutRequest
+from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from engine.protocol import Engine, Sampling
+from service import asked
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
+from service.continued import check_continued, started_of
 from service.errors import Draining, InvalidRequest, RolloutNotFound
-from service.group import Group
+from service.group import Group, GroupFields
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.kv.prompt_kv import PromptKv
 from service.prompts import Prompts
+from service.ranks import Ranks
 from service.rollout import Rollout
+from service.trees.kinds import tree_group
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -40,6 +45,8 @@ class Rollouts:
         max_samples_per_request: int,
         keep_seconds: float,
         keep_bytes: int,
+        longest_lease: float,
+        ranks: Ranks,
         ended: Ended,
     ) -> None:
         self._engine = engine
@@ -48,6 +55,8 @@ class Rollouts:
         self._prompt_kv = prompt_kv
         self._admission = admission
         self._max_samples = max_samples_per_request
+        self._longest_lease = longest_lease
+        self._ranks = ranks
         self._ended = ended
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(max_seconds=keep_seconds)
@@ -56,12 +65,14 @@ class Rollouts:
         self._gate = asyncio.Event()
         self._gate.set()
         self._over = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def under_way(self) -> list[Rollout]:
+        return list(self._running.values())
 
     @property
     def num_samples_running(self) -> int:
@@ -103,14 +114,20 @@ class Rollouts:
     async def _start(
         self, request: RolloutRequest, *, owner: str, detached: bool, claim: Claim | None = None
     ) -> Rollout:
-        num_samples = sum(group.n for group in request.groups)
+        asked.check(request, waits=not (detached or request.stream))
+        num_samples = asked.num_samples(request)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        _check_enough(request)
         prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
-        place = self._admission.reserve(
-            owner, samples=num_samples, prompt_tokens=sum(map(len, prompts))
+        facts = self._engine.facts
+        check_continued(
+            request,
+            prompts,
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
         )
+        num_tokens = sum(map(len, prompts)) + asked.num_continued(request)
+        place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
             rollout = await self._admitted(request, prompts, owner, detached, claim)
             return self._run(rollout, place)
@@ -151,8 +168,15 @@ class Rollouts:
         """Its caller has gone. What could not be come back for is ended, in a task of our own: in
         the caller's, which is being cancelled, the first await could be the last.
         """
-        if self._tasks is not None and not (rollout.ended or rollout.detached):
-            self._tasks.create_task(self.cancel(rollout))
+        if not (rollout.ended or rollout.detached):
+            self.in_background(self.cancel(rollout))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until the end of all rollouts; after that there is nothing left to work on."""
+        if self._tasks is None:
+            work.close()
+        else:
+            self._tasks.create_task(work)
 
     async def cancel_all(self) -> None:
         """For good: what waits at the gate is sent away."""
@@ -187,8 +211,15 @@ class Rollouts:
         if self._over:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
+    @property
+    def is_idle(self) -> bool:
+        """Trees that wait for their owners do not count: they may wait longer than anybody."""
+        return all(rollout.resting for rollout in self._running.values())
+
     async def idle(self) -> None:
-        await self._idle.wait()
+        while not self.is_idle:
+            busy = next(r for r in self._running.values() if not r.resting)
+            await busy.rested()
 
     def check(self) -> None:
         """The books balance."""
@@ -203,20 +234,30 @@ class Rollouts:
         exact_version: str | None,
         owner: str,
     ) -> Group:
-        return Group(
-            id=group.id or str(index),
-            index=index,
-            n=group.n,
-            prompt_token_ids=prompt_token_ids,
-            sampling=self._sampling(request, len(prompt_token_ids)),
-            seed=group.seed,
-            enough=None if request.finish is None else request.finish.samples,
-            deadline_seconds=None if request.finish is None else request.finish.deadline_seconds,
-            priority=request.priority,
-            exact_version=exact_version,
-            owner=owner,
-            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
-            decode=None if group.prompt.token_ids is not None else self._prompts.text,
+        finish = request.finish or Finish()
+        given: GroupFields = {
+            "id": group.id or str(index),
+            "index": index,
+            "n": asked.num_samples_of(request, group),
+            "prompt_token_ids": prompt_token_ids,
+            "sampling": self._sampling(request, len(prompt_token_ids)),
+            "seed": group.seed,
+            "enough": finish.samples,
+            "deadline_seconds": finish.deadline_seconds,
+            "priority": self._ranks.rank(request.priority),
+            "exact_version": exact_version,
+            "owner": owner,
+            "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
+            "decode": None if group.prompt.token_ids is not None else self._prompts.text,
+        }
+        if request.branching is None:
+            started = started_of(request, index)
+            return Group(rule=asked.rule_of(finish, group), started=started, **given)
+        return tree_group(
+            request.branching,
+            given,
+            block_size=self._engine.facts.block_size,
+            longest_lease=self._longest_lease,
         )
 
     def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
@@ -234,7 +275,6 @@ class Rollouts:
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
-        self._idle.clear()
         task = self._tasks.create_task(
             rollout.run(self._engine, self._prompt_kv), name=f"rollout-{rollout.id}"
         )
@@ -246,17 +286,9 @@ class Rollouts:
         if not rollout.ended:
             rollout.never_ran()
         del self._running[rollout.id]
-        if not self._running:
-            self._idle.set()
         self._prompt_kv.begin_leases(g.export for g in rollout.groups if g.export is not None)
         self._ended(rollout)
         if rollout.detached:
             self._kept.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
-
-
-def _check_enough(request: RolloutRequest) -> None:
-    enough = (request.finish and request.finish.samples) or 1
-    if any(group.n < enough for group in request.groups):
-        raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

@@ -23,10 +23,12 @@ from service.lag import watch_lag
 from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
+from service.ranks import Ranks
 from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
 from service.settings import Settings
+from service.trees.open_trees import OpenTrees
 from service.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,11 @@ class Server:
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
+            longest_lease=settings.limits.max_tree_lease_seconds,
+            ranks=Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
             ended=self._count,
         )
+        self.open_trees = OpenTrees(self.rollouts)
         self.scoring = Scoring(
             engine,
             self.versions,
@@ -119,6 +124,7 @@ class Server:
         """
         self._draining = True
         self.admission.close()
+        self.open_trees.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.idle()

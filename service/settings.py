@@ -126,6 +126,13 @@ class LimitsSettings(Section):
     max_samples_running: Annotated[
         int, Field(ge=1, description="samples that the server accepts before earlier ones end")
     ] = 131_072
+    max_overtaken_seconds: Annotated[
+        float,
+        Field(gt=0, description="seconds in which later groups may overtake one by their priority"),
+    ] = 60.0
+    max_tree_lease_seconds: Annotated[
+        float, Field(gt=0, description="seconds that an open tree may wait for its owner")
+    ] = 600.0
     max_header_bytes: Annotated[
         int, Field(ge=1024, description="bytes of a request's address and headers at most")
     ] = 64 * 2**10

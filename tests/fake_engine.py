@@ -6,7 +6,7 @@ computed, and exported, in a sample's first step.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class Running:
     done: asyncio.Future[Completion]
     limit: int
     computed: bool = False
+    ends: EngineFinish = "length"
     token_versions: list[str] = field(default_factory=list)
 
 
@@ -60,6 +61,7 @@ class FakeEngine:
         self.loaded: list[Path] = []
         self.running: dict[str, Running] = {}
         self.version = ""
+        self.entropy: Callable[[int], float] = lambda place: float(place % 7)
         self.paused = False
         self._stage: EngineStage = "starting"
 
@@ -152,7 +154,7 @@ class FakeEngine:
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
             if len(sample.token_versions) == sample.limit:
-                self._finish(sample, "length")
+                self._finish(sample, sample.ends)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         for sample_id in sample_ids:
@@ -211,12 +213,14 @@ class FakeEngine:
             return
         length = len(sample.request.prompt_token_ids)
         count = len(sample.token_versions)
+        places = range(length, length + count)
         completion = Completion(
-            token_ids=[(length + i) % VOCAB_SIZE for i in range(count)],
+            token_ids=[place % VOCAB_SIZE for place in places],
             logprobs=[-0.5] * count,
             finish=finish,
             versions=_spans(sample.token_versions),
             num_cached_tokens=0,
+            entropy=[self.entropy(p) for p in places] if sample.request.entropy_over else None,
         )
         sample.done.set_result(completion)
 

@@ -2,6 +2,12 @@
 
 from coppice.client import AsyncRollouts, Pending, Rollouts
 from coppice.core.pending import AsyncPending
+from coppice.credit import (
+    effective_leaves,
+    segment_advantages,
+    segment_rewards,
+    segment_weights,
+)
 from coppice.errors import (
     ActivationFailed,
     BadAnswer,
@@ -26,6 +32,7 @@ from coppice.errors import (
     StreamBroken,
     TimedOut,
     TransportError,
+    TreeClosed,
     Unauthorized,
     VersionConflict,
     VersionSuperseded,
@@ -34,10 +41,15 @@ from coppice.errors import (
 )
 from coppice.kv.prompt_kv import PromptKV
 from coppice.kv.source import KvSource
+from coppice.plot import plot_tree
 from coppice.prompts import PromptLike
-from coppice.results import Group, RolloutResult, Sample
+from coppice.pruning import pruned_by_depth, pruned_by_width
+from coppice.results import Group, RolloutResult
 from coppice.retry import Retry
+from coppice.samples import Sample
 from coppice.scores import Score
+from coppice.tree import Segment, Tree
+from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.problems import Problem
@@ -48,6 +60,7 @@ from coppice.wire.records import (
     ProgressRecord,
     Record,
     SampleRecord,
+    SegmentRecord,
     StartRecord,
 )
 from coppice.wire.rollouts import Finish, GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
@@ -60,11 +73,14 @@ __all__ = [
     "AsyncPending",
     "AsyncRollouts",
     "BadAnswer",
+    "BranchRequest",
+    "Branching",
     "ConnectionFailed",
     "CoppiceError",
     "Draining",
     "EndRecord",
     "EngineUnavailable",
+    "Entropy",
     "Finish",
     "Forbidden",
     "GatewayFailed",
@@ -105,12 +121,16 @@ __all__ = [
     "SampleRecord",
     "Score",
     "ScoreItem",
+    "Segment",
+    "SegmentRecord",
     "ServerFailed",
     "StartRecord",
     "StatusAnswer",
     "StreamBroken",
     "TimedOut",
     "TransportError",
+    "Tree",
+    "TreeClosed",
     "Unauthorized",
     "Usage",
     "VersionAnswer",
@@ -120,4 +140,11 @@ __all__ = [
     "VersionUnavailable",
     "VersionsAnswer",
     "WeightsRefused",
+    "effective_leaves",
+    "plot_tree",
+    "pruned_by_depth",
+    "pruned_by_width",
+    "segment_advantages",
+    "segment_rewards",
+    "segment_weights",
 ]

@@ -13,6 +13,7 @@ from coppice.core.pace import Pace
 from coppice.core.pending import AsyncPending
 from coppice.core.rollouts import RolloutOperations
 from coppice.core.scoring import ScoreOperations
+from coppice.core.trees import TreeOperations
 from coppice.core.weights import WeightsOperations
 from coppice.face import Face, blocking, iterating
 from coppice.http.asynchronous import AsyncDriver, AsyncPace
@@ -26,7 +27,9 @@ USUAL_TIMEOUT_SECONDS = 60.0
 USUAL_RETRY = Retry()
 
 
-class Operations(RolloutOperations, ScoreOperations, WeightsOperations, ControlOperations):
+class Operations(
+    RolloutOperations, TreeOperations, ScoreOperations, WeightsOperations, ControlOperations
+):
     """Everything that a server does, over one driver."""
 
     def __init__(self, driver: Driver, pace: Pace, retry: Retry) -> None:
@@ -114,6 +117,8 @@ class Rollouts(Face[Operations]):
     rollout = blocking(Operations.rollout)
     stream = iterating(Operations.stream)
     abort = blocking(Operations.abort)
+    branch = blocking(Operations.branch)
+    drop_segment = blocking(Operations.drop_segment)
     score = blocking(Operations.score)
 
     def submit(self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]) -> Pending:

@@ -15,6 +15,7 @@
         Unauthorized
         Forbidden
         NotFound
+        TreeClosed
         VersionSuperseded
         VersionUnavailable
         VersionConflict
@@ -155,7 +156,11 @@ class Forbidden(ProblemError):
 
 
 class NotFound(ProblemError):
-    """No such rollout, version or address."""
+    """No such rollout, segment, version or address."""
+
+
+class TreeClosed(ProblemError):
+    """The tree's lease is over, or it is not one that is grown from outside."""
 
 
 class VersionSuperseded(ProblemError):
@@ -217,12 +222,14 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "forbidden": Forbidden,
     "not_found": NotFound,
     "rollout_not_found": NotFound,
+    "segment_not_found": NotFound,
     "version_not_found": NotFound,
     "kv_not_found": KvUnavailable,
     "method_not_allowed": InvalidRequest,
     "not_acceptable": InvalidRequest,
     "request_timeout": RequestTimeout,
     "idempotency_in_progress": RequestInProgress,
+    "tree_closed": TreeClosed,
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
     "rollback_refused": VersionConflict,

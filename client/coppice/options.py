@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
+from coppice.continuing import continue_from_of
 from coppice.prompts import PromptLike, groups_of
+from coppice.samples import Sample
+from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
 from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
 
@@ -22,6 +25,8 @@ class RolloutOptions(TypedDict, total=False):
     kv: Kv | None
     policy: Policy | None
     finish: Finish | None
+    branching: Branching | None
+    continue_from: Iterable[Iterable[Sample]]
     priority: int
 
 
@@ -34,10 +39,13 @@ def rollout_request(
         raise TypeError(f"no such rollout option: {', '.join(unknown)}")
     if "stop_token_ids" in given:
         given["stop_token_ids"] = list(given["stop_token_ids"])
+    started = continue_from_of(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"kv", "policy", "finish", "priority"})
-    return RolloutRequest(groups=groups, sampling=sampling, stream=True, **rest)
+    rest = _only(given, {"kv", "policy", "finish", "branching", "priority"})
+    return RolloutRequest(
+        groups=groups, sampling=sampling, continue_from=started, stream=True, **rest
+    )
 
 
 def _only(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coppice.wire.records import Record, SampleRecord
+from coppice.wire.records import Record, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest
 
 
@@ -15,11 +15,14 @@ def progress_bar(request: RolloutRequest, *, wanted: bool) -> Iterator[Callable[
     if not wanted:
         yield lambda record: None
         return
-    total = sum(group.n for group in request.groups)
+    grown = request.branching
+    total = sum(group.n if grown is None else grown.max_leaves for group in request.groups)
     with _tqdm()(total=total, desc="rollout", unit="sample") as bar:
 
         def tell(record: Record) -> None:
-            if isinstance(record, SampleRecord):
+            if isinstance(record, SegmentRecord):
+                bar.update(record.segment.finish_reason != "cut")
+            elif isinstance(record, SampleRecord) and grown is None:
                 bar.update()
 
         yield tell

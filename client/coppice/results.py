@@ -7,41 +7,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from coppice.samples import Sample
+from coppice.tree import Segment, Tree, tree_of
 from coppice.wire.kv import KvHandle, KvReason
-from coppice.wire.packed import Packed
+from coppice.wire.packed import Packed, Part, parts_of
 from coppice.wire.rollouts import (
-    FinishReason,
     GroupHead,
     Outcome,
     RolloutAnswer,
     SampleAnswer,
+    SegmentAnswer,
     Usage,
-    VersionSpan,
 )
+
+_FINISHED = frozenset({"stop", "length", "error"})
 
 
 # Arrays have no truth value for ==, so these compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """One finished sample. logprobs[i] belongs to token_ids[i], which versions label in spans."""
-
-    index: int
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    text: str | None
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-
-    def token_versions(self) -> list[str]:
-        """The weights version that made each token."""
-        return [span.version for span in self.versions for _ in range(span.start, span.end)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """One prompt and its samples, in order of their index."""
+    """One prompt and its samples, in order of their index, or its tree.
+
+    A tree that was asked for with flatten=True has samples as well, the whole paths of its leaves.
+    `num_dropped` of its segments were taken out by whoever grew it. `chosen` are the indices of the
+    samples that Finish(samples=...) took, if they came to be.
+    """
 
     id: str
     index: int
@@ -53,6 +45,14 @@ class Group:
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     """Why there is no handle, where one was asked for."""
+    tree: Tree | None = None
+    num_dropped: int = 0
+    chosen: tuple[int, ...] | None = None
+
+    @property
+    def unfinished(self) -> tuple[Sample, ...]:
+        """Samples that did not end by themselves: `continue_from` takes them."""
+        return tuple(s for s in self.samples if s.finish_reason not in _FINISHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +69,13 @@ def sample_of(answer: SampleAnswer) -> Sample:
     return _sample_of(answer, answer.token_ids, answer.logprobs)
 
 
-def group_of(head: GroupHead, samples: Iterable[Sample]) -> Group:
+def segment_of(answer: SegmentAnswer) -> Segment:
+    entropy = [] if answer.entropy is None else answer.entropy
+    return _segment_of(answer, answer.token_ids, answer.logprobs, entropy)
+
+
+def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
+    """ValueError if a tree's segments do not make one."""
     return Group(
         id=head.id,
         index=head.index,
@@ -80,19 +86,25 @@ def group_of(head: GroupHead, samples: Iterable[Sample]) -> Group:
         kv=head.kv,
         kv_reason=head.kv_reason,
         samples=tuple(sorted(samples, key=lambda sample: sample.index)),
+        tree=None if head.leaves is None else tree_of(segments, head.leaves),
+        num_dropped=head.num_dropped,
+        chosen=None if head.chosen is None else tuple(head.chosen),
     )
 
 
 def result_of(answer: RolloutAnswer) -> RolloutResult:
-    return _result_of(answer, map(sample_of, _samples_of(answer)))
+    return _result_of(answer, map(_part_of, parts_of(answer)))
 
 
 def result_of_packed(packed: Packed) -> RolloutResult:
     """ValueError if the arrays are not of these samples."""
-    answers = list(_samples_of(packed.answer))
+    answers = list(parts_of(packed.answer))
     lengths = np.diff(packed.offsets)
     if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
         raise ValueError("the offsets are not of these samples")
+    entropy = packed.token_ids if packed.entropy is None else packed.entropy
+    if len(entropy) != len(packed.token_ids):
+        raise ValueError("the entropies are not of these tokens")
     if not packed.offsets[-1] == len(packed.token_ids) == len(packed.logprobs):
         raise ValueError("the offsets are not of these tokens")
     borders = packed.offsets[1:-1]
@@ -100,24 +112,54 @@ def result_of_packed(packed: Packed) -> RolloutResult:
         answers,
         np.split(packed.token_ids, borders),
         np.split(packed.logprobs, borders),
+        np.split(entropy, borders),
         # Without a sample there are no borders, and still one part.
         strict=bool(answers),
     )
-    return _result_of(packed.answer, (_sample_of(*part) for part in parts))
+    return _result_of(packed.answer, (_part_with(*part) for part in parts))
 
 
-def _samples_of(answer: RolloutAnswer) -> Iterator[SampleAnswer]:
-    return (sample for group in answer.groups for sample in group.samples)
-
-
-def _result_of(answer: RolloutAnswer, samples: Iterator[Sample]) -> RolloutResult:
-    """The samples are those of the answer, in its order."""
-    groups = [group_of(group, [next(samples) for _ in group.samples]) for group in answer.groups]
+def _result_of(answer: RolloutAnswer, parts: Iterator[Sample | Segment]) -> RolloutResult:
+    """The parts are those of the answer, in its order."""
+    groups = []
+    for group in answer.groups:
+        own = [next(parts) for _ in range(len(group.samples) + len(group.segments or ()))]
+        samples = [part for part in own if isinstance(part, Sample)]
+        groups.append(group_of(group, samples, [p for p in own if isinstance(p, Segment)]))
     return RolloutResult(
         id=answer.id,
         outcome=answer.outcome,
         groups=tuple(sorted(groups, key=lambda group: group.index)),
         usage=answer.usage,
+    )
+
+
+def _part_of(answer: Part) -> Sample | Segment:
+    return sample_of(answer) if isinstance(answer, SampleAnswer) else segment_of(answer)
+
+
+def _part_with(
+    answer: Part, token_ids: ArrayLike, logprobs: ArrayLike, entropy: ArrayLike
+) -> Sample | Segment:
+    if isinstance(answer, SampleAnswer):
+        return _sample_of(answer, token_ids, logprobs)
+    return _segment_of(answer, token_ids, logprobs, entropy)
+
+
+def _segment_of(
+    answer: SegmentAnswer, token_ids: ArrayLike, logprobs: ArrayLike, entropy: ArrayLike
+) -> Segment:
+    has_entropy = answer.entropy is not None
+    return Segment(
+        id=answer.id,
+        parent=answer.parent,
+        depth=answer.depth,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        entropy=np.array(entropy, dtype=np.float32) if has_entropy else None,
+        finish_reason=answer.finish_reason,
+        num_leaves=answer.num_leaves or 0,
+        versions=tuple(answer.versions),
     )
 
 

@@ -11,11 +11,20 @@ from types import ModuleType
 
 from pydantic import BaseModel
 
-from coppice.wire import control, kv, problems, records, rollouts, score, weights
+from coppice.wire import branching, control, kv, problems, records, rollouts, score, weights
 from coppice.wire.base import RequestModel
 from tests.contract.document import Node, resolved
 
-MODULES: tuple[ModuleType, ...] = (control, kv, problems, records, rollouts, score, weights)
+MODULES: tuple[ModuleType, ...] = (
+    branching,
+    control,
+    kv,
+    problems,
+    records,
+    rollouts,
+    score,
+    weights,
+)
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
 EXCLUSIVE = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +112,16 @@ async def test_each_sample_of_a_call_has_one_completion_in_order(subject: Subjec
         assert completion.finish == "length"
         assert_whole(completion)
         assert completion.versions[0].version == "v0"
+
+
+async def test_entropy_comes_with_every_token_of_those_that_ask_for_it(subject: Subject) -> None:
+    """Side by side with one that does not."""
+    asking = replace(sample(5), entropy_over=4)
+    one, other = await finished(subject, await submitted(subject, asking, sample(5)))
+    assert one.entropy is not None and len(one.entropy) == 5
+    assert all(value >= 0 for value in one.entropy)
+    assert other.entropy is None
+    assert_whole(one)
 
 
 async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(subject: Subject) -> None:

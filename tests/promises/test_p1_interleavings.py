@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
+from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.protocol import PauseMode
 from service.claim import Claim
 from service.errors import ServiceError
+from service.group import Group
 from service.rollout import Rollout
 from service.server import Server
 from service.versions import Version
@@ -33,6 +34,9 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("a", "b")
 VERSIONS = ("v1", "v2")
+# Splits at the prompt, and again two tokens later.
+TREE = group(*range(1, 32))
+BRANCHING = {"mode": "interval", "interval": 1, "max_depth": 2, "max_leaves": 4}
 
 
 @dataclass
@@ -51,9 +55,13 @@ class World:
     callers: list[tuple["asyncio.Task[None]", Seen]] = field(default_factory=list)
     others: list["asyncio.Task[Any]"] = field(default_factory=list)
 
-    def ask(self, num_groups: int, n: int, key: str | None, detached: bool, policy: Any) -> None:
+    def ask(
+        self, num_groups: int, n: int, key: str | None, detached: bool, policy: Any, grown: bool
+    ) -> None:
         seen = Seen()
-        request = RolloutRequest.model_validate(body(*[group(1, n=n)] * num_groups, policy=policy))
+        asked = body(*[TREE if grown else group(1, n=n)] * num_groups, policy=policy)
+        branching = BRANCHING if grown else None
+        request = RolloutRequest.model_validate({**asked, "branching": branching})
         claim = None if key is None else Claim.of("local", key, repr(request).encode())
         call = self._call(request, claim, detached, seen)
         self.callers.append((asyncio.create_task(call), seen))
@@ -88,6 +96,7 @@ STEPS: st.SearchStrategy[Step] = st.one_of(
             st.sampled_from([None, None, *KEYS]),
             st.booleans(),
             st.sampled_from([None, {"exact_version": "v0"}, {"min_version": "v1"}]),
+            st.booleans(),
         ),
     ),
     st.tuples(st.just("sample"), st.integers(1, 4)),
@@ -183,8 +192,9 @@ def check(world: World) -> None:
     for task, seen in world.callers:
         assert task.cancelled() or (seen.answer is None) != (seen.problem is None)
     for rollout in ended:
-        whole = [len(answer.samples) for answer in rollout.answers()]
-        assert whole == [g.n for g in rollout.groups] if rollout.error is None else True
+        if rollout.error is None:
+            pairs = zip(rollout.groups, rollout.answers(), strict=True)
+            assert all(_is_complete(group_, answer) for group_, answer in pairs)
         _check_versions(rollout)
     outcomes = Counter(answer.outcome for r in ended for answer in r.answers())
     outcomes["failed"] += sum(len(r.groups) - len(r.answers()) for r in ended)
@@ -192,11 +202,20 @@ def check(world: World) -> None:
     _check_keys(world, ended)
 
 
+def _is_complete(group_: Group, answer: GroupAnswer) -> bool:
+    """A tree that nothing happened to has all its leaves; whatever did, its books balance."""
+    if answer.segments is None:
+        return len(answer.samples) == group_.n
+    for segment in answer.segments:
+        assert segment.parent is None or segment.num_leaves
+    return answer.num_samples == group_.n or answer.outcome in ("partial", "cancelled")
+
+
 def _check_versions(rollout: Rollout) -> None:
     for group_, answer in zip(rollout.groups, rollout.answers(), strict=False):
-        for sample in answer.samples:
-            spans = sample.versions
-            assert sum(span.end - span.start for span in spans) == len(sample.token_ids)
+        for part in [*answer.samples, *(answer.segments or ())]:
+            spans = part.versions
+            assert sum(span.end - span.start for span in spans) == len(part.token_ids)
             if group_.exact_version is not None:
                 assert {span.version for span in spans} <= {group_.exact_version}
 

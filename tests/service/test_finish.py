@@ -58,3 +58,48 @@ async def test_more_than_n_samples_are_never_needed(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await post(served, body(group(1, n=2), finish={"samples": 3}))
     assert refused.json()["code"] == "invalid_request"
+
+
+async def finished(engine: FakeEngine, served: Served, asked: dict[str, Any], *limits: int) -> Any:
+    request = post(served, asked)
+    await running_samples(served, len(limits))
+    shorten(engine, *limits)
+    while not request.done():
+        engine.step()
+        await asyncio.sleep(0.001)
+    return (await request).json()["groups"][0]
+
+
+async def test_an_answer_says_which_samples_were_enough(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1, n=4), finish={"samples": 2})
+        answered = await finished(engine, served, asked, 30, 9, 30, 3)
+        assert answered["chosen"] == [1, 3]
+        asked = body(group(1, n=2), finish={"samples": 2, "deadline_seconds": 0.1})
+        assert (await finished(engine, served, asked, 3, 10**9))["chosen"] is None
+
+
+async def test_samples_may_be_drawn_before_their_lengths_are_known(tmp_path: Path) -> None:
+    """The same ones, whichever end first."""
+    engine = FakeEngine(instant=False)
+    chosen = []
+    async with serving(engine, tmp_path) as served:
+        for limits in ([5, 10, 15, 20], [20, 15, 10, 5]):
+            asked = body(group(1, n=4, seed=3), finish={"samples": 2, "policy": "random_k"})
+            answered = await finished(engine, served, asked, *limits)
+            chosen.append(answered["chosen"])
+            ends = [sample["finish_reason"] for sample in answered["samples"]]
+            last = max(limits[index] for index in answered["chosen"])
+            assert ends == ["surplus" if limit > last else "length" for limit in limits]
+    assert chosen[0] == chosen[1]
+
+
+async def test_samples_may_be_taken_evenly_over_their_lengths(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1, n=6), finish={"samples": 3, "policy": "balanced_length"})
+        answered = await finished(engine, served, asked, 20, 5, 30, 10, 15, 25)
+    assert answered["chosen"] == [1, 4, 5]
+    assert answered["samples"][2]["finish_reason"] == "surplus"
+    assert answered["outcome"] == "done"

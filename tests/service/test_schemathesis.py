@@ -38,6 +38,7 @@ LINKED = {
 # A valid request may be one that this server cannot serve, or not yet; no field is to blame then.
 UNSERVABLE = {
     "startRollout": ["422", "503"],
+    "branchRollout": ["422", "503"],
     "score": ["422", "503"],
     "stageWeights": ["422"],
     "uploadWeights": ["422"],
@@ -122,6 +123,8 @@ def serving_target(folder: Path) -> Iterator[Target]:
     sections: dict[str, dict[str, Any]] = {
         "server": {"keys_file": folder / "keys.yaml"},
         "weights": {"source_directories": [folder]},
+        # Nobody comes back to what is opened here.
+        "limits": {"max_tree_lease_seconds": 0.1},
     }
     with serving_in_thread(Obliging(), folder, **sections) as url:
         yield Target(url, {"Authorization": f"Bearer {key}"})

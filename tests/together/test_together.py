@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from coppice import AsyncRollouts, Policy, SampleRecord
+from coppice import AsyncRollouts, Branching, Policy, SampleRecord
 from coppice.results import RolloutResult
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.engine
 PROMPTS = [[7 + g, *range(20, 20 + 9 * g + 3)] for g in range(8)]
 LONG = [3, 1, 4, 1, 5, 9, 2, 6]
 NUM_LONG = 480
+TREE = [2, 7, 1, 8, 2, 8, 1]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> N
     straddling = asyncio.create_task(at.greedy([LONG], NUM_LONG))
     bound = asyncio.create_task(at.greedy([LONG], NUM_LONG, n=2, policy=Policy(exact_version="v7")))
     left = asyncio.create_task(leave_early(at))
-    while at.served.server.rollouts.num_samples_running < 7:
+    tree = asyncio.create_task(grow_a_tree(at))
+    while at.served.server.rollouts.num_samples_running < 9:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.1)
     await at.rollouts.pause("keep")
@@ -138,6 +140,30 @@ async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> N
         assert {span.version for span in ended.versions} == {"v7"}
         assert_greedy(v7, LONG, kept)
     await left
+    await check_tree(await tree, v7, v8)
+
+
+async def grow_a_tree(at: Scene) -> RolloutResult:
+    """Greedy, so every path is the same; paths fork before the weights change, and after."""
+    branching = Branching(mode="interval", interval=96, max_depth=3, max_leaves=8)
+    return await at.greedy([TREE], NUM_LONG, branching=branching)
+
+
+async def check_tree(result: RolloutResult, v7: Any, v8: Any) -> None:
+    [group] = result.groups
+    assert group.tree is not None
+    assert len(group.tree.leaves) == 8
+    made_by = set()
+    for row in group.tree.rows():
+        tokens = row.token_ids.tolist()
+        at = 0
+        for span in row.versions:
+            model = {"v7": v7, "v8": v8}[span.version]
+            assert_greedy(model, TREE + tokens[:at], tokens[at : span.end])
+            at = span.end
+            made_by.add(span.version)
+        assert at == NUM_LONG
+    assert "v8" in made_by
 
 
 async def leave_early(at: Scene) -> None:

@@ -3,7 +3,9 @@
 from collections import defaultdict
 
 from coppice.errors import BadAnswer, error_of
-from coppice.results import Group, RolloutResult, Sample, group_of, sample_of
+from coppice.results import Group, RolloutResult, group_of, sample_of, segment_of
+from coppice.samples import Sample
+from coppice.tree import Segment
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
@@ -11,6 +13,7 @@ from coppice.wire.records import (
     ProgressRecord,
     Record,
     SampleRecord,
+    SegmentRecord,
     StartRecord,
 )
 from coppice.wire.rollouts import GroupHead
@@ -24,6 +27,7 @@ class Collector:
         self._end: EndRecord | None = None
         self._heads: dict[int, GroupHead] = {}
         self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
+        self._segments: defaultdict[int, list[Segment]] = defaultdict(list)
 
     def add(self, record: Record) -> None:
         match record:
@@ -31,6 +35,8 @@ class Collector:
                 self._start = record
             case SampleRecord():
                 self._samples[record.group].append(sample_of(record.sample))
+            case SegmentRecord():
+                self._segments[record.group].append(segment_of(record.segment))
             case GroupRecord():
                 self._heads[record.group.index] = record.group
             case ProgressRecord() | KvRecord():
@@ -52,8 +58,10 @@ class Collector:
         )
 
     def _groups(self) -> tuple[Group, ...]:
-        if headless := sorted(self._samples.keys() - self._heads.keys()):
+        with_parts = self._samples.keys() | self._segments.keys()
+        if headless := sorted(with_parts - self._heads.keys()):
             raise BadAnswer(f"the stream has samples of groups {headless}, but not the groups")
         return tuple(
-            group_of(head, self._samples[index]) for index, head in sorted(self._heads.items())
+            group_of(head, self._samples[index], self._segments[index])
+            for index, head in sorted(self._heads.items())
         )

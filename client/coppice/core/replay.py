@@ -8,10 +8,11 @@ from coppice.wire.records import (
     ProgressRecord,
     Record,
     SampleRecord,
+    SegmentRecord,
     StartRecord,
 )
 
-Key = tuple[str, int, int]
+Key = tuple[str, int, int | str]
 
 
 class Replay:
@@ -61,10 +62,14 @@ class Replay:
         self.ended = True
 
 
-def _key(record: SampleRecord | KvRecord | GroupRecord | StartRecord | EndRecord) -> Key:
+def _key(
+    record: SampleRecord | SegmentRecord | KvRecord | GroupRecord | StartRecord | EndRecord,
+) -> Key:
     match record:
         case SampleRecord():
             return (record.type, record.group, record.sample.index)
+        case SegmentRecord():
+            return (record.type, record.group, record.segment.id)
         case KvRecord():
             return (record.type, record.group, 0)
         case GroupRecord():

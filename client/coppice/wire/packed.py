@@ -1,15 +1,16 @@
 """A rollout's answer as one safetensors file: arrays as tensors, the rest as JSON in its metadata.
 
-    token_ids  int32    [tokens]        every sample's tokens, group by group, sample by sample
+    token_ids  int32    [tokens]        group by group its samples' tokens, then its segments'
     logprobs   float32  [tokens]
-    offsets    int64    [samples + 1]   sample i owns offsets[i]:offsets[i + 1]
+    offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
+    entropy    float32  [tokens]        NaN for tokens without; absent where no token has any
 
-The metadata's `answer` is the RolloutAnswer with empty token_ids and logprobs. A token takes some
+The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes some
 twenty-five bytes as JSON and eight here.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,29 +18,41 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
+from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, SegmentAnswer
 
 MEDIA_TYPE = "application/vnd.coppice.safetensors"
+
+Part = SampleAnswer | SegmentAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """An answer whose samples' arrays lie side by side."""
+    """An answer whose samples' and segments' arrays lie side by side."""
 
     answer: RolloutAnswer
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     offsets: npt.NDArray[np.int64]
+    entropy: npt.NDArray[np.float32] | None = None
+
+
+def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
+    """In the order of their arrays."""
+    for group in answer.groups:
+        yield from group.samples
+        yield from group.segments or ()
 
 
 def pack(answer: RolloutAnswer) -> bytes:
-    samples = [sample for group in answer.groups for sample in group.samples]
-    lengths = [len(sample.token_ids) for sample in samples]
+    parts = list(parts_of(answer))
+    lengths = [len(part.token_ids) for part in parts]
     tensors = {
-        "token_ids": _joined(samples, lambda sample: sample.token_ids, np.dtype(np.int32)),
-        "logprobs": _joined(samples, lambda sample: sample.logprobs, np.dtype(np.float32)),
+        "token_ids": _joined(parts, lambda part: part.token_ids, np.dtype(np.int32)),
+        "logprobs": _joined(parts, lambda part: part.logprobs, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
     }
+    if any(_entropy(part) is not None for part in parts):
+        tensors["entropy"] = _joined(parts, _entropy_or_nan, np.dtype(np.float32))
     metadata = {"answer": _stripped(answer).model_dump_json()}
     data: bytes = save(tensors, metadata=metadata)
     return data
@@ -54,7 +67,8 @@ def unpack(data: bytes) -> Packed:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     try:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
-        return Packed(answer=answer, **{name: tensors[name] for name in _NAMES})
+        arrays = {name: tensors[name] for name in _NAMES}
+        return Packed(answer=answer, **arrays, entropy=tensors.get("entropy"))
     except KeyError as error:
         raise ValueError(f"the file has no {error}") from error
 
@@ -62,18 +76,34 @@ def unpack(data: bytes) -> Packed:
 _NAMES = ("token_ids", "logprobs", "offsets")
 
 
+def _entropy(part: Part) -> list[float] | None:
+    return part.entropy if isinstance(part, SegmentAnswer) else None
+
+
+def _entropy_or_nan(part: Part) -> list[float]:
+    return _entropy(part) or [float("nan")] * len(part.token_ids)
+
+
 def _joined(
-    samples: list[SampleAnswer],
-    part: Callable[[SampleAnswer], list[int] | list[float]],
+    parts: list[Part],
+    values: Callable[[Part], list[int] | list[float]],
     dtype: npt.DTypeLike,
 ) -> npt.NDArray[np.generic]:
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(part(s), dtype) for s in samples)])
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(values(p), dtype) for p in parts)])
 
 
 def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
+    return answer.model_copy(update={"groups": [_stripped_group(g) for g in answer.groups]})
+
+
+def _stripped_group(group: GroupAnswer) -> GroupAnswer:
+    """An entropy that was there is empty, not missing."""
     bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
-    groups = [
-        group.model_copy(update={"samples": [s.model_copy(update=bare) for s in group.samples]})
-        for group in answer.groups
-    ]
-    return answer.model_copy(update={"groups": groups})
+    samples = [sample.model_copy(update=bare) for sample in group.samples]
+    segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]
+    return group.model_copy(update={"samples": samples, "segments": segments})
+
+
+def _stripped_segment(segment: SegmentAnswer) -> SegmentAnswer:
+    entropy = None if segment.entropy is None else list[float]()
+    return segment.model_copy(update={"token_ids": [], "logprobs": [], "entropy": entropy})

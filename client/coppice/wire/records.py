@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter
 from coppice.wire.base import AnswerModel
 from coppice.wire.kv import KvHandle
 from coppice.wire.problems import Problem
-from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, Usage
+from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, SegmentAnswer, Usage
 
 
 class StartRecord(AnswerModel):
@@ -22,6 +22,14 @@ class SampleRecord(AnswerModel):
     type: Literal["sample"] = "sample"
     group: int
     sample: SampleAnswer
+
+
+class SegmentRecord(AnswerModel):
+    """A piece of a tree; its parent has come before it."""
+
+    type: Literal["segment"] = "segment"
+    group: int
+    segment: SegmentAnswer
 
 
 class GroupRecord(AnswerModel):
@@ -53,7 +61,13 @@ class EndRecord(AnswerModel):
 
 
 Record = Annotated[
-    StartRecord | SampleRecord | KvRecord | GroupRecord | ProgressRecord | EndRecord,
+    StartRecord
+    | SampleRecord
+    | SegmentRecord
+    | KvRecord
+    | GroupRecord
+    | ProgressRecord
+    | EndRecord,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -5,14 +5,28 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, Label, RequestModel, TokenIds
+from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
 MAX_TOKENS = 1_048_576
 
+Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
+
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
+]
+SegmentFinish = Literal[
+    "cut",
+    "budget",
+    "stop",
+    "length",
+    "aborted",
+    "deadline",
+    "surplus",
+    "version_changed",
+    "error",
 ]
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
@@ -78,13 +92,37 @@ class Policy(RequestModel):
 class Finish(RequestModel):
     """When a group is done before all its samples have ended by themselves.
 
-    With `samples`, the first so many are enough; the others end as `surplus`. With
-    `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are kept.
+    With `samples`, so many are enough, which of them says the policy; what still runs then ends as
+    `surplus`. With `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are
+    kept.
     """
 
     samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] | None = None
     deadline_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
-    policy: Literal["first"] = "first"
+    policy: Literal["first", "random_k", "balanced_length"] = "first"
+
+
+class GivenSpan(RequestModel):
+    """Tokens start..end (end excluded) were sampled under this weights version."""
+
+    version: Label
+    start: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    end: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class UnfinishedSample(RequestModel):
+    """What an earlier rollout answered of a sample that it did not finish."""
+
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS)]
+    versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096)]
+
+
+class ContinueFrom(RequestModel):
+    """Samples to go on with. Those of a group are its first samples, in this order."""
+
+    samples: Annotated[list[UnfinishedSample], Field(min_length=1, max_length=65_536)]
 
 
 class RolloutRequest(RequestModel):
@@ -95,6 +133,8 @@ class RolloutRequest(RequestModel):
     kv: Kv | None = None
     policy: Policy | None = None
     finish: Finish | None = None
+    branching: Branching | None = None
+    continue_from: ContinueFrom | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     stream: bool = False
 
@@ -118,8 +158,31 @@ class SampleAnswer(AnswerModel):
     versions: list[VersionSpan]
 
 
+class SegmentAnswer(AnswerModel):
+    """One piece of a tree, between two cuts. logprobs[i] belongs to token_ids[i].
+
+    Without a parent it begins at the prompt. `versions` count from the segment's own first token.
+    `num_leaves`, the leaves that it is shared by, is not known before the tree is whole.
+    """
+
+    id: str
+    parent: str | None = None
+    depth: int
+    token_ids: list[int]
+    logprobs: list[float]
+    entropy: list[float] | None = None
+    finish_reason: SegmentFinish
+    num_leaves: int | None = None
+    versions: list[VersionSpan]
+
+
 class GroupHead(AnswerModel):
-    """What there is to say of a group beside its samples."""
+    """What there is to say of a group beside its samples.
+
+    `chosen` are the samples that were enough, where `finish.samples` was asked for and reached.
+    Of a tree, `leaves` are the segments where its paths end; `num_dropped` segments were taken out
+    by whoever grew it.
+    """
 
     id: str
     index: int
@@ -127,19 +190,41 @@ class GroupHead(AnswerModel):
     exact: bool = True
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_continued_tokens: int = 0
+    chosen: list[int] | None = None
+    leaves: list[str] | None = None
+    num_dropped: int = 0
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     """Why there is no handle, where one was asked for."""
 
 
 class GroupAnswer(GroupHead):
-    """One prompt's samples, in order of their index."""
+    """One prompt's samples, in order of their index, or the segments of its tree.
+
+    Parents come before their children. A tree that was asked for flattened has both; its samples
+    are then its leaves' whole paths.
+    """
 
     samples: list[SampleAnswer]
+    segments: list[SegmentAnswer] | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Those sampled here: what paths share counts once, what came along not at all."""
+        parts = self.samples if self.segments is None else self.segments
+        return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples if self.leaves is None else self.leaves)
 
 
 class RunningAnswer(AnswerModel):
-    """A rollout that was asked for asynchronously and has not ended."""
+    """A rollout that was asked for asynchronously and has not ended.
+
+    A tree's samples are its leaves, and `samples` the most that it may come to.
+    """
 
     id: str
     status: Literal["running"] = "running"
@@ -162,3 +247,17 @@ class RolloutAnswer(AnswerModel):
     outcome: Outcome
     groups: list[GroupAnswer]
     usage: Usage
+
+
+class BranchAnswer(AnswerModel):
+    """What grew, in no order, and until when the tree stays open without further use."""
+
+    segments: list[SegmentAnswer]
+    lease_seconds: float
+
+
+class DropAnswer(AnswerModel):
+    """The segments that are gone: the one that was named, and all below it."""
+
+    dropped: list[str]
+    lease_seconds: float

@@ -1,0 +1,47 @@
+"""A whole service inside the benchmark's own process, with the engine in reach."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import REGISTRY
+
+from engine.settings import EngineSettings
+from engine.vllm_engine import VllmEngine
+from service.app import create_app
+from service.bounded_protocol import bounded_by
+from service.settings import Settings, WeightsSettings
+
+
+@asynccontextmanager
+async def served(engine_settings: EngineSettings) -> AsyncIterator[tuple[VllmEngine, str]]:
+    engine = VllmEngine(engine_settings)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
+        config = uvicorn.Config(
+            create_app(settings, engine),
+            http=bounded_by(settings.limits),
+            port=0,
+            log_level="warning",
+            access_log=False,
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while engine.pulse().stage != "serving":
+            await asyncio.sleep(0.1)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield engine, f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def computed_prompt_tokens() -> float:
+    """From vLLM's own counter: those that no cache had."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    wanted = ("vllm:prompt_tokens_by_source_total", "local_compute")
+    return sum(s.value for s in samples if (s.name, s.labels.get("source")) == wanted)

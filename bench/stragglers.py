@@ -1,0 +1,206 @@
+"""What waiting for the longest costs, and what it does to lengths not to wait.
+
+First, groups of 16 of which 8 are enough, in turn with groups that are waited for to the end. Of
+the latter, whose lengths are all known, the length bias of each finish policy follows: which
+samples it would have taken. Then runs of 20 steps, each with new weights and a deadline that cuts
+the longest: what was cut is thrown away, or goes on in the next step.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.record import Record, Row
+from bench.harness.served import served
+from coppice import AsyncRollouts, Finish, GroupRequest, Prompt, Sample
+from engine.settings import EngineSettings
+from examples.seedling.arithmetic import draw
+from service.enough import Enough, FinishPolicy
+
+N, K, GROUPS = 16, 8, 8
+STEPS, DEADLINE_SHARE = 20, 0.3
+MAX_TOKENS = 400
+SEEDLING = Path(EngineSettings().model)
+POLICIES: Sequence[FinishPolicy] = ("first", "random_k", "balanced_length")
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds of each round, and the lengths of groups that were waited for."""
+
+    enough: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Run:
+    """Tokens of samples that ended by themselves, and the time that the steps took."""
+
+    tokens: int = 0
+    num_samples: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Prompts:
+    """Held-out problems, each time others."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(7)
+
+    def next(self, number: int) -> list[str]:
+        return [draw(self._rng, held_out=True).prompt for _ in range(number)]
+
+
+async def wait_times(rollouts: AsyncRollouts, rounds: int) -> Waits:
+    waits, prompts = Waits(), Prompts()
+
+    async def timed(finish: Finish | None) -> tuple[float, list[list[int]]]:
+        began = time.perf_counter()
+        asked = prompts.next(GROUPS)
+        result = await rollouts.rollout(asked, n=N, max_tokens=MAX_TOKENS, finish=finish)
+        lengths = [[len(s.token_ids) for s in group.samples] for group in result.groups]
+        return time.perf_counter() - began, lengths
+
+    async def enough() -> None:
+        waits.enough.append((await timed(Finish(samples=K)))[0])
+
+    async def whole() -> None:
+        seconds, lengths = await timed(None)
+        waits.whole.append(seconds)
+        waits.lengths += lengths
+
+    await in_turn([enough, whole], rounds=rounds)
+    del waits.enough[0], waits.whole[0]  # the warm-up
+    return waits
+
+
+def taken(policy: FinishPolicy, lengths: Sequence[int], seed: int) -> tuple[float, int]:
+    """Of a group whose samples run side by side: the mean length taken, and when it had enough."""
+    rule = Enough(policy, needed=K, n=len(lengths), seed=seed)
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if rule.ended(index, lengths[index]):
+            assert rule.chosen is not None
+            return statistics.mean(lengths[i] for i in rule.chosen), lengths[index]
+    raise AssertionError("a group that ended whole had never enough")
+
+
+def bias_rows(groups: Sequence[Sequence[int]]) -> list[Row]:
+    """Against all samples of the same groups, and against waiting for the last of them."""
+    mean = statistics.mean(length for lengths in groups for length in lengths)
+    last = statistics.mean(max(lengths) for lengths in groups)
+    rows = []
+    for policy in POLICIES:
+        found = [taken(policy, lengths, seed) for seed, lengths in enumerate(groups)]
+        bias = statistics.mean(length for length, _ in found) / mean - 1
+        steps = statistics.mean(at for _, at in found) / last
+        rows.append(
+            Row(
+                what=f"finish.policy {policy}",
+                value=f"mean length {bias:+.1%}, enough after {steps:.0%} of the longest's tokens",
+            )
+        )
+    return rows
+
+
+async def simulated_run(rollouts: AsyncRollouts, seconds_each: float, *, continued: bool) -> Run:
+    """Each step takes what has ended by its deadline. What was cut fills places of the next step,
+    or is thrown away; places that are left go to fresh prompts.
+    """
+    run, prompts = Run(), Prompts()
+    label = f"{'with' if continued else 'without'}-{time.monotonic_ns()}"
+    carried: list[tuple[str, tuple[Sample, ...]]] = []
+    for step in range(STEPS):
+        await rollouts.publish_weights(f"{label}-{step}", SEEDLING, mode="keep")
+        places = GROUPS * N - sum(len(samples) for _, samples in carried)
+        fresh = prompts.next(places // N)
+        asked = [*[_group(prompt, len(samples)) for prompt, samples in carried]]
+        asked += [_group(prompt, N) for prompt in fresh]
+        began = time.perf_counter()
+        result = await rollouts.rollout(
+            asked,
+            max_tokens=MAX_TOKENS,
+            finish=Finish(deadline_seconds=seconds_each),
+            continue_from=[samples for _, samples in carried],
+        )
+        run.seconds += time.perf_counter() - began
+        ended = [s for g in result.groups for s in g.samples if s.finish_reason == "stop"]
+        run.num_samples += len(ended)
+        run.tokens += sum(len(sample.token_ids) for sample in ended)
+        if continued:
+            texts = [*[prompt for prompt, _ in carried], *fresh]
+            pairs = zip(texts, result.groups, strict=True)
+            begun = [(t, tuple(s for s in g.unfinished if len(s.token_ids))) for t, g in pairs]
+            carried = [(text, samples) for text, samples in begun if samples]
+    return run
+
+
+def _group(prompt: str, n: int) -> GroupRequest:
+    return GroupRequest(prompt=Prompt(text=prompt), n=n)
+
+
+async def measure(model: str, rounds: int) -> tuple[Waits, float, Run, Run]:
+    settings = EngineSettings(model=model, max_sequences=GROUPS * N)
+    async with served(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
+        waits = await wait_times(rollouts, rounds)
+        deadline = DEADLINE_SHARE * statistics.median(waits.whole)
+        without = await simulated_run(rollouts, deadline, continued=False)
+        with_it = await simulated_run(rollouts, deadline, continued=True)
+    return waits, deadline, without, with_it
+
+
+def record(waits: Waits, deadline: float, without: Run, with_it: Run) -> Record:
+    ratio = Pairs(a=waits.whole, b=waits.enough).ratio()
+    runs = (("thrown away", without), ("gone on with", with_it))
+    return Record(
+        name="stragglers",
+        claim=f"{GROUPS} groups of {N}: until {K} of each have ended, and until all have; and "
+        f"{STEPS} steps with a deadline and new weights each, with and without going on from what "
+        "it cut.",
+        rows=[
+            Row(
+                what=f"time, all {N} / first {K}",
+                value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+            ),
+            *bias_rows(waits.lengths),
+            *(
+                Row(
+                    what=f"{STEPS} steps of {deadline:.2f} s, what was cut is {name}",
+                    value=f"{run.tokens_per_second:,.0f} tokens/s of samples that ended, "
+                    f"{run.num_samples:,} samples of {run.tokens / max(run.num_samples, 1):.1f} "
+                    "tokens",
+                )
+                for name, run in runs
+            ),
+            Row(
+                what="tokens of samples that ended, gone on with / thrown away",
+                value=f"{with_it.tokens_per_second / without.tokens_per_second:.2f} (one run each)",
+            ),
+        ],
+        raw={"enough": waits.enough, "whole": waits.whole, "lengths": waits.lengths},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=EngineSettings().model)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()

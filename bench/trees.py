@@ -1,0 +1,115 @@
+"""What a tree saves: the same number of leaves, of the same length, as a tree and as plain samples.
+
+Both arms ask one service for the same prompts in the same process. What is counted: tokens that
+were sampled, tokens of prompts that no cache had, and the time from request to answer.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import uvloop
+
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.record import Record, Row
+from bench.harness.served import computed_prompt_tokens, served
+from coppice import AsyncRollouts, Branching
+from coppice.credit import effective_leaves
+from coppice.results import RolloutResult
+from engine.settings import EngineSettings
+
+GROUPS, PROMPT, LEAVES, TOKENS, INTERVAL = 4, 200, 16, 256, 64
+BRANCHING = Branching(mode="interval", interval=INTERVAL, max_depth=4, max_leaves=LEAVES)
+NUM_ROW_TOKENS = GROUPS * LEAVES * TOKENS
+
+
+@dataclass(slots=True)
+class Arm:
+    """Run by run."""
+
+    seconds: list[float] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
+    leaves: list[float] = field(default_factory=list)
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Every run has its own: nothing is found in the cache of an earlier one."""
+    return [
+        [5 + (number + i) % 64, 5 + number // 64 % 64, *[12 + i % 7] * (PROMPT - 2)]
+        for i in range(GROUPS)
+    ]
+
+
+async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
+    tree, flat = Arm(), Arm()
+    numbers = iter(range(1, 10**6))
+    settings = EngineSettings(model=model, max_sequences=GROUPS * LEAVES)
+    async with served(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
+
+        async def ask(arm: Arm, **options: object) -> None:
+            before, began = computed_prompt_tokens(), time.perf_counter()
+            result = await rollouts.rollout(
+                prompts(next(numbers)),
+                max_tokens=TOKENS,
+                ignore_eos=True,
+                **options,  # type: ignore[arg-type]
+            )
+            arm.seconds.append(time.perf_counter() - began)
+            arm.computed.append(computed_prompt_tokens() - before)
+            arm.sampled.append(result.usage.completion_tokens)
+            arm.leaves.append(independent(result))
+
+        await in_turn(
+            [lambda: ask(tree, branching=BRANCHING), lambda: ask(flat, n=LEAVES)], rounds=rounds
+        )
+    for arm in (tree, flat):
+        for values in (arm.seconds, arm.sampled, arm.computed, arm.leaves):
+            del values[0]  # the warm-up
+    return tree, flat
+
+
+def independent(result: RolloutResult) -> float:
+    """Leaves of a group that its leaves are worth."""
+    group = result.groups[0]
+    return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
+
+
+def record(tree: Arm, flat: Arm) -> Record:
+    ratio = Pairs(a=flat.seconds, b=tree.seconds).ratio()
+
+    def both(what: str, unit: str, one: list[float], other: list[float]) -> Row:
+        medians = [f"{statistics.median(side):,.1f}" for side in (one, other)]
+        return Row(what=what, value=f"tree {medians[0]}, flat {medians[1]} {unit}")
+
+    return Record(
+        name="trees",
+        claim=f"{GROUPS} groups of {LEAVES} leaves, {TOKENS} tokens each, as trees that split "
+        f"every {INTERVAL} tokens and as plain samples. Without shared-prefix attention.",
+        rows=[
+            Row(
+                what="time, flat / tree",
+                value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+            ),
+            both("time", "s", tree.seconds, flat.seconds),
+            both("tokens sampled", "", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
+            both("prompt tokens computed", "", tree.computed, flat.computed),
+            both("independent leaves a group is worth", "", tree.leaves, flat.leaves),
+        ],
+        raw={"tree": tree.seconds, "flat": flat.seconds},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=EngineSettings().model)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()

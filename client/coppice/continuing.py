@@ -1,0 +1,29 @@
+"""Samples that an earlier rollout left unfinished, as the wire wants them."""
+
+from collections.abc import Iterable
+
+from coppice.samples import Sample
+from coppice.wire.rollouts import ContinueFrom, GivenSpan, UnfinishedSample
+
+
+def continue_from_of(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
+    """One list of samples for each prompt. A sample without a token has nothing to go on from."""
+    given = [
+        _unfinished(sample, group)
+        for group, of_group in enumerate(samples)
+        for sample in of_group
+        if len(sample.token_ids)
+    ]
+    return ContinueFrom(samples=given) if given else None
+
+
+def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
+    return UnfinishedSample(
+        group=group,
+        token_ids=sample.token_ids.tolist(),
+        logprobs=sample.logprobs.tolist(),
+        versions=[
+            GivenSpan(version=span.version, start=span.start, end=span.end)
+            for span in sample.versions
+        ],
+    )

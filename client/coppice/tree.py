@@ -1,0 +1,95 @@
+"""A prompt's samples as a tree: segments between cuts, which paths share."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.samples import Sample
+from coppice.wire.rollouts import SegmentFinish, VersionSpan
+from coppice.wire.spans import joined_spans
+
+
+# Arrays have no truth value for ==, so these compare by identity.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """What was sampled between two cuts. logprobs[i] belongs to token_ids[i].
+
+    Without a parent it begins at the prompt. versions count from its own first token. `depth` is
+    how often its path was split, `num_leaves` how many paths go through it.
+    """
+
+    id: str
+    parent: str | None
+    depth: int
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    entropy: NDArray[np.float32] | None
+    finish_reason: SegmentFinish
+    num_leaves: int
+    versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tree:
+    """Segments, parents before their children, and the ids of those in which paths end."""
+
+    segments: tuple[Segment, ...]
+    leaves: tuple[str, ...]
+
+    def segment(self, segment_id: str) -> Segment:
+        """KeyError if there is none."""
+        found = next((each for each in self.segments if each.id == segment_id), None)
+        if found is None:
+            raise KeyError(segment_id)
+        return found
+
+    def children(self, segment_id: str | None) -> tuple[Segment, ...]:
+        """Of None: the segments that begin at the prompt."""
+        return tuple(each for each in self.segments if each.parent == segment_id)
+
+    def path(self, segment_id: str) -> tuple[Segment, ...]:
+        """From the prompt to the segment, itself included."""
+        by_id = {each.id: each for each in self.segments}
+        path = [by_id[segment_id]]
+        while path[-1].parent is not None:
+            path.append(by_id[path[-1].parent])
+        return tuple(path[::-1])
+
+    def rows(self) -> tuple[Sample, ...]:
+        """A sample for each leaf, as if each path had been sampled alone."""
+        return tuple(self._row(index, leaf) for index, leaf in enumerate(self.leaves))
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that were sampled; what paths share counts once."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    def _row(self, index: int, leaf: str) -> Sample:
+        path = self.path(leaf)
+        finish = path[-1].finish_reason
+        return Sample(
+            index=index,
+            token_ids=np.concatenate([segment.token_ids for segment in path]),
+            logprobs=np.concatenate([segment.logprobs for segment in path]),
+            text=None,
+            finish_reason="length" if finish == "cut" or finish == "budget" else finish,
+            versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
+        )
+
+
+def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
+    """Without what does not lead to a leaf: it was dropped. ValueError if a piece is missing."""
+    by_id = {segment.id: segment for segment in segments}
+    shared: Counter[str] = Counter()
+    for leaf in leaves:
+        at: str | None = leaf
+        while at is not None:
+            if at not in by_id:
+                raise ValueError(f"the tree lacks the segment {at}")
+            shared[at] += 1
+            at = by_id[at].parent
+    kept = [replace(s, num_leaves=shared[s.id]) for s in by_id.values() if shared[s.id]]
+    return Tree(segments=tuple(kept), leaves=tuple(leaves))

@@ -1,0 +1,58 @@
+"""How a group grows as a tree: where it is cut, into how many, and within what bounds."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coppice.wire.base import RequestModel
+
+MAX_LEAVES = 1024
+MAX_DEPTH = 32
+MAX_TREE_TOKENS = 2**24
+Place = Annotated[int, Field(ge=0, le=1_048_576)]
+Factor = Annotated[int, Field(ge=1, le=64)]
+Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
+
+
+class Entropy(RequestModel):
+    """What a token's uncertainty is taken from: its k likeliest, or its own log-probability."""
+
+    source: Literal["topk", "chosen"] = "topk"
+    k: Annotated[int, Field(ge=2, le=20)] = 20
+    top_n: Annotated[int, Field(ge=1, le=16)] = 2
+
+
+class Branching(RequestModel):
+    """One prompt's samples as a tree whose paths share what they have in common.
+
+    Lengths count response tokens. Cuts move to the next path, prompt included, that is one token
+    longer than a multiple of the engine's block. `factor` may differ by depth; its last entry holds
+    for all that follow.
+    """
+
+    mode: Literal["interval", "entropy", "positions", "external"]
+    interval: Annotated[int, Field(ge=1, le=1_048_576)] = 128
+    positions: Annotated[list[Place], Field(max_length=MAX_DEPTH)] = []
+    factor: Factor | Annotated[list[Factor], Field(min_length=1, max_length=MAX_DEPTH)] = 2
+    max_depth: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 4
+    max_leaves: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 16
+    max_new_tokens_total: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] = 8192
+    min_gap: Place = 32
+    entropy: Entropy | None = None
+    first_split: Place = 0
+    on_early_stop: Literal["redistribute", "none"] = "redistribute"
+    flatten: bool = False
+    lease_seconds: Lease = 60.0
+
+
+class BranchRequest(RequestModel):
+    """The body of POST /v1/rollouts/{id}/branch: n segments more, from a segment's end.
+
+    Without a segment they begin at the prompt. They grow by `max_tokens`, moved up to the next
+    place where a cut costs nothing; left out, to their own end.
+    """
+
+    segment: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    group: Annotated[int, Field(ge=0, lt=4096)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None

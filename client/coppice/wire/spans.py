@@ -1,0 +1,32 @@
+"""Version spans of parts of a sample, and of samples put together."""
+
+from collections.abc import Iterable, Sequence
+
+from coppice.wire.rollouts import VersionSpan
+
+
+def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[VersionSpan]:
+    """Those of tokens start..end, counted from start."""
+    return [
+        VersionSpan(
+            version=span.version,
+            start=max(span.start, start) - start,
+            end=min(span.end, end) - start,
+        )
+        for span in spans
+        if span.start < end and span.end > start
+    ]
+
+
+def joined_spans(parts: Iterable[tuple[Sequence[VersionSpan], int]]) -> list[VersionSpan]:
+    """Of parts, each with its number of tokens, one after the other; neighbours alike are one."""
+    joined: list[VersionSpan] = []
+    offset = 0
+    for spans, num_tokens in parts:
+        for span in spans:
+            start = span.start + offset
+            if joined and (joined[-1].version, joined[-1].end) == (span.version, start):
+                start = joined.pop().start
+            joined.append(VersionSpan(version=span.version, start=start, end=span.end + offset))
+        offset += num_tokens
+    return joined

@@ -1,0 +1,79 @@
+"""Samples that an earlier rollout did not finish, and that this one goes on with.
+
+What they bring along stays as it was sampled: its log-probabilities are those of the weights that
+made it, and its spans say which. What follows is sampled by whatever weights serve now; where they
+are the same, the blocks of what is there are still cached.
+"""
+
+from collections.abc import Sequence
+
+from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
+from service.errors import InvalidRequest, PromptTooLong
+
+Started = list[UnfinishedSample]
+
+
+def started_of(request: RolloutRequest, index: int) -> Started:
+    """Those of one group, in order: they are its first samples."""
+    given = request.continue_from
+    return [] if given is None else [s for s in given.samples if s.group == index]
+
+
+def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
+    return [VersionSpan(version=s.version, start=s.start, end=s.end) for s in started.versions]
+
+
+def check_continued(
+    request: RolloutRequest,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> None:
+    if request.continue_from is None:
+        return
+    if request.branching is not None:
+        raise InvalidRequest("a tree begins anew: it takes no continue_from")
+    if any(sample.group >= len(prompts) for sample in request.continue_from.samples):
+        raise InvalidRequest("continue_from names a group that is not there")
+    for index, (group, prompt) in enumerate(zip(request.groups, prompts, strict=True)):
+        started = started_of(request, index)
+        if len(started) > group.n:
+            raise InvalidRequest("continue_from has more samples than their group")
+        for sample in started:
+            _check(sample, request, len(prompt), max_context_tokens, vocab_size)
+
+
+def _check(
+    sample: UnfinishedSample,
+    request: RolloutRequest,
+    num_prompt_tokens: int,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> None:
+    num_tokens = len(sample.token_ids)
+    if len(sample.logprobs) != num_tokens:
+        raise InvalidRequest("continue_from needs one logprob a token")
+    _check_spans(sample, request)
+    if max(sample.token_ids) >= vocab_size:
+        raise InvalidRequest(f"token ids must be below {vocab_size}")
+    if num_tokens >= (request.sampling.max_tokens or max_context_tokens):
+        raise InvalidRequest("a sample to go on with has max_tokens already")
+    if num_prompt_tokens + num_tokens >= max_context_tokens:
+        raise PromptTooLong(
+            f"{num_prompt_tokens} prompt tokens and {num_tokens} to go on from; "
+            f"the context holds {max_context_tokens}"
+        )
+
+
+def _check_spans(sample: UnfinishedSample, request: RolloutRequest) -> None:
+    at = 0
+    for span in sample.versions:
+        if span.start != at or span.end <= at:
+            raise InvalidRequest("the versions of continue_from must follow one another")
+        at = span.end
+    if at != len(sample.token_ids):
+        raise InvalidRequest("the versions of continue_from must cover its tokens")
+    bound = request.policy and request.policy.exact_version
+    if bound is not None and any(span.version != bound for span in sample.versions):
+        raise InvalidRequest(f"continue_from has tokens of other versions than {bound!r}")

@@ -1,0 +1,49 @@
+"""Where a path that has ended is cut, judged by how uncertain its tokens were.
+
+A token's entropy is that of the distribution it was drawn from, so the fork belongs before it; the
+cut moves on to the next place that costs nothing, and each such place counts for the most uncertain
+of the tokens that move to it.
+"""
+
+from collections.abc import Sequence
+
+from service.trees.plan import Plan, next_cut
+
+
+def entropy_cuts(plan: Plan, entropy: Sequence[float], *, start: int, most: int) -> list[int]:
+    """Path lengths, rising and at most so many, at which what grew from `start` is cut."""
+    scores = _scores(plan, entropy, start)
+    gap = max(plan.branching.min_gap, 1)
+    chosen: list[int] = []
+    for place in sorted(scores, key=lambda place: (-scores[place], place)):
+        if len(chosen) < most and all(abs(place - other) >= gap for other in chosen):
+            chosen.append(place)
+    return sorted(chosen)
+
+
+def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float]:
+    """The places that may be cut: after the first split, and off the fork that it began at."""
+    earliest = max(plan.prompt_length + plan.branching.first_split, start + 1)
+    if start > plan.prompt_length:
+        earliest = max(earliest, start + plan.branching.min_gap)
+    scores: dict[int, float] = {}
+    for length, value in enumerate(entropy, start):
+        place = next_cut(length, plan.block_size)
+        if length >= earliest and place < start + len(entropy):
+            scores[place] = max(value, scores.get(place, 0.0))
+    return scores
+
+
+def deal(leaves: int, capacities: Sequence[int], *, per_cut: int) -> list[list[int]]:
+    """For each cut, whose paths can come to so many leaves each, the shares of those paths.
+
+    One leaf at a time, so that they come out even; what nobody can use is left over.
+    """
+    shares = [[0] * per_cut for _ in capacities]
+    seats = [(cut, seat) for seat in range(per_cut) for cut in range(len(capacities))]
+    while leaves:
+        free = [(cut, seat) for cut, seat in seats if shares[cut][seat] < capacities[cut]]
+        for cut, seat in free[:leaves]:
+            shares[cut][seat] += 1
+        leaves -= min(leaves, len(free)) if free else leaves
+    return [[share for share in at if share] for at in shares]

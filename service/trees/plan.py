@@ -1,0 +1,121 @@
+"""What a branching request comes to on this engine: where its paths are cut, and into how many.
+
+Lengths here are of whole paths, the prompt included, unless they say response. Pure arithmetic.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from coppice.wire.branching import Branching, Entropy
+from service.errors import InvalidRequest
+
+UNUSED = {
+    "interval": ("positions", "lease_seconds"),
+    "positions": ("interval", "first_split", "lease_seconds"),
+    "entropy": ("interval", "positions", "lease_seconds"),
+    "external": ("interval", "positions", "factor", "min_gap", "first_split", "on_early_stop"),
+}
+"""What says nothing in a mode, and is refused there: it would not do what its sender expects."""
+
+
+def next_cut(length: int, block_size: int) -> int:
+    """The first path length from this one on at which a child computes a single token.
+
+    The blocks of a path are cached when they are full, and its last token is always computed again,
+    so the cheapest path to go on from is one token longer than a multiple of the block.
+    """
+    return length + (1 - length) % block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One tree's. `prompt_length` and `longest`, which a path never exceeds, count tokens."""
+
+    branching: Branching
+    prompt_length: int
+    longest: int
+    block_size: int
+
+    def factor(self, depth: int) -> int:
+        """Into how many a path is split that has been split so often."""
+        factor = self.branching.factor
+        return factor if isinstance(factor, int) else factor[min(depth, len(factor) - 1)]
+
+    @cached_property
+    def max_depth(self) -> int:
+        """How often a path may be split."""
+        if self.branching.mode == "positions":
+            return min(self.branching.max_depth, len(self.branching.positions))
+        return self.branching.max_depth
+
+    @property
+    def splits_at_prompt(self) -> bool:
+        if self.branching.mode == "positions":
+            return self.branching.positions[:1] == [0]
+        return self.branching.first_split == 0
+
+    def cut(self, start: int, depth: int) -> int | None:
+        """Where a path that goes on from `start`, after `depth` splits, is cut next; None: never.
+
+        At least `min_gap` and one token after the last cut, and with a token left to come.
+        """
+        if depth >= self.max_depth:
+            return None
+        place = self._place(depth)
+        gap = self.branching.min_gap if start > self.prompt_length else 0
+        length = next_cut(
+            max(self.prompt_length + place, start + max(gap, 1)), block_size=self.block_size
+        )
+        return length if length < self.longest else None
+
+    def capacity(self, depth: int) -> int:
+        """The most leaves that a path can come to which has been split so often."""
+        most = self.branching.max_leaves
+        leaves = 1
+        for at in range(self.max_depth - 1, depth - 1, -1):
+            leaves = min(most, self._grown(leaves, at))
+        return leaves
+
+    def _grown(self, leaves: int, depth: int) -> int:
+        """Of a path whose parts, one split deeper, come to so many."""
+        factor = self.factor(depth)
+        if self.branching.mode == "entropy" and not (depth == 0 and self.splits_at_prompt):
+            cuts = min(self.entropy.top_n, self.max_depth - depth)
+            return 1 + cuts * (factor - 1) * leaves
+        return factor * leaves
+
+    def _place(self, depth: int) -> int:
+        """Response tokens before the split that comes after so many."""
+        branching = self.branching
+        if branching.mode == "positions":
+            return branching.positions[depth]
+        return branching.first_split + depth * branching.interval
+
+    @property
+    def entropy(self) -> Entropy:
+        return self.branching.entropy or Entropy()
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.branching.mode == "entropy" or self.branching.entropy is not None
+
+
+def check(branching: Branching, *, n: int) -> None:
+    """What its fields do not say one by one."""
+    if n != 1:
+        raise InvalidRequest("a tree has n = 1: its leaves are its samples")
+    for name in UNUSED[branching.mode]:
+        if getattr(branching, name) != Branching.model_fields[name].default:
+            raise InvalidRequest(f"{name} means nothing in the mode {branching.mode}")
+    positions = branching.positions
+    if branching.mode == "positions" and not positions:
+        raise InvalidRequest("the mode positions needs positions")
+    if any(later <= earlier for earlier, later in zip(positions, positions[1:], strict=False)):
+        raise InvalidRequest("positions must rise")
+
+
+def split(share: int, parts: int) -> list[int]:
+    """Leaves dealt to parts as evenly as they go; no part without one."""
+    parts = min(share, parts)
+    return [math.ceil((share - i) / parts) for i in range(parts)]

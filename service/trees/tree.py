@@ -1,0 +1,125 @@
+"""A tree's segments: what grew between two cuts. Owned by the group that grows it.
+
+Parents stand before their children. A segment never changes once it is here.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
+from coppice.wire.spans import joined_spans
+from service.errors import SegmentNotFound
+from service.trees.grown import Grown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """`depth`: how often its path was split. `name` is the same whenever the same tree grows."""
+
+    id: str
+    name: str
+    parent: str | None
+    depth: int
+    grown: Grown
+    finish: SegmentFinish
+
+    def answer(self, num_leaves: int | None = None) -> SegmentAnswer:
+        return SegmentAnswer(
+            id=self.id,
+            parent=self.parent,
+            depth=self.depth,
+            token_ids=self.grown.token_ids,
+            logprobs=self.grown.logprobs,
+            entropy=self.grown.entropy,
+            finish_reason=self.finish,
+            num_leaves=num_leaves,
+            versions=self.grown.versions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """A leaf's whole path, as one sample's tokens."""
+
+    leaf: Segment
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+
+
+class Tree:
+    """`prefix` makes the segments' ids unique among the trees of a rollout."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._segments: dict[str, Segment] = {}
+        self._num_added = 0
+        self.num_dropped = 0
+
+    def named(self, segment_id: str | None) -> Segment | None:
+        """None stands for the prompt."""
+        if segment_id is None:
+            return None
+        if segment_id not in self._segments:
+            raise SegmentNotFound()
+        return self._segments[segment_id]
+
+    def add(
+        self, parent: Segment | None, depth: int, name: str, grown: Grown, finish: SegmentFinish
+    ) -> Segment:
+        segment = Segment(
+            id=f"{self._prefix}.{self._num_added}",
+            name=name,
+            parent=None if parent is None else parent.id,
+            depth=depth,
+            grown=grown,
+            finish=finish,
+        )
+        assert segment.parent is None or segment.parent in self._segments, "no such parent"
+        self._num_added += 1
+        self._segments[segment.id] = segment
+        return segment
+
+    def path(self, segment: Segment | None) -> list[Segment]:
+        """From the prompt to the segment, itself included."""
+        path: list[Segment] = []
+        while segment is not None:
+            path.append(segment)
+            segment = None if segment.parent is None else self._segments[segment.parent]
+        return path[::-1]
+
+    def token_ids(self, segment: Segment | None) -> list[int]:
+        return [token for each in self.path(segment) for token in each.grown.token_ids]
+
+    def leaves(self) -> list[Segment]:
+        parents = {segment.parent for segment in self._segments.values()}
+        return [segment for segment in self._segments.values() if segment.id not in parents]
+
+    def below(self, segment: Segment) -> set[str]:
+        """The ids of the segment and of all that grew from it."""
+        found = {segment.id}
+        for each in self._segments.values():
+            if each.parent in found:
+                found.add(each.id)
+        return found
+
+    def drop(self, segment_ids: set[str]) -> None:
+        for segment_id in segment_ids:
+            del self._segments[segment_id]
+        self.num_dropped += len(segment_ids)
+
+    def answers(self) -> list[SegmentAnswer]:
+        shared = Counter(each.id for leaf in self.leaves() for each in self.path(leaf))
+        return [segment.answer(shared[segment.id]) for segment in self._segments.values()]
+
+    def rows(self) -> list[Row]:
+        return [self._row(leaf) for leaf in self.leaves()]
+
+    def _row(self, leaf: Segment) -> Row:
+        parts = [segment.grown for segment in self.path(leaf)]
+        return Row(
+            leaf=leaf,
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
+        )

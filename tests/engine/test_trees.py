@@ -1,0 +1,119 @@
+"""Trees on the real engine: what a fork costs, and what its tokens' logprobs are worth."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.engine.seedling import BLOCK, reference, settings
+from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
+from tests.service.trees import check_cuts, check_tree
+from tests.serving import Served, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+LENGTHS = [5, BLOCK + 1, 3 * BLOCK + 7]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    from engine.vllm_engine import VllmEngine
+
+    async with serving(VllmEngine(settings()), tmp_path_factory.mktemp("trees")) as served:
+        yield served
+
+
+def body(prompt: list[int], branching: dict[str, Any], **sampling: Any) -> dict[str, Any]:
+    return {
+        "groups": [{"prompt": {"token_ids": prompt}}],
+        "sampling": {"max_tokens": 160, "ignore_eos": True, **sampling},
+        "branching": {"flatten": True, **branching},
+    }
+
+
+async def grown(served: Served, asked: dict[str, Any]) -> dict[str, Any]:
+    answered = await served.http.post("/v1/rollouts", json=asked)
+    assert answered.status_code == 200, answered.text
+    [group] = answered.json()["groups"]
+    check_tree(group)
+    check_cuts(group, len(asked["groups"][0]["prompt"]["token_ids"]))
+    found: dict[str, Any] = group
+    return found
+
+
+def tail_of(length: int) -> int:
+    """Of a prompt, what siblings compute again."""
+    return length - BLOCK * ((length - 1) // BLOCK)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_a_tree_computes_its_prompt_once_and_each_fork_a_single_token(
+    served: Served, length: int
+) -> None:
+    before = computed_prompt_tokens()
+    interval = {"mode": "interval", "interval": 40, "max_depth": 3, "max_leaves": 8}
+    group = await grown(served, body(prompt_of(length, first=length % 40), interval))
+    forks = [s for s in group["segments"] if s.get("parent")]
+    assert len(forks) == 4 + 8
+    assert computed_prompt_tokens() - before == length + tail_of(length) + len(forks)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_a_cut_in_the_past_costs_a_single_token_as_well(served: Served, length: int) -> None:
+    before = computed_prompt_tokens()
+    entropy = {"mode": "entropy", "first_split": 8, "max_depth": 3, "max_leaves": 7}
+    group = await grown(served, body(prompt_of(length, first=length % 40 + 1), entropy))
+    others = len(group["leaves"]) - 1
+    assert others >= 3
+    assert computed_prompt_tokens() - before == length + others
+
+
+async def test_a_search_pays_a_single_token_a_branch(served: Served) -> None:
+    asked = body(prompt_of(50, first=3), {"mode": "external", "max_leaves": 6})
+    opened = await served.http.post("/v1/rollouts", json=asked, headers={"Prefer": "respond-async"})
+    address = opened.headers["location"]
+    branched = await served.http.post(f"{address}/branch", json={"max_tokens": 20})
+    [trunk] = branched.json()["segments"]
+    before = computed_prompt_tokens()
+    more = {"segment": trunk["id"], "n": 6, "max_tokens": 20}
+    assert (await served.http.post(f"{address}/branch", json=more)).status_code == 200
+    assert computed_prompt_tokens() - before == 6
+    closed = (await served.http.delete(address)).json()
+    assert closed["outcome"] == "done"
+
+
+@pytest.mark.parametrize(
+    "branching",
+    [
+        {"mode": "interval", "interval": 32, "entropy": {"k": 12}},
+        {"mode": "entropy", "first_split": 20},
+        {"mode": "positions", "positions": [0, 70], "factor": 3},
+    ],
+    ids=lambda branching: str(branching["mode"]),
+)
+async def test_segments_have_the_logprobs_of_their_rows_scored_alone(
+    served: Served, branching: dict[str, Any]
+) -> None:
+    prompt = prompt_of(45, first=9)
+    group = await grown(served, body(prompt, branching))
+    responses = [row["token_ids"] for row in group["samples"]]
+    item = {"prompt": {"token_ids": prompt}, "responses": responses}
+    scored = (await served.http.post("/v1/score", json={"items": [item]})).json()["items"][0]
+    for row, alone in zip(group["samples"], scored["responses"], strict=True):
+        pairs = zip(row["logprobs"], alone["logprobs"], strict=True)
+        assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-3
+
+
+async def test_entropy_is_that_of_the_likeliest_tokens_alone(served: Served) -> None:
+    prompt, k = prompt_of(20, first=11), 6
+    asked = body(prompt, {"mode": "interval", "entropy": {"k": k}, "max_leaves": 1})
+    group = await grown(served, asked)
+    [segment] = group["segments"]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + segment["token_ids"]])
+        logits = reference()(ids).logits[0, len(prompt) - 1 : -1].double()
+    likeliest = logits.topk(k, dim=-1).values.log_softmax(-1)
+    wanted = -(likeliest.exp() * likeliest).sum(-1)
+    assert torch.tensor(segment["entropy"]).double().sub(wanted).abs().max() < 1e-3

@@ -1,0 +1,144 @@
+"""`continue_from`: samples that go on where an earlier rollout left them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice import AsyncRollouts, Policy
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group, running_samples
+from tests.serving import serving
+
+
+def started(*token_ids: int, **rest: Any) -> dict[str, Any]:
+    num = len(token_ids)
+    return {
+        "token_ids": list(token_ids),
+        "logprobs": [-0.25] * num,
+        "versions": [{"version": "v0", "start": 0, "end": num}],
+        **rest,
+    }
+
+
+def asked(*samples: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    options = {"sampling": {"max_tokens": 8}, **rest}
+    return {**body(group(1, 2, n=2), group(3)), "continue_from": {"samples": [*samples]}, **options}
+
+
+async def test_a_sample_goes_on_from_its_tokens_and_keeps_what_they_were(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        given = [started(90, 91, 92), started(80, group=1)]
+        answer = (await served.http.post("/v1/rollouts", json=asked(*given))).json()
+    first, fresh = answer["groups"][0]["samples"]
+    assert first["token_ids"] == [90, 91, 92, 5, 6, 7, 8, 9]
+    assert first["logprobs"] == [-0.25] * 3 + [-0.5] * 5
+    assert first["versions"] == [{"version": "v0", "start": 0, "end": 8}]
+    assert fresh["token_ids"] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert answer["groups"][1]["samples"][0]["token_ids"][:2] == [80, 2]
+    assert [g["num_continued_tokens"] for g in answer["groups"]] == [3, 1]
+    assert answer["usage"]["completion_tokens"] == 24 - 4
+
+
+async def test_what_goes_on_under_other_weights_says_so(tmp_path: Path) -> None:
+    """Through the client, as a trainer would: cut by a deadline, trained, gone on with."""
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served, AsyncRollouts(served.url) as rollouts:
+        cut = asyncio.create_task(rollouts.rollout([[1, 2]], n=2, max_tokens=10))
+        await running_samples(served, 2)
+        engine.step(4)
+        await served.server.rollouts.cancel(next(iter(served.server.rollouts._running.values())))
+        [before] = (await cut).groups
+        assert [len(sample.token_ids) for sample in before.unfinished] == [4, 4]
+        await served.http.put("/v1/weights/v1", content=b"x")
+        await served.http.post("/v1/weights/v1/activate", json={})
+        engine.instant = True
+        result = await rollouts.rollout(
+            [[1, 2]], n=3, max_tokens=10, continue_from=[before.unfinished]
+        )
+    first, second, fresh = result.groups[0].samples
+    assert first.token_versions() == second.token_versions() == ["v0"] * 4 + ["v1"] * 6
+    assert fresh.token_versions() == ["v1"] * 10
+    assert first.logprobs.tolist() == [-0.5] * 10
+    assert result.groups[0].unfinished == ()
+
+
+async def test_a_continued_sample_does_not_draw_the_same_numbers_again(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        seeds = []
+        for samples in ([started(5)], [started(5, 6)], [started(5, 6)]):
+            request = asked(*samples)
+            request["groups"] = [group(1, seed=7)]
+            post = asyncio.create_task(served.http.post("/v1/rollouts", json=request))
+            await running_samples(served, 1)
+            seeds.append(next(iter(engine.running.values())).request.seed)
+            engine.step(8)
+            await post
+    assert seeds[0] != seeds[1] == seeds[2]
+
+
+SPANS = [{"version": "v0", "start": 0, "end": 1}]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (asked(started(5, group=2)), "a group that is not there"),
+    (asked(*[started(5)] * 3), "more samples than their group"),
+    (asked(started(5, 6, logprobs=[-0.1])), "one logprob a token"),
+    (asked(started(5, 6, versions=SPANS)), "must cover its tokens"),
+    (asked(started(5, versions=[{"version": "v0", "start": 1, "end": 2}])), "follow one another"),
+    (asked(started(300)), "below 256"),
+    (asked(started(*range(8))), "has max_tokens already"),
+    (
+        asked(
+            started(5, versions=[{"version": "v9", "start": 0, "end": 1}]),
+            policy={"exact_version": "v0"},
+        ),
+        "other versions than 'v0'",
+    ),
+    (asked(started(5), branching={"mode": "interval"}), "n = 1"),
+]
+
+
+@pytest.mark.parametrize(("request_body", "said"), REFUSED)
+async def test_what_cannot_be_gone_on_with_is_refused(
+    tmp_path: Path, request_body: dict[str, Any], said: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await served.http.post("/v1/rollouts", json=request_body)
+        assert served.server.admission.num_samples == 0
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_request")
+    assert said in refused.json()["detail"]
+
+
+async def test_a_tree_begins_anew(tmp_path: Path) -> None:
+    request = asked(started(5), branching={"mode": "interval"})
+    request["groups"] = [group(1)]
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await served.http.post("/v1/rollouts", json=request)
+    assert "takes no continue_from" in refused.json()["detail"]
+
+
+async def test_what_there_is_must_leave_room_for_a_token(tmp_path: Path) -> None:
+    async with serving(FakeEngine(max_context_tokens=8), tmp_path) as served:
+        request = asked(started(*range(6)), sampling={})
+        refused = await served.http.post("/v1/rollouts", json=request)
+    assert refused.json()["code"] == "prompt_too_long"
+
+
+async def test_what_is_there_counts_as_prompt_tokens(tmp_path: Path) -> None:
+    limits = {"max_prompt_tokens_per_key": 6}
+    async with serving(FakeEngine(), tmp_path, limits=limits) as served:
+        refused = await served.http.post("/v1/rollouts", json=asked(started(5, 6, 7, 8)))
+        assert refused.status_code == 422
+        taken = await served.http.post("/v1/rollouts", json=asked(started(5, 6, 7)))
+        assert taken.status_code == 200
+
+
+async def test_an_exact_version_may_go_on_with_its_own(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as rollouts:
+        first = await rollouts.rollout([[1]], max_tokens=2)
+        sample = first.groups[0].samples[0]
+        result = await rollouts.rollout(
+            [[1]], max_tokens=4, policy=Policy(exact_version="v0"), continue_from=[[sample]]
+        )
+    assert len(result.groups[0].samples[0].token_ids) == 4
