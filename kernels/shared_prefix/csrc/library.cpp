@@ -43,6 +43,8 @@ void wait_a_little(int times) {
     sched_yield();
 }
 
+// All that the library shows.
+#pragma GCC visibility push(default)
 extern "C" {
 
 int coppice_shared_prefix_version() { return 1; }
@@ -71,3 +73,4 @@ void coppice_shared_prefix_decode(const Call* call) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop
