@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharingPlan:
     """Ragged lists as flat values with offsets: node i owns values[offsets[i]:offsets[i + 1]].
 
