@@ -17,6 +17,7 @@ from prometheus_client import (
 
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome
 from coppice.wire.weights import ActivationMode
+from engine.protocol import SharedPrefixCounts, SkipReason
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 
@@ -57,6 +58,19 @@ class Metrics:
         self.heartbeat_age = self._gauge(
             "engine_heartbeat_age_seconds", "Time since the engine's last sign of life"
         )
+        self.shared_prefix_steps = self._counter(
+            "shared_prefix_steps", "Steps whose attention read shared prefixes once"
+        )
+        self.shared_prefix_rows = self._counter(
+            "shared_prefix_rows", "Samples in those steps that shared a prefix"
+        )
+        self.shared_prefix_bytes = self._counter(
+            "shared_prefix_bytes_not_read", "Bytes of cache that those steps did not read again"
+        )
+        self.shared_prefix_skipped = self._counter(
+            "shared_prefix_steps_skipped", "Steps left to stock attention by why", "reason"
+        )
+        self._shared_prefix = SharedPrefixCounts()
         self._begin_at_zero()
 
     def group_ended(self, group: GroupAnswer) -> None:
@@ -66,6 +80,17 @@ class Metrics:
         for sample in group.samples:
             self.samples.labels(sample.finish_reason).inc()
             self.completion_tokens.inc(len(sample.token_ids))
+
+    def attention_counted(self, counts: SharedPrefixCounts) -> None:
+        """The engine counts; what it has counted since it was last asked is added here."""
+        before, self._shared_prefix = self._shared_prefix, counts
+        self.shared_prefix_steps.inc(counts.steps_grouped - before.steps_grouped)
+        self.shared_prefix_rows.inc(counts.rows_grouped - before.rows_grouped)
+        num_bytes = counts.prefix_bytes_not_read - before.prefix_bytes_not_read
+        self.shared_prefix_bytes.inc(num_bytes)
+        for reason, number in counts.steps_skipped.items():
+            more = number - before.steps_skipped.get(reason, 0)
+            self.shared_prefix_skipped.labels(reason).inc(more)
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
@@ -77,6 +102,8 @@ class Metrics:
             self.samples.labels(reason)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
+        for skipped in get_args(SkipReason):
+            self.shared_prefix_skipped.labels(skipped)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"coppice_{name}", text, labels, registry=self.registry)

@@ -156,6 +156,7 @@ class Server:
         self.metrics.weights_sequence.set(self.versions.active.sequence)
         self.metrics.engine_up.set(self._started and pulse.alive)
         self.metrics.heartbeat_age.set(pulse.age_seconds)
+        self.metrics.attention_counted(self.engine.shared_prefix())
 
     async def _start_engine(self) -> None:
         try:

@@ -18,6 +18,7 @@ from engine.protocol import (
     PauseMode,
     Pulse,
     SampleRequest,
+    SharedPrefixCounts,
     VersionSpan,
 )
 
@@ -52,6 +53,7 @@ class FakeEngine:
         self.running: dict[str, Running] = {}
         self.version = ""
         self.paused = False
+        self.counted = SharedPrefixCounts()
         self._stage: EngineStage = "starting"
 
     @property
@@ -77,6 +79,9 @@ class FakeEngine:
     def pulse(self) -> Pulse:
         reason = None if self.alive else "stopped"
         return Pulse(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
+
+    def shared_prefix(self) -> SharedPrefixCounts:
+        return self.counted
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:

@@ -1,4 +1,4 @@
-"""The planner finds what an obvious search finds, keeps it while it holds, and waits for nothing."""
+"""The planner finds what an obvious search finds, keeps it while it holds, waits for nothing."""
 
 import statistics
 import time
