@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from engine.attention import cpu_trials, kept_crossover
+from engine.attention.behind import behind
 from engine.attention.counts import COUNTS
 from engine.attention.crossover import Crossover
 from engine.attention.installed import settings
@@ -133,22 +134,8 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             return metadata
         rest = None
         if sharing.num_rows < common.num_reqs:
-            rest = super().build(0, _behind(common, sharing))
+            rest = super().build(0, behind(common, sharing))
         return SharedPrefixMetadata(**vars(metadata), sharing=sharing, rest=rest)
-
-
-def _behind(common: CommonAttentionMetadata, sharing: Sharing) -> CommonAttentionMetadata:
-    """The rows that stock attention computes, as a step of their own."""
-    rows, tokens = sharing.num_rows, sharing.num_tokens
-    return common.replace(
-        query_start_loc=common.query_start_loc[rows:] - tokens,
-        query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
-        seq_lens=common.seq_lens[rows:],
-        num_reqs=common.num_reqs - rows,
-        num_actual_tokens=common.num_actual_tokens - tokens,
-        block_table_tensor=common.block_table_tensor[rows:],
-        slot_mapping=common.slot_mapping[tokens:],
-    )
 
 
 class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]

@@ -5,6 +5,7 @@ To be called before a model is loaded, in the processes that load one.
 
 import functools
 
+from engine.attention import tables
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
@@ -33,5 +34,6 @@ def _register() -> None:
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    else:
+    elif settings().shared_prefix == "always":  # nothing is measured on GPUs yet
+        tables.install()
         register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)
