@@ -45,11 +45,33 @@ def whole(step: Step) -> tuple[Tensor, Tensor]:
 def shared(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
     """The same by the plan's pieces: each node for all of its rows, then the suffixes."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
-    for row, pieces in enumerate(_pieces(plan, step)):
+    for row, parts in enumerate(pieces(plan, step)):
         tokens = _tokens(step, row)
-        outs, lses = zip(*pieces, strict=True)
+        outs, lses = zip(*parts, strict=True)
         out[tokens], lse[tokens] = merge(torch.stack(outs), torch.stack(lses))
     return out, lse
+
+
+def pieces(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each row what each of its nodes and its suffix come to: (out, lse)."""
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
+    starts = [0] * len(parts)
+    block_size = step.keys.shape[1]
+    for blocks, num_tokens, rows in _nodes(plan):
+        start = starts[rows[0]]
+        first = start // block_size * block_size
+        keys, values = _read(step, blocks, first, start, start + num_tokens)
+        for row in rows:
+            query = step.query[_tokens(step, row)]
+            parts[row].append(attend(query, keys, values, step.scale, causal=False))
+            starts[row] += num_tokens
+    for row, start in enumerate(plan.suffix_starts.tolist()):
+        assert start == starts[row], "a suffix begins where the row's nodes end"
+        length = int(step.seq_lens[row])
+        keys, values = _read(step, step.block_table[row], 0, start, length)
+        query = step.query[_tokens(step, row)]
+        parts[row].append(attend(query, keys, values, step.scale, causal=True))
+    return parts
 
 
 def attend(
@@ -68,27 +90,6 @@ def attend(
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     return torch.einsum("hqn,nhd->qhd", weights, values), lse.T
-
-
-def _pieces(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
-    pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
-    starts = [0] * len(pieces)
-    block_size = step.keys.shape[1]
-    for blocks, num_tokens, rows in _nodes(plan):
-        start = starts[rows[0]]
-        first = start // block_size * block_size
-        keys, values = _read(step, blocks, first, start, start + num_tokens)
-        for row in rows:
-            query = step.query[_tokens(step, row)]
-            pieces[row].append(attend(query, keys, values, step.scale, causal=False))
-            starts[row] += num_tokens
-    for row, start in enumerate(plan.suffix_starts.tolist()):
-        assert start == starts[row], "a suffix begins where the row's nodes end"
-        length = int(step.seq_lens[row])
-        keys, values = _read(step, step.block_table[row], 0, start, length)
-        query = step.query[_tokens(step, row)]
-        pieces[row].append(attend(query, keys, values, step.scale, causal=True))
-    return pieces
 
 
 def _nodes(plan: SharingPlan) -> Iterator[tuple[Tensor, int, Sequence[int]]]:

@@ -1,7 +1,8 @@
 """The compiled kernel against the reference in float64: each variant, each type, any tree."""
 
-import platform
-import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,23 +19,24 @@ pytestmark = pytest.mark.skipif(
     not cpu.built(), reason="the kernel was not built: no C++ compiler when it was installed"
 )
 
+
+def isas() -> list[cpu.Isa]:
+    """Those that this processor has: each one has all of those before it."""
+    best = cpu.available()
+    return [isa for isa in cpu.Isa if best is not None and isa <= best]
+
+
 ISAS = [
-    pytest.param(
-        isa,
-        marks=pytest.mark.skipif(
-            cpu.available() != isa and isa != cpu.Isa.AVX2,
-            reason=f"this processor has no {isa.name}",
-        ),
-    )
+    pytest.param(isa, marks=pytest.mark.skipif(isa not in isas(), reason=f"no {isa.name} here"))
     for isa in cpu.Isa
 ]
 DTYPES = [torch.bfloat16, torch.float32]
 TREE: Levels = [[70], [33, 64], [5, 200, 32, 1, 77, 31]]
 
-# The largest error of any output, of outputs of which the largest are about 3. bfloat16's own
-# rounding of an output of 2 to 4 is 2**-7 = 7.8e-3, and its probabilities are rounded as well.
-CLOSE = {torch.bfloat16: 2e-2, torch.float32: 3e-6}
-CLOSE_LSE = {torch.bfloat16: 2e-5, torch.float32: 5e-6}
+# The largest error of any output, of which the largest are between 4 and 8: there bfloat16 itself
+# rounds by up to 2**-6 = 1.6e-2, and its probabilities are rounded as well.
+CLOSE = {torch.bfloat16: 3e-2, torch.float32: 5e-6}
+CLOSE_LSE = 5e-6
 
 
 def assert_right(
@@ -44,15 +46,18 @@ def assert_right(
     want, want_lse = reference.whole(step)
     got = decoded(plan, step, dtype, isa=isa, num_threads=num_threads)
     torch.testing.assert_close(got.out.double(), want, atol=CLOSE[dtype], rtol=0)
-    torch.testing.assert_close(got.lse.double(), want_lse, atol=CLOSE_LSE[dtype], rtol=1e-6)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=CLOSE_LSE, rtol=1e-6)
 
 
-def test_the_kernel_is_built_wherever_there_is_a_compiler() -> None:
-    """Elsewhere these tests are skipped, and say so."""
-    if platform.machine() == "x86_64" and shutil.which("c++"):
-        assert cpu.built(), (
-            "scripts/setup.sh compiles it; python setup.py build_ext --inplace does too"
-        )
+def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
+    """Threads of two runtimes would compete for the same processors."""
+    script = (
+        "import re, torch; torch.ones(10**6).sum(); "
+        "maps = lambda: set(re.findall(r'/.*lib[gi]?omp.*', open('/proc/self/maps').read())); "
+        "before = maps(); from kernels.shared_prefix import cpu; assert cpu.built(); "
+        "assert maps() == before, maps() - before; assert len(before) == 1, before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -79,13 +84,13 @@ def test_query_heads_to_a_kv_head(ratio: int, query_tokens: int, isa: cpu.Isa) -
     assert_right(*step_of(levels, shape, query_tokens=query_tokens), torch.bfloat16, isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(case=drawn())
-def test_any_tree(case: Drawn, dtype: torch.dtype, isa: cpu.Isa) -> None:
+def test_any_tree(case: Drawn) -> None:
     plan, step = step_of(case.levels, case.shape, query_tokens=case.query_tokens, seed=case.seed)
-    assert_right(plan, step, dtype, isa)
+    for dtype in DTYPES:
+        for isa in isas():
+            assert_right(plan, step, dtype, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -110,25 +115,26 @@ def test_nothing_shared_is_attention_row_by_row(dtype: torch.dtype, isa: cpu.Isa
 @pytest.mark.parametrize("isa", ISAS)
 def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
     """What the queries of one unit gather is bounded: 32,768 floats."""
-    levels: Levels = [[200], [3] * 150]
-    plan, step = step_of(levels, Shape(num_heads=8, num_kv_heads=1))
+    levels: Levels = [[200], [3] * 20]
+    plan, step = step_of(levels, Shape(num_heads=8, num_kv_heads=1, head_size=256))
     assert_right(plan, step, torch.float32, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores_far_apart(dtype: torch.dtype, isa: cpu.Isa) -> None:
-    """Suffixes whose scores are far above and below the prefix's: logarithms 50 and more apart."""
-    plan, step = step_of([[300], [1, 200]], Shape(), seed=3)
-    step.query.mul_(30)
-    want = rounded(step, dtype)
-    _, whole = reference.whole(want)
-    assert whole.max() - whole.min() > 50
-    got, (exact, lse) = decoded(plan, step, dtype, isa=isa), reference.whole(want)
-    torch.testing.assert_close(
-        got.out.double(), exact, atol=3e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0
-    )
-    torch.testing.assert_close(got.lse.double(), lse, atol=1e-3, rtol=1e-6)
+@pytest.mark.parametrize("louder", ["prefix", "suffixes"])
+def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    """Logarithms 50 and more apart, so that one piece is nothing beside the other."""
+    plan, step = step_of([[320], [1, 200]], Shape(), seed=3)
+    shared = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
+    step.keys[shared if louder == "prefix" else ~shared] *= 20
+    step = rounded(step, dtype)
+    (_, prefix_lse), (_, suffix_lse) = reference.pieces(plan, step)[1]
+    assert (prefix_lse - suffix_lse).abs().max() > 50
+    want, want_lse = reference.whole(step)
+    got = decoded(plan, step, dtype, isa=isa)
+    torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=1e-4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -136,6 +142,15 @@ def test_a_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
     plan, step = step_of([[0], [0, 40]], Shape())
     got = decoded(plan, step, torch.float32, isa=isa)
     assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
+    """The first of three in a row of two: no engine asks for it, and no other token may suffer."""
+    plan, step = step_of([[0], [2, 40]], Shape(), query_tokens=3)
+    got = decoded(plan, step, torch.float32, isa=isa)
+    assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
+    assert_right(plan, step, torch.float32, isa)
 
 
 def test_a_slice_of_a_step_can_be_served_alone() -> None:

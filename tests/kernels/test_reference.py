@@ -22,7 +22,7 @@ def test_sharing_changes_nothing_at_hydragens_sizes(levels: Levels) -> None:
     assert_same(levels, Shape(head_size=32), 1, seed=0)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(drawn())
 def test_sharing_changes_nothing_in_any_tree(case: Drawn) -> None:
     assert_same(case.levels, case.shape, case.query_tokens, case.seed)

@@ -20,7 +20,7 @@ def drawn(
     draw: st.DrawFn,
     *,
     head_sizes: tuple[int, ...] = (32, 64, 96),
-    longest: int = 150,
+    longest: int = 100,
     most_query_tokens: int = 16,
 ) -> Drawn:
     """Up to three levels of any lengths, whole blocks or not, some of them nothing at all, over
@@ -35,15 +35,15 @@ def drawn(
     for width in widths:
         count *= width
         levels.append([draw(tokens) for _ in range(count)])
-    num_rows = count * draw(st.integers(1, 4))
-    query_tokens = [draw(st.integers(1, most_query_tokens)) for _ in range(num_rows)]
+    num_rows = count * draw(st.integers(1, 3))
+    query_tokens = [draw(st.sampled_from(range(1, most_query_tokens + 1))) for _ in range(num_rows)]
     # A prefix is seen by all tokens of a row, so the tokens after the first are in its suffix.
     levels.append([num - 1 + draw(tokens) for num in query_tokens])
-    num_kv_heads = draw(st.integers(1, 3))
+    num_kv_heads = draw(st.integers(1, 2))
     return Drawn(
         levels=levels,
         shape=Shape(
-            num_heads=num_kv_heads * draw(st.integers(1, 9)),
+            num_heads=num_kv_heads * draw(st.integers(1, 6)),
             num_kv_heads=num_kv_heads,
             head_size=draw(st.sampled_from(head_sizes)),
             block_size=block_size,

@@ -7,6 +7,7 @@
 // over a tile pack it into operands, and those after them read it packed.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "prefetch.h"
@@ -17,7 +18,7 @@
 
 namespace {
 
-// Finite, because the difference of two infinities is none.
+// The maximum of no score. Finite, because the difference of two infinities is none.
 constexpr float kNothing = -1e30f;
 
 // 2^t for t <= 0 by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0: a
@@ -45,6 +46,9 @@ struct Gathered {
   float* sums;
 };
 
+// Where operands come from: packed by queries before these, or from the cache, and then packed or not.
+enum Source { kPacked, kPacking, kCache };
+
 template <class F>
 class Attend {
   using Element = typename F::Element;
@@ -53,6 +57,7 @@ class Attend {
   using Operand = typename F::Operand;
   static constexpr int kChunk = 2 * F::kWidth;  // tokens of a pair of vectors
   static constexpr int kRows = F::kMostRows;
+  static constexpr int kHalf = 4;  // of them are all that the registers hold with kColumns operands
 
  public:
   static size_t packed_bytes(int size) { return 2 * sizeof(Weight) * kTile * size; }
@@ -64,13 +69,15 @@ class Attend {
   void run(const Tile<Element>& tile, const Gathered<Weight>& all, const Tile<Element>* ahead) {
     Prefetch prefetch;
     if (ahead) list(*ahead, prefetch);
+    Prefetch nothing;
     const bool one_pass = tile.num_queries <= kRows;
     for (int m = 0; m < tile.num_queries; m += kRows) {
-      const int rows = std::min(kRows, tile.num_queries - m), at = tile.query + m;
+      const int at = tile.query + m;
       const Gathered<Weight> some{all.queries + at * size_, all.outputs + at * size_,
                                   all.maxima + at, all.sums + at};
-      Pass pass{tile, some, m, m == 0, !one_pass, one_pass, m < 2 * kRows ? &prefetch : nullptr};
-      rows_of(rows, pass);
+      const Source source = m > 0 ? kPacked : one_pass ? kCache : kPacking;
+      Pass pass{tile, some, m, source, one_pass, m < 2 * kRows ? prefetch : nothing};
+      pass_of_some(std::min(kRows, tile.num_queries - m), pass);
     }
     prefetch.ask_for_the_rest();
   }
@@ -78,11 +85,11 @@ class Attend {
  private:
   struct Pass {
     const Tile<Element>& tile;
-    const Gathered<Weight> to;
-    int query;              // the first one's place in the tile
-    bool fresh, keep;       // reads the cache itself; leaves it packed
-    bool twice;             // prefetches two lines a step
-    Prefetch* prefetch;
+    const Gathered<Weight>& to;
+    int query;  // the first one's place in the tile
+    Source source;
+    bool twice;  // prefetches two lines a step: no other pass will
+    Prefetch& prefetch;
   };
 
   void list(const Tile<Element>& tile, Prefetch& prefetch) const {
@@ -100,7 +107,7 @@ class Attend {
     }
   }
 
-  void rows_of(int rows, const Pass& pass) {
+  void pass_of_some(int rows, const Pass& pass) {
     switch (rows) {
       case 1: return pass_of<1>(pass);
       case 2: return pass_of<2>(pass);
@@ -118,69 +125,70 @@ class Attend {
   }
 
   template <int M>
-  void pass_of(const Pass& pass) {
-    if (pass.fresh)
-      pass_of<M, true>(pass);
-    else
-      pass_of<M, false>(pass);
-  }
-
-  template <int M, bool kFresh>
   __attribute__((noinline)) void pass_of(const Pass& pass) {
     alignas(64) float scores[M * kTile];
     alignas(64) Weight weights[M * kTile];
     Vector highest[M];
     float decay[M];
-    UNROLL for (int m = 0; m < M; m++) highest[m] = F::set(kNothing);
-    for (int i = 0; i < pass.tile.tokens; i += kChunk)
-      score<M, kFresh>(pass, i, scores + i, highest);
+    UNROLL for (int m = 0; m < M; m++) highest[m] = F::set(-INFINITY);
+    for (int i = 0; i < pass.tile.tokens; i += kChunk) {
+      switch (pass.source) {
+        case kPacked: score<M, kPacked>(pass, i, scores + i, highest); break;
+        case kPacking: score<M, kPacking>(pass, i, scores + i, highest); break;
+        case kCache: score<M, kCache>(pass, i, scores + i, highest); break;
+      }
+    }
     weigh<M>(scores, weights, highest, pass, decay);
-    // Half of the queries at a time: four operands for each are all that the registers hold.
-    constexpr int kFirst = M > 4 ? 4 : M;
-    gather<kFirst, kFresh>(pass, weights, 0, pass.keep || M > kFirst, decay);
+    constexpr int kFirst = M > kHalf ? kHalf : M;
+    const Source source = pass.source == kCache && M > kFirst ? kPacking : pass.source;
+    gather<kFirst>(pass, source, weights, 0, decay);
     if constexpr (M > kFirst)
-      gather<M - kFirst, false>(pass, weights + kFirst * kTile, kFirst, false, decay + kFirst);
+      gather<M - kFirst>(pass, kPacked, weights + kFirst * kTile, kFirst, decay + kFirst);
   }
 
-  template <int M, bool kFresh>
-  INLINE void score(const Pass& pass, int token, float* scores, Vector* highest) {
+  // The functions with the products are not inlined and hold what they use in variables of their own:
+  // everything that a product needs has to stay in a register.
+  template <int M, Source kSource>
+  __attribute__((noinline)) void score(const Pass& pass, int token, float* scores, Vector* highest) {
     // With few queries several sums side by side, or each product would wait for the one before.
     constexpr int kSide = M <= 2 ? 2 : 1;
-    const Tile<Element>& tile = pass.tile;
+    const int size = size_, steps = size / F::kStep, stride = block_size_;
     const Weight* queries = pass.to.queries;
-    const Element* from = tile.keys[token / kSub] + token % kSub;
-    Operand* packed = reinterpret_cast<Operand*>(keys_) + int64_t(token / kChunk) * (size_ / F::kStep) * 2;
+    const Element* from = pass.tile.keys[token / kSub] + token % kSub;
+    Operand* packed = reinterpret_cast<Operand*>(keys_) + int64_t(token / kChunk) * steps * 2;
     Vector sums[kSide][M][2];
     UNROLL for (int s = 0; s < kSide; s++)
       UNROLL for (int m = 0; m < M; m++) sums[s][m][0] = sums[s][m][1] = F::set(0.f);
-    const int steps = size_ / F::kStep;
     for (int start = 0; start < steps; start += 32) {
       const int end = std::min(start + 32, steps);
-      const Lines lines = ask(pass, true), more = ask(pass, pass.twice);
+      Lines lines = pass.prefetch.take(32), more = pass.prefetch.take(pass.twice ? 32 : 0);
       for (int step = start; step < end; step += kSide) {
         UNROLL for (int s = 0; s < kSide; s++) {
-          const int d = step + s;
           Operand low, high;
-          if (kFresh) {
-            F::keys(from + int64_t(d) * F::kStep * block_size_, block_size_, low, high);
-            if (pass.keep) {
-              F::put(packed + 2 * d, low);
-              F::put(packed + 2 * d + 1, high);
-            }
+          if (kSource == kPacked) {
+            low = F::get(packed);
+            high = F::get(packed + 1);
           } else {
-            low = F::get(packed + 2 * d);
-            high = F::get(packed + 2 * d + 1);
+            F::keys(from, stride, low, high);
+            from += F::kStep * stride;
           }
-          Prefetch::ask(lines, d - start);
-          Prefetch::ask(more, d - start);
+          if (kSource == kPacking) {
+            F::put(packed, low);
+            F::put(packed + 1, high);
+          }
+          packed += 2;
+          Prefetch::ask(lines);
+          Prefetch::ask(more);
           UNROLL for (int m = 0; m < M; m++) {
-            const Operand query = F::spread(queries + m * size_ + d * F::kStep);
+            const Operand query = F::spread(queries + m * size);
             sums[s][m][0] = F::dot(sums[s][m][0], query, low);
             sums[s][m][1] = F::dot(sums[s][m][1], query, high);
           }
+          queries += F::kStep;
         }
       }
     }
+    const Tile<Element>& tile = pass.tile;
     const bool whole = tile.low <= token && token + kChunk <= tile.high && !tile.causal_heads;
     UNROLL for (int m = 0; m < M; m++) {
       Vector low = sums[0][m][0], high = sums[0][m][1];
@@ -227,59 +235,68 @@ class Attend {
     }
   }
 
-  template <int M, bool kFresh>
-  INLINE void gather(const Pass& pass, const Weight* weights, int first, bool keep, const float* decay) {
+  template <int M>
+  void gather(const Pass& pass, Source source, const Weight* weights, int first, const float* decay) {
+    switch (source) {
+      case kPacked: return gather_all<M, kPacked>(pass, weights, first, decay);
+      case kPacking: return gather_all<M, kPacking>(pass, weights, first, decay);
+      case kCache: return gather_all<M, kCache>(pass, weights, first, decay);
+    }
+  }
+
+  template <int M, Source kSource>
+  void gather_all(const Pass& pass, const Weight* weights, int first, const float* decay) {
     constexpr int kWide = F::kColumns * F::kWidth, kNarrow = 2 * F::kWidth;
     int column = 0;
     for (; column + kWide <= size_; column += kWide)
-      gather_columns<M, F::kColumns, kFresh>(pass, weights, first, keep, decay, column);
+      gather_columns<M, F::kColumns, kSource>(pass, weights, first, decay, column);
     if constexpr (kWide > kNarrow)
       for (; column < size_; column += kNarrow)
-        gather_columns<M, 2, kFresh>(pass, weights, first, keep, decay, column);
+        gather_columns<M, 2, kSource>(pass, weights, first, decay, column);
   }
 
-  template <int M, int C, bool kFresh>
-  INLINE void gather_columns(const Pass& pass, const Weight* weights, int first, bool keep,
-                             const float* decay, int column) {
+  template <int M, int C, Source kSource>
+  __attribute__((noinline)) void gather_columns(const Pass& pass, const Weight* weights, int first,
+                                                const float* decay, int column) {
     const Tile<Element>& tile = pass.tile;
-    float* outputs = pass.to.outputs + first * size_ + column;
+    const int size = size_;
+    const Element* zeros = zeros_;
+    float* outputs = pass.to.outputs + first * size + column;
     Operand* packed = reinterpret_cast<Operand*>(values_ + int64_t(column) * kTile * sizeof(Weight));
     Vector sums[M][C];
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int c = 0; c < C; c++)
-        sums[m][c] = F::mul(F::set(decay[m]), F::load(outputs + m * size_ + c * F::kWidth));
-    // Memory outside of the run may hold anything, and nothing times that is not nothing.
-    const auto row = [&](int token) {
-      const bool inside = token >= tile.low && token < tile.high;
-      return inside ? tile.values[token / kSub] + (token % kSub) * int64_t(size_) + column : zeros_;
-    };
-    const int steps = tile.tokens / F::kStep;
-    for (int start = 0; start < steps; start += 32) {
-      const int end = std::min(start + 32, steps);
-      const Lines lines = ask(pass, true), more = ask(pass, pass.twice);
-      for (int step = start; step < end; step++) {
+        sums[m][c] = F::mul(F::set(decay[m]), F::load(outputs + m * size + c * F::kWidth));
+    for (int start = 0; start < tile.tokens; start += kSub) {
+      constexpr int kSteps = kSub / F::kStep;
+      Lines lines = pass.prefetch.take(kSteps), more = pass.prefetch.take(pass.twice ? kSteps : 0);
+      const Element* from = tile.values[start / kSub] + column;
+      const int low = tile.low - start, high = tile.high - start;
+      // Memory outside of the run may hold anything, and nothing times that is not nothing.
+      const auto row = [=](int token) {
+        return token >= low && token < high ? from + token * size : zeros;
+      };
+      for (int step = 0; step < kSteps; step++) {
         Operand values[C];
-        if (kFresh) {
+        if (kSource == kPacked) {
+          UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + c);
+        } else {
           const int token = F::token_of(step);
           F::template values<C>(row(token), row(token + F::kStep - 1), values);
-          if (keep) UNROLL for (int c = 0; c < C; c++) F::put(packed + step * C + c, values[c]);
-        } else {
-          UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + step * C + c);
         }
-        Prefetch::ask(lines, step - start);
-        Prefetch::ask(more, step - start);
+        if (kSource == kPacking) UNROLL for (int c = 0; c < C; c++) F::put(packed + c, values[c]);
+        packed += C;
+        Prefetch::ask(lines);
+        Prefetch::ask(more);
         UNROLL for (int m = 0; m < M; m++) {
-          const Operand weight = F::spread(weights + m * kTile + step * F::kStep);
+          const Operand weight = F::spread(weights + m * kTile);
           UNROLL for (int c = 0; c < C; c++) sums[m][c] = F::dot(sums[m][c], weight, values[c]);
         }
+        weights += F::kStep;
       }
     }
     UNROLL for (int m = 0; m < M; m++)
-      UNROLL for (int c = 0; c < C; c++) F::store(outputs + m * size_ + c * F::kWidth, sums[m][c]);
-  }
-
-  static INLINE Lines ask(const Pass& pass, bool wanted) {
-    return pass.prefetch && wanted ? pass.prefetch->take(32) : Lines{nullptr, 0, 0};
+      UNROLL for (int c = 0; c < C; c++) F::store(outputs + m * size + c * F::kWidth, sums[m][c]);
   }
 
   const int size_, block_size_;

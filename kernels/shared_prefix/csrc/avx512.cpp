@@ -66,8 +66,7 @@ struct Bfloat16 : Avx512 {
   }
   // The first token of the pair that the probabilities at 2 * step belong to.
   static INLINE int token_of(int step) {
-    const int pair = step & 15;
-    return (step & ~15) * 2 + 8 * ((pair & 7) >> 1) + 2 * (pair & 1) + (pair >= 8 ? 4 : 0);
+    return 8 * ((step & 7) >> 1) + 2 * (step & 1) + (step >= 8 ? 4 : 0);
   }
   static INLINE Vector within(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);

@@ -9,7 +9,6 @@ namespace {
 struct Lines {
   const char* at;
   int64_t stride;
-  int count;
 };
 
 class Prefetch {
@@ -20,28 +19,40 @@ class Prefetch {
     if (count > 0) lists_[num_++] = {static_cast<const char*>(at), stride, int(count)};
   }
 
+  // Up to so many lines that lie evenly. Asking for more than there are costs a little; where there are
+  // none left, the line asked for is always the same one, so that asking needs no branch.
   Lines take(int most) {
-    if (i_ == num_) return {nullptr, 0, 0};
-    Lines& list = lists_[i_];
-    const Lines taken{list.at, list.stride, std::min(most, list.count)};
-    list.at += taken.count * list.stride;
-    list.count -= taken.count;
+    if (i_ == num_ || most == 0) return {reinterpret_cast<const char*>(this), 0};
+    List& list = lists_[i_];
+    const Lines taken{list.at, list.stride};
+    const int count = std::min(most, list.count);
+    list.at += count * list.stride;
+    list.count -= count;
     if (list.count == 0) i_++;
     return taken;
   }
 
-  void ask_for_the_rest() {
-    for (Lines lines = take(1 << 30); lines.count; lines = take(1 << 30))
-      for (int i = 0; i < lines.count; i++) ask(lines, i);
+  // Into the second level: into the first one, it would push out what is being multiplied.
+  static inline __attribute__((always_inline)) void ask(Lines& lines) {
+    __builtin_prefetch(lines.at, 0, 2);
+    lines.at += lines.stride;
   }
 
-  // Into the second level: into the first one, it would push out what is being multiplied.
-  static inline __attribute__((always_inline)) void ask(const Lines& lines, int i) {
-    if (i < lines.count) __builtin_prefetch(lines.at + i * lines.stride, 0, 2);
+  void ask_for_the_rest() {
+    for (; i_ < num_; i_++) {
+      Lines lines{lists_[i_].at, lists_[i_].stride};
+      for (int i = 0; i < lists_[i_].count; i++) ask(lines);
+    }
   }
 
  private:
-  Lines lists_[16];
+  struct List {
+    const char* at;
+    int64_t stride;
+    int count;
+  };
+
+  List lists_[16];
   int i_ = 0, num_ = 0;
 };
 
