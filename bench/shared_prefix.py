@@ -250,7 +250,9 @@ def planning_row() -> Row:
     table = np.zeros((len(rows), 544), np.int32)
     table[:, : rows.shape[1]] = np.random.default_rng(1).permutation(rows)
     positions = np.full(len(rows), 4096, np.int32)
-    anew, same, kept = [], [], Planner(BLOCK)
+    anew: list[float] = []
+    same: list[float] = []
+    kept = Planner(BLOCK)
     for _ in range(200):
         for planner, times in ((Planner(BLOCK), anew), (kept, same)):
             began = time.perf_counter()

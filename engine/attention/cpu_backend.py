@@ -9,7 +9,7 @@ anything here has failed.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
@@ -61,9 +61,12 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # The runner then puts rows with few query tokens before those with many.
         self._init_reorder_batch_threshold(cpu.MAX_QUERY_TOKENS)
-        self.sharer = self._make_sharer()
+        self.sharer: Sharer | None = self._make_sharer()
 
-    @FEATURE.returning(None)
+    def _no_sharer(self) -> Sharer | None:
+        return None
+
+    @FEATURE.guarded(_no_sharer)
     def _make_sharer(self) -> Sharer | None:
         mode, unsupported = settings().shared_prefix, self._unsupported()
         num_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -111,13 +114,13 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return self._with_sharing(metadata, common_attn_metadata)
 
-    def _uncounted(
+    def _failed(
         self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
     ) -> CPUAttentionMetadata:
         COUNTS.skipped("failed")
         return metadata
 
-    @FEATURE.guarded(_uncounted)
+    @FEATURE.guarded(_failed)
     def _with_sharing(
         self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
     ) -> CPUAttentionMetadata:
@@ -162,7 +165,7 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
         )
-        return None if reason is None else cast(SkipReason, reason.value)
+        return None if reason is None else reason.value
 
     @FEATURE.guarded(CPUAttentionBackendImpl.forward)
     def forward(
@@ -180,7 +183,8 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         stock = functools.partial(super().forward, layer)
         if not (self._supported and isinstance(attn_metadata, SharedPrefixMetadata)):
             given = (query, key, value, kv_cache, attn_metadata, output)
-            return stock(*given, *scales, **named_scales)
+            stock(*given, *scales, **named_scales)
+            return output
         if attn_metadata.rest is not None:
             behind = slice(attn_metadata.sharing.num_tokens, attn_metadata.num_actual_tokens)
             stock(query[behind], key, value, kv_cache, attn_metadata.rest, output[behind])

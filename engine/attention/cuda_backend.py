@@ -69,9 +69,12 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self._max_query_tokens = self.reorder_batch_threshold
         self._capturing = False
         self._work: WorkList | None = None
-        self._sharer = self._make_sharer()
+        self._sharer: Sharer | None = self._make_sharer()
 
-    @FEATURE.returning(None)
+    def _no_sharer(self) -> Sharer | None:
+        return None
+
+    @FEATURE.guarded(_no_sharer)
     def _make_sharer(self) -> Sharer | None:
         unsupported = self._unsupported()
         if unsupported is None:
@@ -232,11 +235,12 @@ class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
         stock = functools.partial(super().forward, layer)
         if not (self._supported and isinstance(attn_metadata, SharedPrefixMetadata)):
             given = (query, key, value, kv_cache, attn_metadata, output)
-            return stock(*given, *scales, **named_scales)
+            stock(*given, *scales, **named_scales)
+            return output
         if attn_metadata.rest is not None:
             tokens = slice(attn_metadata.num_tokens, attn_metadata.num_actual_tokens)
             stock(query[tokens], key, value, kv_cache, attn_metadata.rest, output[tokens])
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, dim=-1)
         cuda.decode(
             attn_metadata.work,
             query=query,

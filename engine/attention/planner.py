@@ -116,7 +116,8 @@ class _Growth:
         none = ~differs[np.arange(len(rows)), first]
         first[none] = stop - start
         self.num_columns = max(self.num_columns, min(start + int(first.max()) + 1, stop))
-        return (first + start).astype(np.int32)
+        agreed: Int32s = (first + start).astype(np.int32)
+        return agreed
 
     def _add_nodes(
         self, rows: Int64s, sizes: Int64s, firsts: Int64s, starts: Int32s, ends: Int32s
@@ -152,7 +153,8 @@ def _split(
 
 
 def _joined(pieces: list[Int32s] | list[Int64s]) -> Int32s:
-    return np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+    joined: Int32s = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+    return joined
 
 
 def _offsets(sizes: Int32s) -> Int32s:

@@ -108,7 +108,9 @@ def test_a_plan_is_a_small_part_of_a_step(shape: tuple[int, ...], blocks: tuple[
     rows = tree_rows(shape, blocks)
     order = np.random.default_rng(0).permutation(len(rows))
     table, positions = table_of([rows[i] for i in order], num_columns=512), first_positions(rows)
-    anew, same, kept = [], [], Planner(BLOCK)
+    anew: list[float] = []
+    same: list[float] = []
+    kept = Planner(BLOCK)
     for _ in range(20):
         for planner, times in ((Planner(BLOCK), anew), (kept, same)):
             began = time.perf_counter()
