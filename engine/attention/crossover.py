@@ -49,11 +49,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One measured step, in seconds a layer."""
+    """One measured step, in seconds a layer. `steady`: its repetitions took about as long."""
 
     work: Work
     stock_seconds: float
     shared_seconds: float
+    steady: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

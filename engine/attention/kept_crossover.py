@@ -1,7 +1,8 @@
 """A machine's crossover in a file, so that only its first start pays for the measurement.
 
 The file's name is a digest of everything that the times depend on, and its content says what that
-was. A file that cannot be read is measured anew, one that cannot be written costs the next start.
+was. A file that cannot be read is measured anew, one that cannot be written costs the next start,
+and so does a machine that was too busy to be measured.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from engine.attention.crossover import Crossover, Trial
 
 logger = logging.getLogger(__name__)
 
+MOST = 0.75
+
 Circumstances = dict[str, str | int]
 
 
@@ -27,7 +30,11 @@ def crossover(
     kept = _read(file)
     if kept is not None:
         return kept
-    measured = Crossover.fitted(measure())
+    trials = measure()
+    measured = Crossover.fitted(trials)
+    if sum(trial.steady for trial in trials) < MOST * len(trials):
+        logger.info("the machine was busy: the attention's crossover is used, and not kept")
+        return measured
     try:
         _write(file, json.dumps({"of": circumstances, "costs": asdict(measured)}, indent=2))
     except OSError as error:

@@ -31,7 +31,6 @@ def test_in_bfloat16_the_distributions_stay_close(sharp_model: Path, tmp_path: P
     ]
     assert len(divergences) > 200
     assert 0 < sum(divergences) / len(divergences) < 1e-3
-    assert len(list(tmp_path.glob("*.json"))) == 1
     assert decided["steps_grouped"] + decided["steps_skipped"]["not_worth_it"] > 0
 
 

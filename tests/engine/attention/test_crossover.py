@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,13 @@ def test_no_cost_is_ever_negative() -> None:
 
 
 class Measurement:
-    def __init__(self) -> None:
+    def __init__(self, *, num_unsteady: int = 0) -> None:
         self.num_calls = 0
+        self._num_unsteady = num_unsteady
 
     def __call__(self) -> Sequence[Trial]:
         self.num_calls += 1
-        return TRIALS
+        return [replace(t, steady=i >= self._num_unsteady) for i, t in enumerate(TRIALS)]
 
 
 def test_a_machine_is_measured_once_for_each_of_its_circumstances(tmp_path: Path) -> None:
@@ -98,3 +100,11 @@ def test_a_directory_that_cannot_be_written_costs_the_next_start_only(tmp_path: 
     for _ in range(2):
         assert crossover(tmp_path / "file" / "kept", {"threads": 2}, measure)
     assert measure.num_calls == 2
+
+
+def test_what_a_busy_machine_measured_is_used_and_not_kept(tmp_path: Path) -> None:
+    steady, busy = Measurement(num_unsteady=2), Measurement(num_unsteady=len(TRIALS) // 2)
+    assert crossover(tmp_path, {"threads": 2}, busy).pays(work(1, 2048, 30))
+    assert not list(tmp_path.iterdir())
+    crossover(tmp_path, {"threads": 2}, steady)
+    assert len(list(tmp_path.iterdir())) == 1
