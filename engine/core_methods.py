@@ -7,6 +7,8 @@ harms nothing. Answers travel as msgpack.
 import os
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+from engine.attention.counts import Counted
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
@@ -19,6 +21,7 @@ class Ping(TypedDict):
     num_waiting: int
     num_free_blocks: int
     num_blocks: int
+    shared_prefix: list[Counted]
 
 
 class Forgotten(TypedDict):
@@ -48,6 +51,7 @@ def coppice_ping(self: "EngineCore") -> Ping:
         num_waiting=num_waiting,
         num_free_blocks=pool.get_num_free_blocks(),
         num_blocks=_num_usable_blocks(pool),
+        shared_prefix=self.model_executor.collective_rpc("coppice_shared_prefix"),
     )
 
 

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 
 MARK = "COPPICE_ENGINE"
+ATTENTION = "COPPICE_ENGINE_ATTENTION"
 _OPENMP = re.compile(r"lib(g|i)?omp\d*[.-]")
 LAST_RESORT_STEP_SECONDS = 60
 
@@ -25,11 +26,18 @@ def started_by_coppice() -> bool:
     return os.environ.get(MARK) == "1"
 
 
+def attention_settings() -> AttentionSettings:
+    """In a process of the engine: what it was started with."""
+    return AttentionSettings.model_validate_json(os.environ[ATTENTION])
+
+
 @contextmanager
-def spawning(settings: EngineSettings, *, on_cpu: bool, scratch: Path) -> Iterator[None]:
+def spawning(
+    settings: EngineSettings, *, attention: AttentionSettings, on_cpu: bool, scratch: Path
+) -> Iterator[None]:
     """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(_shared() | _folders(scratch))
+    os.environ.update(_shared() | _folders(scratch) | {ATTENTION: attention.model_dump_json()})
     if on_cpu:
         os.environ.update(_threads(settings, sorted(affinity)))
     try:

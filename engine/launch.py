@@ -15,17 +15,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.arguments import engine_arguments
 from engine.environment import spawning
 from engine.errors import StartFailed
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 
 
 def launch(
-    settings: EngineSettings, model: Path, *, worker_extension: str, scratch: Path
+    settings: EngineSettings,
+    model: Path,
+    *,
+    attention: AttentionSettings,
+    worker_extension: str,
+    scratch: Path,
 ) -> AsyncLLM:
     """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
     on_cpu = current_platform.is_cpu()
     arguments = engine_arguments(settings, model, on_cpu=on_cpu, worker_extension=worker_extension)
     try:
-        with spawning(settings, on_cpu=on_cpu, scratch=scratch):
+        with spawning(settings, attention=attention, on_cpu=on_cpu, scratch=scratch):
             return _started(arguments)
     except ValidationError as error:
         said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))

@@ -7,8 +7,9 @@ start it does nothing.
 import multiprocessing
 
 from engine import core_methods, process
-from engine.environment import started_by_coppice
-from engine.patches.installed import install_patches
+from engine.attention import installed as attention
+from engine.environment import attention_settings, started_by_coppice
+from engine.patches.installed import WORKING_PROCESSES, install_patches
 
 _installed = False
 
@@ -24,3 +25,5 @@ def install() -> None:
         process.die_with_service()
         core_methods.install()
     install_patches(name)
+    if name.startswith(WORKING_PROCESSES):
+        attention.install(attention_settings())

@@ -5,7 +5,7 @@ tests and the real one obey the same contract tests.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +15,24 @@ ActivationMode = Literal["keep", "recompute", "wait", "abort"]
 EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
 EngineFinish = Literal["stop", "length", "abort", "error"]
 KvReason = Literal["disabled", "unsupported_cache"]
+SkipReason = Literal[
+    "not_built",
+    "isa",
+    "dtype",
+    "kv_cache_dtype",
+    "head_size",
+    "block_size",
+    "not_causal",
+    "sliding_window",
+    "soft_cap",
+    "alibi",
+    "sinks",
+    "query_length",
+    "nothing_shared",
+    "not_worth_it",
+    "failed",
+]
+"""Why a step went to stock attention: what the kernel cannot do, then what the step was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +158,22 @@ class Pulse:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixCounts:
+    """What shared-prefix attention has done since the engine started; it only grows."""
+
+    steps_grouped: int = 0
+    rows_grouped: int = 0
+    prefix_bytes_not_read: int = 0
+    steps_skipped: Mapping[SkipReason, int] = field(default_factory=dict)
+
+
 class Engine(Protocol):
     """Contract.
 
     start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
         does the pulse. stop is idempotent and leaves no process and no shared memory behind.
+    shared_prefix: what was counted at the last sign of life; a second old at most.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
@@ -170,6 +199,8 @@ class Engine(Protocol):
     def facts(self) -> EngineFacts: ...
 
     def pulse(self) -> Pulse: ...
+
+    def shared_prefix(self) -> SharedPrefixCounts: ...
 
     async def start(self, version: str) -> None: ...
 

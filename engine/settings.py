@@ -4,10 +4,36 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 GIB = 2**30
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SharedPrefixMode = Literal["auto", "always", "off"]
+
+
+def cache_directory(name: str) -> Path:
+    """Where things are kept between two runs when no directory is named."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "coppice" / name
+
+
+class AttentionSettings(BaseModel):
+    """How attention reads what many samples share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shared_prefix: Annotated[
+        SharedPrefixMode,
+        BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+        Field(
+            description="read a shared prefix once a step; auto: where that was measured to be "
+            "faster; always: wherever anything is shared"
+        ),
+    ] = "auto"
+    cache_directory: Path = Field(
+        default_factory=lambda: cache_directory("attention"),
+        description="directory that keeps the measurement that auto decides by",
+    )
 
 
 class EngineSettings(BaseModel):

@@ -6,7 +6,6 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 """
 
 import asyncio
-import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -23,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine import shared_memory
 from engine.arguments import WORKER_EXTENSION
+from engine.attention.counts import over_ranks
 from engine.calls import answered
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts, kv_support
@@ -35,9 +35,10 @@ from engine.protocol import (
     PauseMode,
     Pulse,
     SampleRequest,
+    SharedPrefixCounts,
 )
 from engine.scratch import Scratch
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 from engine.translation import Pending, first_logprobs, sampling_params, scoring_params
 from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_served
@@ -52,9 +53,15 @@ class VllmEngine:
     """Contract: engine.protocol.Engine. Started and driven from one event loop."""
 
     def __init__(
-        self, settings: EngineSettings, *, worker_extension: str = WORKER_EXTENSION
+        self,
+        settings: EngineSettings,
+        *,
+        attention: AttentionSettings | None = None,
+        worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self._settings = settings
+        self._attention = attention or AttentionSettings()
+        self._shared_prefix = SharedPrefixCounts()
         self._worker_extension = worker_extension
         self._heart = Heartbeat(
             bounds={
@@ -85,6 +92,9 @@ class VllmEngine:
 
     def pulse(self) -> Pulse:
         return self._heart.pulse()
+
+    def shared_prefix(self) -> SharedPrefixCounts:
+        return self._shared_prefix
 
     # Start and stop
 
@@ -120,6 +130,7 @@ class VllmEngine:
         self._llm = launch(
             self._settings,
             model,
+            attention=self._attention,
             worker_extension=self._worker_extension,
             scratch=self._scratch.path,
         )
@@ -146,14 +157,17 @@ class VllmEngine:
             tasks.create_task(self._watch())
 
     async def _beat(self) -> None:
-        ping = functools.partial(self._utility, "coppice_ping")
         try:
-            await self._heart.run(ping, engine_processes())
+            await self._heart.run(self._ping, engine_processes())
         except EngineDead as error:
             self._heart.died(str(error))
         except Exception as error:  # without a heartbeat nothing can be said for the engine
             log.exception("the heartbeat failed")
             self._heart.died(f"the heartbeat failed: {error}")
+
+    async def _ping(self) -> None:
+        ping = await self._utility("coppice_ping")
+        self._shared_prefix = over_ranks(ping["shared_prefix"])
 
     async def _watch(self) -> None:
         """A hang that goes on is made a death, so that whoever waits for the engine is told."""

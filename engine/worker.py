@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from vllm.distributed.parallel_state import get_world_group
 
+from engine.attention.counts import COUNTS, Counted
 from engine.guard import Failure, attempt
 from engine.kv import support
 from engine.kv.support import KvAnswer
@@ -57,6 +58,9 @@ class WorkerExtension:
             num_threads=torch.get_num_threads(),
             affinity=sorted(os.sched_getaffinity(0)),
         )
+
+    def coppice_shared_prefix(self) -> Counted:
+        return COUNTS.read()
 
     def coppice_load_weights(self, path: str, previous_path: str) -> Loaded | NotLoaded:
         """Load the checked files at `path` into the paused model, on every rank or on none.

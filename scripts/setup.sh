@@ -95,7 +95,13 @@ install_serve() {
     install_lock "$1"
     say "coppice"
     pip install -qq --no-deps --no-build-isolation -e ./client -e .
+    if [[ $(uname -m) == x86_64 && ! -f kernels/shared_prefix/libshared_prefix.so ]]; then
+        say "no C++ compiler with OpenMP was found: attention does not share prefixes on CPUs"
+    fi
 }
+
+# What compiles the kernels; another one, or the first one, and they are compiled anew.
+compiler() { "${CXX:-c++}" --version 2>/dev/null | head -n 1 || true; }
 
 main() {
     exec 9<scripts/setup.sh
@@ -109,7 +115,8 @@ main() {
     if ! stamped base "$base" || [[ -e .venv/unfinished ]] || ! sound; then
         make_base "$python" "$base"
     fi
-    install serve "$(digest "$lock" pyproject.toml client/pyproject.toml)" install_serve "$lock"
+    install serve "$(digest "$lock" pyproject.toml client/pyproject.toml setup.py \
+        kernels/shared_prefix/csrc/*) $(compiler)" install_serve "$lock"
     if [[ $profile == dev ]]; then
         install dev "$(digest requirements/dev.txt)" install_lock requirements/dev.txt
     fi

@@ -14,7 +14,6 @@ import yaml
 
 from engine.errors import StartFailed
 from engine.protocol import Engine
-from engine.settings import EngineSettings
 from service.flags import with_settings_flags
 from service.keys import new_key, read_keys
 from service.logs import configure_logging
@@ -31,7 +30,7 @@ ServerRunner = Callable[["FastAPI", "Life", Settings, socket.socket], None]
 log = logging.getLogger(__name__)
 
 
-def load_engine(settings: EngineSettings) -> Engine:
+def load_engine(settings: Settings) -> Engine:
     """By name, and only here: nothing else of the service may pull in torch and vLLM."""
     try:
         module = importlib.import_module("engine.vllm_engine")
@@ -39,7 +38,7 @@ def load_engine(settings: EngineSettings) -> Engine:
         if error.name not in ("torch", "vllm"):
             raise
         raise StartFailed("vLLM is not installed: install coppice-rl[cpu] or [gpu]") from error
-    return cast(Engine, module.VllmEngine(settings))
+    return cast(Engine, module.VllmEngine(settings.engine, attention=settings.attention))
 
 
 def create_app(settings: Settings, engine: Engine) -> "FastAPI":
@@ -59,7 +58,7 @@ class Parts:
     """What `serve` is made of; tests put their own in."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
-    load_engine: Callable[[EngineSettings], Engine] = load_engine
+    load_engine: Callable[[Settings], Engine] = load_engine
     create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
     run_server: ServerRunner = run_server
 
@@ -116,7 +115,7 @@ def _load_and_run(settings: Settings, parts: Parts) -> None:
 
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading %s", settings.engine.model)
-        engine = parts.load_engine(settings.engine)
+        engine = parts.load_engine(settings)
         app = parts.create_app(settings, engine)
         parts.run_server(app, app.state.server, settings, listener)
 

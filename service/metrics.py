@@ -19,6 +19,7 @@ from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
+from engine.protocol import SharedPrefixCounts, SkipReason
 
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -78,6 +79,19 @@ class Metrics:
             buckets=LAG_SECONDS,
             registry=self.registry,
         )
+        self.shared_prefix_steps = self._counter(
+            "shared_prefix_steps", "Steps whose attention read shared prefixes once"
+        )
+        self.shared_prefix_rows = self._counter(
+            "shared_prefix_rows", "Samples in those steps that shared a prefix"
+        )
+        self.shared_prefix_bytes = self._counter(
+            "shared_prefix_bytes_not_read", "Bytes of cache that those steps did not read again"
+        )
+        self.shared_prefix_skipped = self._counter(
+            "shared_prefix_steps_skipped", "Steps left to stock attention by why", "reason"
+        )
+        self._shared_prefix = SharedPrefixCounts()
         self._begin_at_zero()
 
     def group_ended(self, group: GroupAnswer) -> None:
@@ -98,6 +112,17 @@ class Metrics:
             self.kv_bytes.labels(state).set(getattr(status, f"{state}_bytes"))
         self.kv_handles.set(status.handles)
 
+    def attention_counted(self, counts: SharedPrefixCounts) -> None:
+        """The engine counts; what it has counted since it was last asked is added here."""
+        before, self._shared_prefix = self._shared_prefix, counts
+        self.shared_prefix_steps.inc(counts.steps_grouped - before.steps_grouped)
+        self.shared_prefix_rows.inc(counts.rows_grouped - before.rows_grouped)
+        num_bytes = counts.prefix_bytes_not_read - before.prefix_bytes_not_read
+        self.shared_prefix_bytes.inc(num_bytes)
+        for reason, number in counts.steps_skipped.items():
+            more = number - before.steps_skipped.get(reason, 0)
+            self.shared_prefix_skipped.labels(reason).inc(more)
+
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
 
@@ -112,6 +137,8 @@ class Metrics:
             self.segments.labels(finish)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
+        for skipped in get_args(SkipReason):
+            self.shared_prefix_skipped.labels(skipped)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"coppice_{name}", text, labels, registry=self.registry)

@@ -189,6 +189,7 @@ class Server:
         self.metrics.heartbeat_age.set(pulse.age_seconds)
         self.metrics.kv_observed(self.prompt_kv.status())
         self.metrics.kv_transfers.set(self.sending.num_transfers)
+        self.metrics.attention_counted(self.engine.shared_prefix())
 
     async def _start_engine(self) -> None:
         try:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from coppice.wire.base import Label
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings, cache_directory
 from service.kv.settings import KvSettings
 from service.sources import (
     SettingsError,
@@ -26,12 +26,6 @@ from service.sources import (
     from_flags,
     merged,
 )
-
-
-def cache_directory() -> Path:
-    """Where uploads are staged when no directory is named."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "coppice" / "weights"
 
 
 def _split_paths(value: object) -> object:
@@ -83,7 +77,8 @@ class WeightsSettings(Section):
     """Where weights come from and how many versions are kept."""
 
     directory: Path = Field(
-        default_factory=cache_directory, description="directory that uploads are staged in"
+        default_factory=lambda: cache_directory("weights"),
+        description="directory that uploads are staged in",
     )
     source_directories: Annotated[
         tuple[Path, ...],
@@ -164,6 +159,7 @@ class Settings(Section):
 
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
+    attention: AttentionSettings = Field(default_factory=AttentionSettings)
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     limits: LimitsSettings = LimitsSettings()
     kv: KvSettings = KvSettings()

@@ -20,6 +20,7 @@ from engine.protocol import (
     PauseMode,
     Pulse,
     SampleRequest,
+    SharedPrefixCounts,
     VersionSpan,
 )
 from tests.fake_export import FORMAT, write_export
@@ -63,6 +64,7 @@ class FakeEngine:
         self.version = ""
         self.entropy: Callable[[int], float] = lambda place: float(place % 7)
         self.paused = False
+        self.counted = SharedPrefixCounts()
         self._stage: EngineStage = "starting"
 
     @property
@@ -90,6 +92,9 @@ class FakeEngine:
     def pulse(self) -> Pulse:
         reason = None if self.alive else "stopped"
         return Pulse(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
+
+    def shared_prefix(self) -> SharedPrefixCounts:
+        return self.counted
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:

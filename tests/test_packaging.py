@@ -1,6 +1,7 @@
 """Both distributions build, hold what they should, and work away from the checkout."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*command: str | Path, cwd: Path, **environ: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ = inherited | environ
     ran = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -25,13 +27,21 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def copied(tmp_path: Path, source: Path) -> Path:
     """A build leaves files beside its sources, and takes stale ones in."""
-    stale = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    stale = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
     return Path(shutil.copytree(source, tmp_path / "source", ignore=stale))
 
 
-def built(tmp_path: Path, source: Path) -> Path:
+def built(tmp_path: Path, source: Path, **environ: str) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    run(*pip, "--no-index", "--wheel-dir", tmp_path, copied(tmp_path, source), cwd=tmp_path)
+    run(
+        *pip,
+        "--no-index",
+        "--wheel-dir",
+        tmp_path,
+        copied(tmp_path, source),
+        cwd=tmp_path,
+        **environ,
+    )
     [wheel] = tmp_path.glob("*.whl")
     return wheel
 
@@ -44,6 +54,10 @@ def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("server"), ROOT)
+
+
+def compiles() -> bool:
+    return platform.machine() == "x86_64" and shutil.which("c++") is not None
 
 
 def contents(wheel: Path) -> set[str]:
@@ -90,6 +104,29 @@ def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
         "examples/seedling/model/model.safetensors",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "coppice/"))]
+
+
+@pytest.mark.skipif(not compiles(), reason="no C++ compiler")
+def test_the_server_wheel_holds_the_compiled_kernel_for_every_python(server_wheel: Path) -> None:
+    assert "kernels/shared_prefix/libshared_prefix.so" in contents(server_wheel)
+    assert "-py3-none-linux_" in server_wheel.name
+
+
+@pytest.mark.skipif(not compiles(), reason="no C++ compiler")
+def test_the_compiled_kernel_is_found_outside_the_checkout(
+    server_wheel: Path, tmp_path: Path
+) -> None:
+    python = install(server_wheel, tmp_path / "env")
+    script = "from kernels.shared_prefix import cpu; print(cpu.LIBRARY, cpu.built())"
+    where, built = run(python, "-c", script, cwd=tmp_path).split()
+    assert Path(where).is_relative_to(tmp_path) and built == "True"
+
+
+def test_without_a_compiler_the_server_wheel_is_built_all_the_same(tmp_path: Path) -> None:
+    environ = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    wheel = built(tmp_path, ROOT, **environ)
+    assert "service/cli.py" in contents(wheel)
+    assert not [name for name in contents(wheel) if name.endswith(".so")]
 
 
 def test_the_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ class LiveEngine:
     def ask(self, *prompts: Sequence[int], **sampling: Any) -> list[Answer]:
         return self.finish(*[self.submit(prompt, **sampling) for prompt in prompts])
 
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Any]:
+        """vLLM's own outputs, all of a sample's distributions among them; prompt i has seed i."""
+        from vllm import SamplingParams
+
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = [SamplingParams(seed=seed, **sampling) for seed in range(len(prompts))]
+        return list(self._llm.generate(inputs, params, use_tqdm=False))
+
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.environment import spawning, started_by_coppice
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 
 SCRATCH = Path("/scratch")
 
@@ -18,7 +18,7 @@ def threads(**changes: int) -> EngineSettings:
 def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert started_by_coppice()
         os.environ["ADDED"] = "by vLLM"
         os.sched_setaffinity(0, {min(affinity)})
@@ -28,14 +28,21 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
-    with spawning(threads(cpu_threads=2), on_cpu=True, scratch=SCRATCH):
+    with spawning(
+        threads(cpu_threads=2), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
+    ):
         assert os.environ["OMP_NUM_THREADS"] == "2"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert "proclist=[0,1]" in os.environ["KMP_AFFINITY"]
 
 
 def test_several_ranks_get_a_list_each() -> None:
-    with spawning(threads(tensor_parallel_size=2, cpu_threads=1), on_cpu=True, scratch=SCRATCH):
+    with spawning(
+        threads(tensor_parallel_size=2, cpu_threads=1),
+        attention=AttentionSettings(),
+        on_cpu=True,
+        scratch=SCRATCH,
+    ):
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
         assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
 
@@ -44,12 +51,12 @@ def test_there_is_one_openmp_runtime_whatever_was_preloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/x/libgomp-a1b2.so.1:/x/libtcmalloc.so.4:/x/libomp.so")
-    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         names = [Path(library).name for library in os.environ["LD_PRELOAD"].split(":")]
     assert names == ["libtcmalloc.so.4", "libiomp5.so"]
 
 
 def test_a_gpu_engine_is_left_its_threads() -> None:
-    with spawning(threads(), on_cpu=False, scratch=SCRATCH):
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=False, scratch=SCRATCH):
         assert "OMP_NUM_THREADS" not in os.environ or "KMP_AFFINITY" not in os.environ
         assert os.environ["VLLM_PLUGINS"] == "coppice"

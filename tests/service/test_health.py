@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from engine.errors import StartFailed
+from engine.protocol import SharedPrefixCounts
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
 from tests.serving import serving
@@ -68,6 +69,28 @@ async def test_metrics_count_groups_samples_tokens_and_requests(tmp_path: Path) 
         "coppice_engine_up 1.0",
         'coppice_requests_total{code="200",route="/v1/rollouts"} 1.0',
         'coppice_requests_total{code="404",route="none"} 1.0',
+    ):
+        assert line in text
+
+
+async def test_metrics_add_what_the_engines_attention_has_counted(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        text = (await served.http.get("/metrics")).text
+        assert 'coppice_shared_prefix_steps_skipped_total{reason="isa"} 0.0' in text
+        for steps in (3, 5):
+            engine.counted = SharedPrefixCounts(
+                steps_grouped=steps,
+                rows_grouped=8 * steps,
+                prefix_bytes_not_read=1000 * steps,
+                steps_skipped={"not_worth_it": steps - 1},
+            )
+            text = (await served.http.get("/metrics")).text
+    for line in (
+        "coppice_shared_prefix_steps_total 5.0",
+        "coppice_shared_prefix_rows_total 40.0",
+        "coppice_shared_prefix_bytes_not_read_total 5000.0",
+        'coppice_shared_prefix_steps_skipped_total{reason="not_worth_it"} 4.0',
     ):
         assert line in text
 

@@ -5,6 +5,7 @@ those of the version that each token is labelled with, and nothing may be left i
 """
 
 import asyncio
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice import AsyncRollouts, Branching, Policy, SampleRecord
 from coppice.results import RolloutResult
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models
@@ -71,7 +72,8 @@ async def scene(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> Asyn
         tensor_parallel_size=num_ranks,
         cpu_threads=1,
     )
-    engine = VllmEngine(settings)
+    attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
+    engine = VllmEngine(settings, attention=attention)
     weights = {"initial_version": "v7"}
     async with (
         serving(engine, tmp_path, weights=weights) as served,
@@ -99,6 +101,7 @@ async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_r
     v7, v8 = reference(models["v7"]), reference(models["v8"])
     async with scene(models, tmp_path, num_ranks) as at:
         await groups_share_and_are_preempted(at, v7)
+        await prefixes_were_read_once(at)
         await weights_change_under_running_samples(at, v7, v8)
         await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
         await scores_are_the_active_versions(at)
@@ -114,6 +117,17 @@ async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
         assert len(group.samples) == 8
         for sample in group.samples:
             assert_whole_and_greedy(v7, prompt, sample, 60)
+
+
+async def prefixes_were_read_once(at: Scene) -> None:
+    async with asyncio.timeout(30):
+        while at.engine.shared_prefix().rows_grouped < 60 * 8:
+            await asyncio.sleep(0.1)
+    counts = at.engine.shared_prefix()
+    assert counts.prefix_bytes_not_read > 0 == counts.steps_skipped["failed"]
+    metrics = (await at.served.http.get("/metrics")).text
+    [steps] = re.findall(r"^coppice_shared_prefix_steps_total (\S+)$", metrics, re.MULTILINE)
+    assert float(steps) >= counts.steps_grouped > 0
 
 
 async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> None:

@@ -1,0 +1,253 @@
+"""The compiled attention kernel against vLLM's own, alone: the same cache, queries and threads.
+
+The model's shape is that of the end-to-end benchmark: 8 query and 4 KV heads of 64, blocks of 32
+tokens, bfloat16. Both arms write the same outputs from the same cache, layer after layer, so that
+what one layer has left in the processor's caches does not serve the next. Both include what they
+compute once a step: vLLM its schedule; the plan of what is shared is the planner's, and not here.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.peak import flops_per_second
+from bench.harness.record import Record, Row
+from bench.harness.trees import Tree
+from kernels.shared_prefix import cpu
+from kernels.shared_prefix.reference import Step, whole
+
+HEADS, KV_HEADS, SIZE, BLOCK = 8, 4, 64, 32
+SCALE = SIZE**-0.5
+SUFFIX = 48
+LAYERS, MOST_BYTES = 8, 2**29
+CHECKED_ROWS = 8
+PEAK_FLAGS = {
+    cpu.Isa.AVX2: ["-mavx2", "-mfma"],
+    cpu.Isa.AVX512_BF16: ["-mavx512f", "-mavx512vl", "-mavx512bf16"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    tree: Tree
+    query_tokens: int = 1
+    goal: float = 0.0
+
+
+def one_level(groups: int, rows: int, prefix: int, goal: float, query_tokens: int = 1) -> Case:
+    tokens = f", {query_tokens} query tokens" if query_tokens > 1 else ""
+    return Case(
+        name=f"{groups} x {rows} at {prefix}{tokens}",
+        tree=Tree(levels=((groups, prefix),), rows_per_leaf=rows, suffix=SUFFIX),
+        query_tokens=query_tokens,
+        goal=goal,
+    )
+
+
+def alone(rows: int, tokens: int) -> Case:
+    tree = Tree(levels=(), rows_per_leaf=rows, suffix=tokens)
+    return Case(name=f"{rows} alone, {tokens} tokens", tree=tree, goal=1.0)
+
+
+# Goals: what the first prototype of the kernel reached on the machine of the record.
+CASES = [
+    one_level(1, 8, 4096, 3.7),
+    one_level(1, 32, 1024, 3.2),
+    one_level(1, 32, 4096, 3.4),
+    one_level(1, 32, 16384, 4.2),
+    one_level(1, 128, 4096, 3.4),
+    one_level(8, 8, 4096, 3.4),
+    one_level(64, 8, 512, 3.0),
+    one_level(1, 32, 64, 2.5),
+    one_level(8, 8, 64, 2.0),
+    one_level(64, 8, 64, 1.9),
+    one_level(8, 2, 4096, 2.3),
+    one_level(8, 4, 4096, 2.7),
+    one_level(1, 32, 4096, 0, query_tokens=5),
+    one_level(8, 8, 4096, 0, query_tokens=5),
+    Case(
+        name="1024, then 8 of 1024, x 8",
+        tree=Tree(levels=((1, 1024), (8, 1024)), rows_per_leaf=8, suffix=SUFFIX),
+    ),
+    alone(256, 1024),
+    alone(256, 64),
+]
+
+
+class Inputs:
+    """A step of a case: what vLLM would hand to its attention, and the plan."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.case = case
+        self.plan, self.block_table = case.tree.laid_out(BLOCK, generator)
+        self.num_blocks = int(self.block_table.max()) + 1
+        num_rows = case.tree.num_rows
+        self.seq_lens = torch.full((num_rows,), case.tree.length, dtype=torch.int32)
+        starts = torch.arange(num_rows + 1) * case.query_tokens
+        self.query_start_loc = starts.to(torch.int32)
+        size = (num_rows * case.query_tokens, HEADS, SIZE)
+        self.query = torch.randn(size, generator=generator).bfloat16()
+        self.caches = self._caches(generator)
+        self.stock_out, self.our_out = torch.empty_like(self.query), torch.empty_like(self.query)
+
+    def _caches(self, generator: torch.Generator) -> list[Tensor]:
+        """The first one through vLLM's own write; the layers after it hold the same."""
+        self.keys, self.values = (
+            torch.randn(self.num_blocks * BLOCK, KV_HEADS, SIZE, generator=generator).bfloat16()
+            for _ in range(2)
+        )
+        first = torch.zeros(self.num_blocks, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+        slots = torch.arange(self.num_blocks * BLOCK)
+        ops.cpu_attn_reshape_and_cache(self.keys, self.values, *halves(first), slots, "vec")
+        layers = max(1, min(LAYERS, MOST_BYTES // first.nbytes))
+        return [first, *(first.clone() for _ in range(layers - 1))]
+
+    def stock(self) -> None:
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(self.seq_lens),
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=SIZE,
+            seq_lens=self.seq_lens,
+            dtype=torch.bfloat16,
+            query_start_loc=self.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa="vec",
+            enable_kv_split=True,
+        )
+        for cache in self.caches:
+            keys, values = halves(cache)
+            ops.cpu_attention_with_kv_cache(
+                query=self.query,
+                key_cache=keys,
+                value_cache=values,
+                output=self.stock_out,
+                query_start_loc=self.query_start_loc,
+                seq_lens=self.seq_lens,
+                scale=SCALE,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=self.block_table,
+                softcap=0,
+                scheduler_metadata=metadata,
+                s_aux=None,
+            )
+
+    def ours(self) -> None:
+        for cache in self.caches:
+            cpu.decode(
+                self.plan,
+                query=self.query,
+                cache=cache,
+                block_table=self.block_table,
+                seq_lens=self.seq_lens,
+                query_start_loc=self.query_start_loc,
+                scale=SCALE,
+                out=self.our_out,
+            )
+
+    def errors(self) -> tuple[float, float]:
+        """Of some rows, stock and ours, against float64: root mean squares, relative."""
+        chosen = range(0, len(self.seq_lens), -(-len(self.seq_lens) // CHECKED_ROWS))
+        tokens = self.case.query_tokens
+        at = torch.cat([torch.arange(row * tokens, (row + 1) * tokens) for row in chosen])
+        size = (self.num_blocks, BLOCK, KV_HEADS, SIZE)
+        rows = torch.tensor(list(chosen))
+        blocks = self.block_table[rows]
+        used, places = torch.unique(blocks, return_inverse=True)
+        want, _ = whole(
+            Step(
+                query=self.query[at].double(),
+                keys=self.keys.view(size)[used.long()].double(),
+                values=self.values.view(size)[used.long()].double(),
+                block_table=places,
+                seq_lens=self.seq_lens[rows],
+                query_start_loc=torch.arange(len(rows) + 1) * tokens,
+                scale=SCALE,
+            )
+        )
+        stock, ours = ((x[at] - want).norm() / want.norm() for x in (self.stock_out, self.our_out))
+        return float(stock), float(ours)
+
+    def flops(self) -> float:
+        """Of a layer: two products of every query with every position it sees."""
+        return 4.0 * len(self.query) * HEADS * SIZE * float(self.seq_lens[0])
+
+
+def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """As vLLM's backend takes its cache apart."""
+    keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
+    return keys, values
+
+
+async def measure(case: Case, peak: float, rounds: int) -> tuple[Row, dict[str, list[float]]]:
+    inputs = Inputs(case)
+    seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+
+    async def timed(arm: str) -> None:
+        began = time.perf_counter()
+        (inputs.stock if arm == "stock" else inputs.ours)()
+        seconds[arm].append((time.perf_counter() - began) / len(inputs.caches))
+
+    await in_turn([lambda: timed("stock"), lambda: timed("ours")], rounds=rounds)
+    for values in seconds.values():
+        del values[0]  # the warm-up
+    ratio = Pairs(a=seconds["stock"], b=seconds["ours"]).ratio()
+    stock, ours = (statistics.median(seconds[arm]) for arm in seconds)
+    speed = inputs.flops() / ours
+    stock_error, our_error = inputs.errors()
+    row = Row(
+        what=case.name,
+        value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times; "
+        f"{stock * 1e3:.3f} -> {ours * 1e3:.3f} ms a layer; {inputs.flops() / stock / 1e9:.0f} -> "
+        f"{speed / 1e9:.0f} GFLOP/s, {speed / peak:.0%} of peak; "
+        f"error {stock_error:.1e} -> {our_error:.1e}",
+        goal=f">= {case.goal}" if case.goal else "",
+        verdict=ratio.verdict(case.goal) if case.goal else "",
+    )
+    return row, seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="cases whose name contains this; no record")
+    arguments = parser.parse_args()
+    isa = cpu.available()
+    assert isa is not None, "the kernel was not built, or not for this processor"
+    current_platform.import_kernels()
+    threads = torch.get_num_threads()
+    peak = flops_per_second(PEAK_FLAGS[isa], num_threads=threads)
+    rows, raw = [], {}
+    for case in CASES:
+        if arguments.only in case.name:
+            row, raw[case.name] = asyncio.run(measure(case, peak, arguments.rounds))
+            rows.append(row)
+            print(f"{row.what:30} {row.value}  {row.verdict}", flush=True)
+    rows.append(Row(what="peak", value=f"{peak / 1e9:.0f} GFLOP/s, {threads} threads, {isa.name}"))
+    record = Record(
+        name="shared_prefix_kernel",
+        claim="Decode attention over shared prefixes by our CPU kernel and by vLLM's, alone: "
+        "groups x rows at the prefix's tokens, 48 more tokens a row. 8 query and 4 KV heads of 64, "
+        "bfloat16. Errors are relative to float64.",
+        rows=rows,
+        raw=raw,
+    )
+    if not arguments.only:
+        print(f"\nwrote {record.write().name}")
+
+
+if __name__ == "__main__":
+    main()

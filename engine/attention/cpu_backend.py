@@ -1,0 +1,212 @@
+"""vLLM's CPU attention, with shared prefixes read once a step where that is possible and pays.
+
+In the place of CPU_ATTN, whose classes these extend: the cache, its layout and how it is written
+stay vLLM's. Rows that share nothing ride along in the same call of the kernel; rows in prefill, and
+steps and layers that the kernel does not do, go to stock attention. So does everything once
+anything here has failed.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from engine.attention import cpu_trials, kept_crossover
+from engine.attention.behind import behind
+from engine.attention.counts import COUNTS
+from engine.attention.crossover import Crossover
+from engine.attention.installed import settings
+from engine.attention.sharing import Sharer, Sharing
+from engine.guard import feature
+from engine.protocol import SkipReason
+from kernels.shared_prefix import cpu
+
+logger = logging.getLogger(__name__)
+
+FEATURE = feature("shared-prefix attention")
+
+
+class SharedPrefixBackend(CPUAttentionBackend):  # type: ignore[misc]
+    @staticmethod
+    def get_impl_cls() -> type["SharedPrefixImpl"]:
+        return SharedPrefixImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SharedPrefixBuilder"]:
+        return SharedPrefixBuilder
+
+
+@dataclass(kw_only=True)
+class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
+    """Stock's for the whole step, what is shared, and stock's for the rows behind the shared."""
+
+    sharing: Sharing
+    rest: CPUAttentionMetadata | None
+
+
+class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The runner then puts rows with few query tokens before those with many.
+        self._init_reorder_batch_threshold(cpu.MAX_QUERY_TOKENS)
+        self.sharer: Sharer | None = self._make_sharer()
+
+    def _no_sharer(self) -> Sharer | None:
+        return None
+
+    @FEATURE.guarded(_no_sharer)
+    def _make_sharer(self) -> Sharer | None:
+        mode, unsupported = settings().shared_prefix, self._unsupported()
+        num_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return Sharer(
+            mode=mode,
+            block_size=self.block_size,
+            bytes_per_token=num_bytes * len(self.layer_names),
+            max_query_tokens=cpu.MAX_QUERY_TOKENS,
+            counts=COUNTS,
+            unsupported=unsupported,
+            crossover=self._crossover() if mode == "auto" and unsupported is None else None,
+        )
+
+    def _unsupported(self) -> SkipReason | None:
+        """Layers of one group may differ; the group is done as long as any of them is."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        reasons = [
+            layer.impl.prepare(self.dtype, self.isa, self.block_size) for layer in layers.values()
+        ]
+        if "not_built" in reasons:
+            logger.warning("the shared-prefix kernel was not built: vLLM's own attention serves")
+        return None if None in reasons else next(iter(reasons), "failed")
+
+    def _crossover(self) -> Crossover:
+        geometry = cpu_trials.Geometry(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            isa=self.isa,
+        )
+        return kept_crossover.crossover(
+            settings().cache_directory,
+            geometry.circumstances() | {"kernel": cpu.version(), "vllm": vllm_version},
+            lambda: cpu_trials.measure(geometry),
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._with_sharing(metadata, common_attn_metadata)
+
+    def _failed(
+        self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
+    ) -> CPUAttentionMetadata:
+        COUNTS.skipped("failed")
+        return metadata
+
+    @FEATURE.guarded(_failed)
+    def _with_sharing(
+        self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
+    ) -> CPUAttentionMetadata:
+        if metadata.causal is not True:
+            COUNTS.skipped("not_causal")
+            return metadata
+        assert self.sharer is not None, "the feature is on, so its sharer was made"
+        sharing = self.sharer.share(
+            metadata.block_table.numpy(),
+            metadata.seq_lens.numpy(),
+            metadata.query_start_loc.numpy(),
+        )
+        if sharing is None:
+            return metadata
+        rest = None
+        if sharing.num_rows < common.num_reqs:
+            rest = super().build(0, behind(common, sharing))
+        return SharedPrefixMetadata(**vars(metadata), sharing=sharing, rest=rest)
+
+
+class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    _supported = False
+
+    def prepare(self, dtype: torch.dtype, isa: str, block_size: int) -> SkipReason | None:
+        """To be called by the builder, which knows the cache; says why this layer stays stock."""
+        reason = self._unsupported(dtype, isa, block_size)
+        self._supported = reason is None
+        return reason
+
+    def _unsupported(self, dtype: torch.dtype, isa: str, block_size: int) -> SkipReason | None:
+        if self.is_fp8_kv_cache:
+            return "kv_cache_dtype"
+        reason = cpu.supported(
+            dtype=dtype,
+            kv_cache_dtype=dtype,
+            layout=isa,
+            head_size=self.head_size,
+            block_size=block_size,
+            causal=self.attn_type == AttentionType.DECODER,
+            sliding_window=self.sliding_window != -1,
+            soft_cap=bool(self.logits_soft_cap),
+            alibi=self.alibi_slopes is not None,
+            sinks=self.sinks is not None,
+        )
+        return None if reason is None else reason.value
+
+    @FEATURE.guarded(CPUAttentionBackendImpl.forward)
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        *scales: torch.Tensor | None,
+        **named_scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        stock = functools.partial(super().forward, layer)
+        if not (self._supported and isinstance(attn_metadata, SharedPrefixMetadata)):
+            given = (query, key, value, kv_cache, attn_metadata, output)
+            stock(*given, *scales, **named_scales)
+            return output
+        if attn_metadata.rest is not None:
+            behind = slice(attn_metadata.sharing.num_tokens, attn_metadata.num_actual_tokens)
+            stock(query[behind], key, value, kv_cache, attn_metadata.rest, output[behind])
+        self._decode(query, kv_cache, attn_metadata, output)
+        return output
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SharedPrefixMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        sharing = step.sharing
+        rows, tokens = sharing.num_rows, sharing.num_tokens
+        cpu.decode(
+            sharing.plan,
+            query=query[:tokens],
+            cache=kv_cache,
+            block_table=step.block_table[:rows],
+            seq_lens=step.seq_lens[:rows],
+            query_start_loc=step.query_start_loc[: rows + 1],
+            scale=self.scale,
+            out=output[:tokens],
+        )

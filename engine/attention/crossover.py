@@ -1,0 +1,95 @@
+"""From where on grouping pays, measured on this machine: a cost model of both ways, per step.
+
+Each way's time is taken to be a sum of non-negative costs (a call, a row, a token of cache read for
+a query, a token of cache packed), fitted to the times of a dozen small steps at the start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.shared_prefix.plan import Int32s, SharingPlan
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one step has to do. A pair is a query token and a token of cache that it reads."""
+
+    num_queries: int
+    num_nodes: int
+    node_tokens: int
+    prefix_pairs: int
+    suffix_pairs: int
+
+    @classmethod
+    def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
+        """Rows are taken to have equally many query tokens, as those of a decode step do."""
+        queries = num_queries / len(seq_lens)
+        prefix = int(plan.suffix_starts.sum())
+        return cls(
+            num_queries=num_queries,
+            num_nodes=len(plan.node_tokens),
+            node_tokens=int(plan.node_tokens.sum()),
+            prefix_pairs=round(queries * prefix),
+            suffix_pairs=round(queries * (int(seq_lens.sum()) - prefix)),
+        )
+
+    def stock_terms(self) -> list[float]:
+        return [1.0, self.num_queries, self.prefix_pairs + self.suffix_pairs]
+
+    def shared_terms(self) -> list[float]:
+        terms = (self.num_queries, self.num_nodes, self.node_tokens)
+        return [1.0, *terms, self.prefix_pairs, self.suffix_pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One measured step, in seconds a layer. `steady`: its repetitions took about as long."""
+
+    work: Work
+    stock_seconds: float
+    shared_seconds: float
+    steady: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossover:
+    """Seconds a unit of each term, in the terms' order."""
+
+    stock: tuple[float, ...]
+    shared: tuple[float, ...]
+
+    @classmethod
+    def fitted(cls, trials: Sequence[Trial]) -> Self:
+        return cls(
+            stock=_fitted([(t.work.stock_terms(), t.stock_seconds) for t in trials]),
+            shared=_fitted([(t.work.shared_terms(), t.shared_seconds) for t in trials]),
+        )
+
+    def pays(self, work: Work) -> bool:
+        return _total(self.shared, work.shared_terms()) < _total(self.stock, work.stock_terms())
+
+
+def _total(costs: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(cost * term for cost, term in zip(costs, terms, strict=True))
+
+
+def _fitted(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...]:
+    """Least squares of relative errors; a cost that comes out negative is left out."""
+    terms = np.array([terms for terms, _ in samples])
+    seconds = np.array([seconds for _, seconds in samples])
+    relative: Floats = terms / seconds[:, None]
+    costs = np.zeros(terms.shape[1])
+    kept = np.arange(terms.shape[1])
+    while len(kept):
+        found = np.linalg.lstsq(relative[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        if (found >= 0).all():
+            costs[kept] = found
+            break
+        kept = np.delete(kept, found.argmin())
+    return tuple(costs.tolist())

@@ -1,0 +1,255 @@
+"""FlashAttention on a GPU, with shared prefixes read once a step by the Triton kernels.
+
+In the place of FLASH_ATTN, whose classes these extend. A step's work list is written to buffers
+that never move, and a captured graph reads the list of the step it is replayed for. So a step of
+decode rows alone, which is what graphs are captured for, is always run by the kernel, with nothing
+shared if need be. In other steps rows in prefill go to FlashAttention.
+
+This has not been run on a GPU.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from engine.attention.behind import behind
+from engine.attention.counts import COUNTS
+from engine.attention.installed import settings
+from engine.attention.sharing import Sharer, Sharing
+from engine.attention.tables import FEATURE, host_table
+from engine.protocol import SkipReason
+from kernels.shared_prefix import cuda
+from kernels.shared_prefix.plan import SharingPlan
+from kernels.shared_prefix.work_list import WorkList, WorkShape
+
+
+class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
+    @staticmethod
+    def get_impl_cls() -> type["SharedPrefixImpl"]:
+        return SharedPrefixImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SharedPrefixBuilder"]:
+        return SharedPrefixBuilder
+
+
+@dataclass(kw_only=True)
+class SharedPrefixMetadata(FlashAttentionMetadata):  # type: ignore[misc]
+    """Stock's for the whole step, the list that the kernel works off, and stock's for the rest."""
+
+    work: WorkList
+    num_tokens: int
+    rest: FlashAttentionMetadata | None
+
+
+class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Rows with as few query tokens as a decode step has come first, drafts among them.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._max_query_tokens = self.reorder_batch_threshold
+        self._capturing = False
+        self._work: WorkList | None = None
+        self._sharer: Sharer | None = self._make_sharer()
+
+    def _no_sharer(self) -> Sharer | None:
+        return None
+
+    @FEATURE.guarded(_no_sharer)
+    def _make_sharer(self) -> Sharer | None:
+        unsupported = self._unsupported()
+        if unsupported is None:
+            self._work = WorkList(self._work_shape(), self.device)
+        num_bytes = 2 * self.num_heads_kv * self.headdim * self.kv_cache_dtype.itemsize
+        return Sharer(
+            mode=settings().shared_prefix,
+            block_size=self.block_size,
+            bytes_per_token=num_bytes * len(self.layer_names),
+            max_query_tokens=self._max_query_tokens,
+            counts=COUNTS,
+            unsupported=unsupported,
+        )
+
+    def _unsupported(self) -> SkipReason | None:
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        reasons = [layer.impl.prepare(self.kv_cache_dtype) for layer in layers.values()]
+        return None if None in reasons else next(iter(reasons), "failed")
+
+    def _work_shape(self) -> WorkShape:
+        scheduler = self.vllm_config.scheduler_config
+        blocks_per_row = -(-self.model_config.max_model_len // self.block_size)
+        return WorkShape(
+            num_heads=self.num_heads_q,
+            num_kv_heads=self.num_heads_kv,
+            head_size=self.headdim,
+            block_size=self.block_size,
+            max_rows=scheduler.max_num_seqs,
+            max_query_tokens=self._max_query_tokens,
+            max_node_blocks=scheduler.max_num_seqs * blocks_per_row // 2,
+            num_processors=torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        """The rows of a capture are made up: nothing is known of their blocks, nothing shared."""
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._with_sharing(metadata, common_attn_metadata, self._work)
+
+    def _without_sharing(
+        self,
+        metadata: FlashAttentionMetadata,
+        common: CommonAttentionMetadata,
+        work: WorkList | None,
+    ) -> FlashAttentionMetadata:
+        """A graph that was captured before the failure goes on reading the list."""
+        COUNTS.skipped("failed")
+        if work is not None and common.max_query_len <= self._max_query_tokens:
+            _fill(work, nothing_shared(common.num_reqs), _lens(common, common.num_reqs))
+        return metadata
+
+    @FEATURE.guarded(_without_sharing)
+    def _with_sharing(
+        self,
+        metadata: FlashAttentionMetadata,
+        common: CommonAttentionMetadata,
+        work: WorkList | None,
+    ) -> FlashAttentionMetadata:
+        # Rows that fill a captured graph up have no queries; they come last.
+        num_reqs = int(np.count_nonzero(np.diff(common.query_start_loc_cpu.numpy())))
+        sharing = None if self._capturing else self._share(common, num_reqs)
+        if work is None or metadata.causal is not True:
+            return metadata
+        if sharing is None:
+            if common.max_query_len > self._max_query_tokens:
+                return metadata
+            plan, num_tokens = nothing_shared(num_reqs), common.num_actual_tokens
+            sharing = Sharing(plan=plan, num_rows=num_reqs, num_tokens=num_tokens)
+        rest = None
+        if sharing.num_rows < num_reqs:
+            rest = super().build(0, behind(common, sharing))
+        if not _fill(work, sharing.plan, _lens(common, sharing.num_rows)):
+            _fill(work, nothing_shared(sharing.num_rows), _lens(common, sharing.num_rows))
+        return SharedPrefixMetadata(
+            **vars(metadata), work=work, num_tokens=sharing.num_tokens, rest=rest
+        )
+
+    def _share(self, common: CommonAttentionMetadata, num_reqs: int) -> Sharing | None:
+        assert self._sharer is not None, "the feature is on, so its sharer was made"
+        table = host_table(common.block_table_tensor, common.req_idx, num_reqs)
+        assert table is not None, "the runner's block table has not been noted"
+        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
+        return self._sharer.share(table, _lens(common, num_reqs), starts)
+
+
+def _lens(common: CommonAttentionMetadata, num_rows: int) -> Any:
+    """No less than the lengths on the device, which are not known here.
+
+    They are exact for rows in prefill. What a decode row shares was computed in earlier steps, so
+    that counting drafts which may yet be rejected as if they were there makes nothing of it deeper.
+    """
+    return common.seq_lens_cpu_upper_bound.numpy()[:num_rows]
+
+
+def _fill(work: WorkList, plan: SharingPlan, lens: Any) -> bool:
+    return work.fill(plan, (lens - plan.suffix_starts).astype(np.int32))
+
+
+def nothing_shared(num_rows: int) -> SharingPlan:
+    none, offset = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    return SharingPlan(
+        node_blocks=none,
+        node_block_offsets=offset,
+        node_tokens=none,
+        node_rows=none,
+        node_row_offsets=offset,
+        suffix_starts=np.zeros(num_rows, np.int32),
+    )
+
+
+class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
+    _supported = False
+
+    def prepare(self, kv_cache_dtype: torch.dtype) -> SkipReason | None:
+        """To be called by the builder, which knows the cache; says why this layer stays stock."""
+        reason = self._unsupported(kv_cache_dtype)
+        self._supported = reason is None
+        return reason
+
+    def _unsupported(self, kv_cache_dtype: torch.dtype) -> SkipReason | None:
+        reasons: dict[SkipReason, bool] = {
+            "kv_cache_dtype": kv_cache_dtype not in cuda.DTYPES,
+            "head_size": self.head_size not in cuda.HEAD_SIZES,
+            "not_causal": self.attn_type != AttentionType.DECODER,
+            "sliding_window": self.sliding_window != (-1, -1),
+            "soft_cap": bool(self.logits_soft_cap),
+            "alibi": self.alibi_slopes is not None,
+            "sinks": self.sinks is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    @FEATURE.guarded(FlashAttentionImpl.forward)
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        *scales: torch.Tensor | None,
+        **named_scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        stock = functools.partial(super().forward, layer)
+        if not (self._supported and isinstance(attn_metadata, SharedPrefixMetadata)):
+            given = (query, key, value, kv_cache, attn_metadata, output)
+            stock(*given, *scales, **named_scales)
+            return output
+        if attn_metadata.rest is not None:
+            tokens = slice(attn_metadata.num_tokens, attn_metadata.num_actual_tokens)
+            stock(query[tokens], key, value, kv_cache, attn_metadata.rest, output[tokens])
+        keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, dim=-1)
+        cuda.decode(
+            attn_metadata.work,
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            block_table=attn_metadata.block_table,
+            seq_lens=attn_metadata.seq_lens,
+            query_start_loc=attn_metadata.query_start_loc,
+            scale=self.scale,
+            out=output,
+        )
+        return output

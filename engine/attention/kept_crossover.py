@@ -1,0 +1,69 @@
+"""A machine's crossover in a file, so that only its first start pays for the measurement.
+
+The file's name is a digest of everything that the times depend on, and its content says what that
+was. A file that cannot be read is measured anew, one that cannot be written costs the next start,
+and so does a machine that was too busy to be measured.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.attention.crossover import Crossover, Trial
+
+logger = logging.getLogger(__name__)
+
+MOST = 0.75
+
+Circumstances = dict[str, str | int]
+
+
+def crossover(
+    directory: Path, circumstances: Circumstances, measure: Callable[[], Sequence[Trial]]
+) -> Crossover:
+    file = directory / f"{_digest(circumstances)}.json"
+    kept = _read(file)
+    if kept is not None:
+        return kept
+    trials = measure()
+    measured = Crossover.fitted(trials)
+    if sum(trial.steady for trial in trials) < MOST * len(trials):
+        logger.info("the machine was busy: the attention's crossover is used, and not kept")
+        return measured
+    try:
+        _write(file, json.dumps({"of": circumstances, "costs": asdict(measured)}, indent=2))
+    except OSError as error:
+        logger.warning("the attention's crossover is not kept: %s", error)
+    return measured
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _digest(circumstances: Circumstances) -> str:
+    return hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(file: Path) -> Crossover | None:
+    try:
+        costs = json.loads(file.read_text())["costs"]
+        return Crossover(stock=tuple(costs["stock"]), shared=tuple(costs["shared"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all: ranks and replicas that start side by side write the same file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(file)

@@ -1,0 +1,163 @@
+"""Which rows of a step share which cache blocks, read off the host's block table.
+
+Rows share a prefix where their physical block ids are equal from column 0 on. Any number of groups,
+any sizes, any depth, in any order of rows: each round takes all groups of one level at once, finds
+how far each agrees, makes that a node, and splits its rows by the next column.
+
+Pure host work on numpy arrays: nothing here can wait for a device.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.shared_prefix.plan import Int32s, SharingPlan
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """What the plan was read from: it holds while these columns and these depths stay."""
+
+    plan: SharingPlan
+    num_rows: int
+    columns: Int32s
+    open_rows: Int64s
+    open_depths: Int32s
+
+
+class Planner:
+    """Keeps the last plan until the table says otherwise; one per cache group, one thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._grown: _Grown | None = None
+        self.num_plans = 0
+
+    def plan(self, table: Int32s, first_positions: Int32s) -> SharingPlan:
+        """`table` is [rows, columns]. A row shares nothing behind its first query's position:
+        from there on each of its queries sees another length.
+        """
+        depths = (first_positions + 1) // self._block_size
+        if self._grown is None or not _holds(self._grown, table, depths, self._block_size):
+            self._grown = _grow(table, depths, self._block_size)
+            self.num_plans += 1
+        return self._grown.plan
+
+
+def _holds(grown: _Grown, table: Int32s, depths: Int32s, block_size: int) -> bool:
+    """New blocks behind the columns that were compared change nothing: a running row is only ever
+    given blocks that nobody else has, and what it shares with a new row is in the new row's table.
+    """
+    return (
+        len(table) == grown.num_rows
+        and np.array_equal(table[:, : grown.columns.shape[1]], grown.columns)
+        and np.array_equal(depths[grown.open_rows], grown.open_depths)
+        and bool((grown.plan.suffix_starts <= depths * block_size).all())
+    )
+
+
+def _grow(table: Int32s, depths: Int32s, block_size: int) -> _Grown:
+    growth = _Growth(table, depths)
+    rows = np.flatnonzero(depths > 0)
+    groups = np.zeros(len(rows), dtype=np.int64)
+    starts = np.zeros(len(rows), dtype=np.int32)
+    while len(rows) > 1:
+        rows, groups, starts = growth.level(rows, groups, starts)
+    open_rows = np.flatnonzero(growth.open)
+    return _Grown(
+        growth.plan(block_size),
+        len(table),
+        table[:, : growth.num_columns].copy(),
+        open_rows,
+        depths[open_rows],
+    )
+
+
+class _Growth:
+    """The tree while it grows, level by level."""
+
+    def __init__(self, table: Int32s, depths: Int32s) -> None:
+        self._table = table
+        self._depths = depths
+        self._shared = np.zeros(len(table), dtype=np.int32)
+        self._blocks: list[Int32s] = []
+        self._rows: list[Int64s] = []
+        self._sizes: list[Int64s] = []
+        # Rows that no table stopped, only their depth: they may share more once they are longer.
+        self.open = depths == 0
+        self.num_columns = 1
+
+    def level(self, rows: Int64s, groups: Int64s, starts: Int32s) -> tuple[Int64s, Int64s, Int32s]:
+        """Rows of one group agree before their start. Returns the same for the next level."""
+        self.num_columns = max(self.num_columns, int(starts.max()) + 1)
+        rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
+        if len(rows) == 0:
+            return rows, groups[:0], starts
+        offsets = np.cumsum(sizes) - sizes
+        agreed = self._agreed(rows, np.repeat(rows[offsets], sizes), int(starts.min()))
+        ends = np.minimum.reduceat(np.minimum(agreed, self._depths[rows]), offsets)
+        self._add_nodes(rows, sizes, rows[offsets], starts[offsets], ends)
+        end_of = np.repeat(ends, sizes)
+        ended = self._depths[rows] == end_of
+        self.open[rows[ended]] = True
+        self._shared[rows] = end_of
+        on = ~ended
+        return rows[on], np.repeat(np.arange(len(sizes)), sizes)[on], end_of[on]
+
+    def _agreed(self, rows: Int64s, firsts: Int64s, start: int) -> Int32s:
+        """For each row, the first column in which it differs from its group's first row."""
+        stop = int(self._depths[rows].max())
+        columns = self._table[:, start:stop]
+        differs = columns[rows] != columns[firsts]
+        first = differs.argmax(axis=1)
+        none = ~differs[np.arange(len(rows)), first]
+        first[none] = stop - start
+        self.num_columns = max(self.num_columns, min(start + int(first.max()) + 1, stop))
+        agreed: Int32s = (first + start).astype(np.int32)
+        return agreed
+
+    def _add_nodes(
+        self, rows: Int64s, sizes: Int64s, firsts: Int64s, starts: Int32s, ends: Int32s
+    ) -> None:
+        self._rows.append(rows)
+        self._sizes.append(sizes)
+        for first, start, end in zip(firsts.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            self._blocks.append(self._table[first, start:end])
+
+    def plan(self, block_size: int) -> SharingPlan:
+        num_blocks = np.array([len(blocks) for blocks in self._blocks], dtype=np.int32)
+        return SharingPlan(
+            node_blocks=_joined(self._blocks),
+            node_block_offsets=_offsets(num_blocks),
+            node_tokens=num_blocks * np.int32(block_size),
+            node_rows=_joined(self._rows),
+            node_row_offsets=_offsets(_joined(self._sizes)),
+            suffix_starts=self._shared * np.int32(block_size),
+        )
+
+
+def _split(
+    rows: Int64s, groups: Int64s, starts: Int32s, blocks: Int32s
+) -> tuple[Int64s, Int32s, Int64s]:
+    """Rows by (group, block), those that are alone left out, and the sizes of what is left."""
+    keys = (groups << 32) | blocks
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    heads = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    sizes = np.diff(heads, append=len(keys))
+    order = order[np.repeat(sizes > 1, sizes)]
+    return rows[order], starts[order], sizes[sizes > 1]
+
+
+def _joined(pieces: list[Int32s] | list[Int64s]) -> Int32s:
+    joined: Int32s = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+    return joined
+
+
+def _offsets(sizes: Int32s) -> Int32s:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

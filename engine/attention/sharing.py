@@ -1,0 +1,91 @@
+"""What one step shares, or why it goes to stock attention: the same for every backend.
+
+Decode rows come first in a step, so those that can be grouped are a run of rows from the start;
+what comes behind them is prefill and stays with stock attention.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.attention.counts import Counts
+from engine.attention.crossover import Crossover, Work
+from engine.attention.planner import Planner
+from engine.protocol import SkipReason
+from engine.settings import SharedPrefixMode
+from kernels.shared_prefix.plan import Int32s, SharingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Rows 0..num_rows of the step, which hold its first `num_tokens` tokens, run by `plan`."""
+
+    plan: SharingPlan
+    num_rows: int
+    num_tokens: int
+
+
+class Sharer:
+    """One per group of layers that share a block table. `mode` may change between two steps."""
+
+    def __init__(
+        self,
+        *,
+        mode: SharedPrefixMode,
+        block_size: int,
+        bytes_per_token: int,
+        max_query_tokens: int,
+        counts: Counts,
+        unsupported: SkipReason | None = None,
+        crossover: Crossover | None = None,
+    ) -> None:
+        """`bytes_per_token` of all layers of the group on this rank."""
+        self.mode = mode
+        self._planner = Planner(block_size)
+        self._bytes_per_token = bytes_per_token
+        self._max_query_tokens = max_query_tokens
+        self._counts = counts
+        self._unsupported = unsupported
+        self._crossover = crossover
+
+    def share(self, table: Int32s, seq_lens: Int32s, query_starts: Int32s) -> Sharing | None:
+        """[rows, columns], [rows] and [rows + 1], on the host. None: all of it to stock."""
+        if self.mode == "off":
+            return None
+        decided = self._unsupported or self._decide(table, seq_lens, query_starts)
+        if isinstance(decided, Sharing):
+            self._counts.grouped(
+                num_rows=int(np.count_nonzero(decided.plan.suffix_starts)),
+                bytes_not_read=self._bytes_per_token * tokens_not_read(decided.plan),
+            )
+            return decided
+        self._counts.skipped(decided)
+        return None
+
+    def _decide(
+        self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
+    ) -> Sharing | SkipReason:
+        query_lens = np.diff(query_starts)
+        num_rows = leading(query_lens <= self._max_query_tokens)
+        if num_rows == 0:
+            return "query_length"
+        lens = seq_lens[:num_rows]
+        plan = self._planner.plan(table[:num_rows], lens - query_lens[:num_rows])
+        if len(plan.node_tokens) == 0:
+            return "nothing_shared"
+        num_tokens = int(query_starts[num_rows])
+        if self.mode == "auto" and self._crossover is not None:
+            work = Work.of(plan, lens, num_tokens)
+            if not self._crossover.pays(work):
+                return "not_worth_it"
+        return Sharing(plan=plan, num_rows=num_rows, num_tokens=num_tokens)
+
+
+def leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+    """How many rows are wanted before the first that is not."""
+    return len(wanted) if wanted.all() else int(wanted.argmin())
+
+
+def tokens_not_read(plan: SharingPlan) -> int:
+    """All rows of a node but one are spared its tokens."""
+    return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

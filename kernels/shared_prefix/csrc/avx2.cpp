@@ -1,0 +1,111 @@
+// For processors with AVX2 and FMA. bfloat16 is widened to float as it is packed.
+#include <immintrin.h>
+
+#include "run.h"
+#include "worker.h"
+
+namespace {
+
+struct Avx2 {
+  using Vector = __m256;
+  using Operand = __m256;
+  using Weight = float;
+  static constexpr int kWidth = 8, kMostRows = 4, kColumns = 2, kStep = 1;
+
+  static INLINE Vector set(float x) { return _mm256_set1_ps(x); }
+  static INLINE Vector load(const float* from) { return _mm256_loadu_ps(from); }
+  static INLINE void store(float* to, Vector x) { _mm256_storeu_ps(to, x); }
+  static INLINE Vector add(Vector x, Vector y) { return _mm256_add_ps(x, y); }
+  static INLINE Vector sub(Vector x, Vector y) { return _mm256_sub_ps(x, y); }
+  static INLINE Vector mul(Vector x, Vector y) { return _mm256_mul_ps(x, y); }
+  static INLINE Vector max(Vector x, Vector y) { return _mm256_max_ps(x, y); }
+  static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm256_fmadd_ps(x, y, z); }
+  static INLINE Vector less(Vector x, Vector y, Vector z) { return _mm256_fmsub_ps(x, y, z); }
+  static INLINE float sum(Vector x) {
+    alignas(32) float all[kWidth];
+    store(all, x);
+    return ((all[0] + all[4]) + (all[1] + all[5])) + ((all[2] + all[6]) + (all[3] + all[7]));
+  }
+  static INLINE float highest(Vector x) {
+    alignas(32) float all[kWidth];
+    store(all, x);
+    return *std::max_element(all, all + kWidth);
+  }
+  // x * 2^whole; the low bits of `whole` hold the number.
+  static INLINE Vector shift_exponent(Vector x, Vector whole) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+  }
+  static INLINE Vector within(Vector x, int half, int low, int high) {
+    const __m256i tokens = _mm256_add_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0),
+                                            _mm256_set1_epi32(half * kWidth));
+    const __m256i mask = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), tokens),
+                                             _mm256_cmpgt_epi32(_mm256_set1_epi32(high), tokens));
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(mask));
+  }
+  static INLINE Operand get(const Operand* from) { return *from; }
+  static INLINE void put(Operand* to, Operand x) { *to = x; }
+  static INLINE Operand spread(const Weight* from) { return set(*from); }
+  static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
+  static INLINE int token_of(int step) { return step; }
+  static INLINE void weights(Weight* to, Vector low, Vector high) {
+    store(to, low);
+    store(to + kWidth, high);
+  }
+};
+
+struct Float32 : Avx2 {
+  using Element = float;
+
+  static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
+    low = load(from);
+    high = load(from + kWidth);
+  }
+  template <int C>
+  static INLINE void values(const Element* from, const Element*, Operand* to) {
+    UNROLL for (int c = 0; c < C; c++) to[c] = load(from + kWidth * c);
+  }
+  static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
+  static void outputs(const float* from, float factor, Element* to, int size) {
+    for (int d = 0; d < size; d++) to[d] = from[d] * factor;
+  }
+};
+
+struct Bfloat16 : Avx2 {
+  using Element = uint16_t;
+
+  static INLINE Vector widened(const Element* from) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  }
+  static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
+    low = widened(from);
+    high = widened(from + kWidth);
+  }
+  template <int C>
+  static INLINE void values(const Element* from, const Element*, Operand* to) {
+    UNROLL for (int c = 0; c < C; c++) to[c] = widened(from + kWidth * c);
+  }
+  static void queries(const Element* from, Weight* to, int count) {
+    for (int i = 0; i < count; i += kWidth) store(to + i, widened(from + i));
+  }
+  static void outputs(const float* from, float factor, Element* to, int size) {
+    for (int d = 0; d < size; d++) to[d] = rounded(from[d] * factor);
+  }
+  // To the nearest, ties to even.
+  static Element rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return 0x7fc0;
+    return Element((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+};
+
+}  // namespace
+
+void run_avx2(Shared& shared) {
+  if (shared.call.element == kBfloat16)
+    Worker<Bfloat16>(shared).run();
+  else
+    Worker<Float32>(shared).run();
+}

@@ -1,0 +1,131 @@
+// For processors with AVX-512 and its bfloat16 products.
+#include <immintrin.h>
+
+#include "run.h"
+#include "worker.h"
+
+namespace {
+
+struct Avx512 {
+  using Vector = __m512;
+  static constexpr int kWidth = 16, kMostRows = 8, kColumns = 4;
+
+  static INLINE Vector set(float x) { return _mm512_set1_ps(x); }
+  static INLINE Vector load(const float* from) { return _mm512_loadu_ps(from); }
+  static INLINE void store(float* to, Vector x) { _mm512_storeu_ps(to, x); }
+  static INLINE Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); }
+  static INLINE Vector sub(Vector x, Vector y) { return _mm512_sub_ps(x, y); }
+  static INLINE Vector mul(Vector x, Vector y) { return _mm512_mul_ps(x, y); }
+  static INLINE Vector max(Vector x, Vector y) { return _mm512_max_ps(x, y); }
+  static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm512_fmadd_ps(x, y, z); }
+  static INLINE Vector less(Vector x, Vector y, Vector z) { return _mm512_fmsub_ps(x, y, z); }
+  static INLINE float sum(Vector x) { return _mm512_reduce_add_ps(x); }
+  static INLINE float highest(Vector x) { return _mm512_reduce_max_ps(x); }
+  // x * 2^whole; the low bits of `whole` hold the number.
+  static INLINE Vector shift_exponent(Vector x, Vector whole) {
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), exponent));
+  }
+  static INLINE Vector kept(Vector x, __m512i tokens, int low, int high) {
+    const __mmask16 mask = _mm512_cmpge_epi32_mask(tokens, _mm512_set1_epi32(low)) &
+                           _mm512_cmplt_epi32_mask(tokens, _mm512_set1_epi32(high));
+    return _mm512_mask_blend_ps(mask, _mm512_set1_ps(-INFINITY), x);
+  }
+};
+
+// Pairs of neighbours along the summed dimension, 16 pairs to an operand. Interleaving two rows of 32
+// leaves them out of order, [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]: tokens are weighed in
+// that order, and dimensions put back in theirs as the output is written.
+struct Bfloat16 : Avx512 {
+  using Element = uint16_t;
+  using Weight = uint16_t;
+  using Operand = __m512i;
+  static constexpr int kStep = 2;
+
+  static INLINE Operand get(const Operand* from) { return _mm512_load_si512(from); }
+  static INLINE void put(Operand* to, Operand x) { _mm512_store_si512(to, x); }
+  static INLINE Operand spread(const Weight* from) {
+    int pair;
+    memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static INLINE Vector dot(Vector sum, Operand x, Operand y) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+  }
+  static INLINE void interleave(const Element* one, const Element* other, Operand& low, Operand& high) {
+    const __m512i x = _mm512_loadu_si512(one), y = _mm512_loadu_si512(other);
+    low = _mm512_unpacklo_epi16(x, y);
+    high = _mm512_unpackhi_epi16(x, y);
+  }
+  static INLINE void keys(const Element* from, int stride, Operand& low, Operand& high) {
+    interleave(from, from + stride, low, high);
+  }
+  template <int C>
+  static INLINE void values(const Element* one, const Element* other, Operand* to) {
+    UNROLL for (int c = 0; c < C; c += 2) interleave(one + 16 * c, other + 16 * c, to[c], to[c + 1]);
+  }
+  // The first token of the pair that the probabilities at 2 * step belong to.
+  static INLINE int token_of(int step) {
+    return 8 * ((step & 7) >> 1) + 2 * (step & 1) + (step >= 8 ? 4 : 0);
+  }
+  static INLINE Vector within(Vector x, int half, int low, int high) {
+    const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+    return kept(x, tokens, low - 4 * half, high - 4 * half);
+  }
+  static INLINE void weights(Weight* to, Vector low, Vector high) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+  static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
+  static void outputs(const float* from, float factor, Element* to, int size) {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second =
+        _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    for (int d = 0; d < size; d += 32) {
+      const Vector low = mul(set(factor), load(from + d)), high = mul(set(factor), load(from + d + 16));
+      weights(to + d, _mm512_permutex2var_ps(low, first, high),
+              _mm512_permutex2var_ps(low, second, high));
+    }
+  }
+};
+
+struct Float32 : Avx512 {
+  using Element = float;
+  using Weight = float;
+  using Operand = __m512;
+  static constexpr int kStep = 1;
+
+  static INLINE Operand get(const Operand* from) { return *from; }
+  static INLINE void put(Operand* to, Operand x) { *to = x; }
+  static INLINE Operand spread(const Weight* from) { return set(*from); }
+  static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
+  static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
+    low = load(from);
+    high = load(from + 16);
+  }
+  template <int C>
+  static INLINE void values(const Element* from, const Element*, Operand* to) {
+    UNROLL for (int c = 0; c < C; c++) to[c] = load(from + 16 * c);
+  }
+  static INLINE int token_of(int step) { return step; }
+  static INLINE Vector within(Vector x, int half, int low, int high) {
+    const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return kept(x, tokens, low - 16 * half, high - 16 * half);
+  }
+  static INLINE void weights(Weight* to, Vector low, Vector high) {
+    store(to, low);
+    store(to + 16, high);
+  }
+  static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
+  static void outputs(const float* from, float factor, Element* to, int size) {
+    for (int d = 0; d < size; d++) to[d] = from[d] * factor;
+  }
+};
+
+}  // namespace
+
+void run_avx512(Shared& shared) {
+  if (shared.call.element == kBfloat16)
+    Worker<Bfloat16>(shared).run();
+  else
+    Worker<Float32>(shared).run();
+}

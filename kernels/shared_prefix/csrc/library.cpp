@@ -1,0 +1,76 @@
+// What cpu.py calls. Compiled for any x86-64: it runs before the processor has been looked at.
+#include <sched.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "run.h"
+#include "worker.h"
+
+namespace {
+
+// Grows, and is freed when its thread ends.
+class Memory {
+ public:
+  ~Memory() { std::free(at_); }
+  char* at_least(size_t bytes) {
+    if (bytes > bytes_) {
+      std::free(at_);
+      bytes_ = (bytes + 4095) / 4096 * 4096;
+      at_ = static_cast<char*>(std::aligned_alloc(4096, bytes_));
+      if (!at_) std::abort();
+    }
+    return at_;
+  }
+
+ private:
+  char* at_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace
+
+char* kept_memory(size_t bytes) {
+  static thread_local Memory memory;
+  return memory.at_least(bytes);
+}
+
+void wait_a_little(int times) {
+  // With more threads than processors, the one that is waited for may need this one's.
+  if (times < 1000)
+    __builtin_ia32_pause();
+  else
+    sched_yield();
+}
+
+// All that the library shows.
+#pragma GCC visibility push(default)
+extern "C" {
+
+int coppice_shared_prefix_version() { return 1; }
+
+// The best instruction set of this processor and its operating system; 0: none that will do.
+int coppice_shared_prefix_isa() {
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return kAvx512Bfloat16;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : 0;
+}
+
+void coppice_shared_prefix_decode(const Call* call) {
+  static thread_local Schedule schedule;
+  static thread_local Memory memory;
+  schedule.build(*call);
+  const int num_units = schedule.num_units(*call);
+  const size_t floats = (schedule.num_partials * sizeof(float) + 63) / 64 * 64;
+  char* partials = memory.at_least(floats + num_units);
+  auto* done = reinterpret_cast<std::atomic<char>*>(partials + floats);
+  for (int i = 0; i < num_units; i++) done[i].store(0, std::memory_order_relaxed);
+  Shared shared{*call, schedule, reinterpret_cast<float*>(partials), {0}, done};
+  const auto run = call->isa == kAvx512Bfloat16 ? run_avx512 : run_avx2;
+#pragma omp parallel num_threads(call->num_threads)
+  run(shared);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,59 @@
+// Cache lines of the tile after this one, asked for one by one between the products of this one: the
+// processor's own prefetcher stops at every page.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+namespace {
+
+struct Lines {
+  const char* at;
+  int64_t stride;
+};
+
+class Prefetch {
+ public:
+  static constexpr int kLine = 64;
+
+  void add(const void* at, int64_t stride, int64_t count) {
+    if (count > 0) lists_[num_++] = {static_cast<const char*>(at), stride, int(count)};
+  }
+
+  // Up to so many lines that lie evenly. Asking for more than there are costs a little; where there are
+  // none left, the line asked for is always the same one, so that asking needs no branch.
+  Lines take(int most) {
+    if (i_ == num_ || most == 0) return {reinterpret_cast<const char*>(this), 0};
+    List& list = lists_[i_];
+    const Lines taken{list.at, list.stride};
+    const int count = std::min(most, list.count);
+    list.at += count * list.stride;
+    list.count -= count;
+    if (list.count == 0) i_++;
+    return taken;
+  }
+
+  // Into the second level: into the first one, it would push out what is being multiplied.
+  static inline __attribute__((always_inline)) void ask(Lines& lines) {
+    __builtin_prefetch(lines.at, 0, 2);
+    lines.at += lines.stride;
+  }
+
+  void ask_for_the_rest() {
+    for (; i_ < num_; i_++) {
+      Lines lines{lists_[i_].at, lists_[i_].stride};
+      for (int i = 0; i < lists_[i_].count; i++) ask(lines);
+    }
+  }
+
+ private:
+  struct List {
+    const char* at;
+    int64_t stride;
+    int count;
+  };
+
+  List lists_[16];
+  int i_ = 0, num_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,69 @@
+"""Compiles what is compiled; everything else about the distribution is in pyproject.toml.
+
+The kernel for CPUs is a plain C library, not an extension module: one wheel serves every Python.
+Each instruction set is compiled on its own with its own flags, and which one runs is decided when
+it runs, so a wheel does not depend on the processor that built it. Where there is no compiler the
+build goes on without the library, and vLLM's own attention serves.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("kernels/shared_prefix/csrc")
+FLAGS = [
+    *["-std=c++17", "-O3", "-g0", "-fopenmp", "-fPIC"],
+    *["-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"],
+    # GCC takes its own headers' undefined vectors for oversights.
+    *["-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+]
+INSTRUCTIONS = {
+    "avx2.cpp": ["-mavx2", "-mfma"],
+    "avx512.cpp": [
+        *["-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
+    ],
+}
+
+
+class BuildLibrary(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        objects = []
+        for source in ext.sources:
+            flags = FLAGS + INSTRUCTIONS.get(Path(source).name, [])
+            objects += self.compiler.compile([source], self.build_temp, extra_postargs=flags)
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=["-fopenmp"],
+            target_lang="c++",
+        )
+
+
+class PlatformWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def libraries() -> list[Extension]:
+    if platform.machine() != "x86_64":
+        return []
+    return [
+        Extension(
+            "kernels.shared_prefix.libshared_prefix",
+            sources=sorted(map(str, SOURCES.glob("*.cpp"))),
+            depends=sorted(map(str, SOURCES.glob("*.h"))),
+            optional=True,
+        )
+    ]
+
+
+setup(
+    ext_modules=libraries(),
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)

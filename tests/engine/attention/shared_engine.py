@@ -1,0 +1,58 @@
+"""A live engine with shared-prefix attention installed, and taken out again at the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.attention import installed
+from engine.attention.counts import COUNTS, Counted
+from engine.settings import AttentionSettings, SharedPrefixMode
+from tests.engine.live import LiveEngine, live_engine
+
+
+class SharedEngine:
+    """`live` is the engine; `mode` switches its attention between two steps."""
+
+    def __init__(self, live: LiveEngine) -> None:
+        self.live = live
+        runner = live.core.model_executor.driver_worker.worker.model_runner
+        self.builder: Any = runner.attn_groups[0][0].get_metadata_builder()
+
+    @contextmanager
+    def mode(self, mode: SharedPrefixMode) -> Iterator[Counted]:
+        """Yields what this has counted, once it is left. The cache is empty at its beginning."""
+        with self.live.paused():
+            self.live.core.coppice_forget_prefixes()
+        self.builder.sharer.mode = mode
+        before, counted = COUNTS.read(), COUNTS.read()
+        yield counted
+        after = COUNTS.read()
+        counted["steps_grouped"] = after["steps_grouped"] - before["steps_grouped"]
+        counted["rows_grouped"] = after["rows_grouped"] - before["rows_grouped"]
+        counted["steps_skipped"] = {
+            reason: number - before["steps_skipped"].get(reason, 0)
+            for reason, number in after["steps_skipped"].items()
+        }
+
+
+@contextmanager
+def shared_engine(
+    model: Path, cache: Path, *, mode: SharedPrefixMode = "always", **settings: Any
+) -> Iterator[SharedEngine]:
+    installed.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
+    try:
+        with live_engine(model, **settings) as live:
+            yield SharedEngine(live)
+    finally:
+        take_out()
+
+
+def take_out() -> None:
+    """vLLM remembers the backend that it chose; later engines of this process are to be stock."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    selector._cached_get_attn_backend.cache_clear()
+    installed._register.cache_clear()

@@ -1,0 +1,68 @@
+"""Inside a live engine, shared-prefix attention is the function that stock attention is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.guard import FeatureState
+from tests.engine.attention.groups import Kinds, assert_all_greedy, sample
+from tests.engine.attention.shared_engine import SharedEngine, shared_engine
+
+# vLLM's imports and its draft methods warn of their own affairs.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def engine(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    """Prompts are computed in chunks, and the cache does not hold all samples at once."""
+    cache = tmp_path_factory.mktemp("cache")
+    with shared_engine(
+        sharp_model, cache, max_num_batched_tokens=128, kv_cache_memory_bytes=45 * 2**15
+    ) as engine:
+        yield engine
+
+
+def test_chunked_prompts_preempted_samples_and_several_levels_stay_greedy(
+    engine: SharedEngine, reference: Any
+) -> None:
+    kinds = Kinds(engine)
+    with engine.mode("always") as counted:
+        answers = sample(engine, 60)
+    assert_all_greedy(reference, answers)
+    assert counted["steps_grouped"] > 60
+    assert counted["rows_grouped"] > 4 * counted["steps_grouped"]
+    assert kinds.mixed and kinds.levels and kinds.preempted
+
+
+def test_a_sample_has_the_logprobs_that_it_has_without(engine: SharedEngine) -> None:
+    with engine.mode("off") as stock_counted:
+        stock = sample(engine, 12)
+    with engine.mode("always") as counted:
+        shared = sample(engine, 12)
+    assert stock_counted["steps_grouped"] == 0 < counted["steps_grouped"]
+    for (_, ours), (_, theirs) in zip(shared, stock, strict=True):
+        pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+        same = next((i for i, (one, other) in pairs if one != other), len(ours.token_ids))
+        assert ours.logprobs[:same] == pytest.approx(theirs.logprobs[:same], abs=1e-4)
+
+
+def test_a_failure_leaves_the_step_to_stock_attention(engine: SharedEngine, reference: Any) -> None:
+    from engine.attention.cpu_backend import FEATURE
+
+    share = engine.builder.sharer.share
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no plan today")
+
+    engine.builder.sharer.share = failing
+    try:
+        with engine.mode("always") as counted:
+            answers = sample(engine, 8)
+    finally:
+        engine.builder.sharer.share = share
+        state, FEATURE.state = FEATURE.state, FeatureState(on=True, num_failures=0, reason=None)
+    assert_all_greedy(reference, answers)
+    assert state.reason == "RuntimeError: no plan today"
+    assert counted["steps_grouped"] == 0 < counted["steps_skipped"]["failed"]

@@ -1,0 +1,110 @@
+"""What is measured at the start decides a step the way the measurement itself would."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.attention.crossover import Crossover, Trial, Work
+from engine.attention.kept_crossover import crossover
+
+CALL, ROW, PAIR, NODE = 20e-6, 1e-6, 10e-9, 5e-6
+
+
+def work(nodes: int, prefix: int, suffix: int, rows: int = 8) -> Work:
+    return Work(
+        num_queries=rows,
+        num_nodes=nodes,
+        node_tokens=nodes * prefix,
+        prefix_pairs=rows * prefix,
+        suffix_pairs=rows * suffix,
+    )
+
+
+def trial(of: Work) -> Trial:
+    """A machine on which the prefix costs a third when shared, and a node costs something."""
+    stock = CALL + ROW * of.num_queries + PAIR * (of.prefix_pairs + of.suffix_pairs)
+    shared = CALL + ROW * of.num_queries + NODE * of.num_nodes
+    return Trial(
+        work=of,
+        stock_seconds=stock,
+        shared_seconds=shared + PAIR * (of.prefix_pairs / 3 + of.suffix_pairs),
+    )
+
+
+TRIALS = [
+    trial(work(nodes, prefix, suffix, rows))
+    for nodes in (1, 4)
+    for rows in (8, 32)
+    for prefix in (32, 1024)
+    for suffix in (10, 300)
+]
+
+
+@pytest.mark.parametrize(
+    "step", [work(1, 2048, 30), work(4, 32, 30), work(2, 64, 500), work(3, 512, 5)]
+)
+def test_a_fitted_crossover_judges_steps_that_were_not_measured(step: Work) -> None:
+    measured = trial(step)
+    pays = measured.shared_seconds < measured.stock_seconds
+    assert Crossover.fitted(TRIALS).pays(step) == pays
+
+
+def test_no_cost_is_ever_negative() -> None:
+    """Noise would have it so; then more work would count as less."""
+    noisy = [
+        Trial(work=t.work, stock_seconds=t.stock_seconds * (1 + 0.5 * (i % 3)), shared_seconds=1e-5)
+        for i, t in enumerate(TRIALS)
+    ]
+    fitted = Crossover.fitted(noisy)
+    assert min(*fitted.stock, *fitted.shared) >= 0
+
+
+class Measurement:
+    def __init__(self, *, num_unsteady: int = 0) -> None:
+        self.num_calls = 0
+        self._num_unsteady = num_unsteady
+
+    def __call__(self) -> Sequence[Trial]:
+        self.num_calls += 1
+        return [replace(t, steady=i >= self._num_unsteady) for i, t in enumerate(TRIALS)]
+
+
+def test_a_machine_is_measured_once_for_each_of_its_circumstances(tmp_path: Path) -> None:
+    measure = Measurement()
+    first = crossover(tmp_path / "kept", {"threads": 2}, measure)
+    assert crossover(tmp_path / "kept", {"threads": 2}, measure) == first
+    assert measure.num_calls == 1
+    crossover(tmp_path / "kept", {"threads": 4}, measure)
+    assert measure.num_calls == 2
+    kept = [json.loads(file.read_text())["of"] for file in (tmp_path / "kept").iterdir()]
+    assert sorted(kept, key=str) == [{"threads": 2}, {"threads": 4}]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"costs": {"stock": 1, "shared": []}}', "[1]"])
+def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
+    measure = Measurement()
+    crossover(tmp_path, {"threads": 2}, measure)
+    [file] = tmp_path.iterdir()
+    file.write_text(text)
+    crossover(tmp_path, {"threads": 2}, measure)
+    crossover(tmp_path, {"threads": 2}, measure)
+    assert measure.num_calls == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_the_next_start_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    measure = Measurement()
+    for _ in range(2):
+        assert crossover(tmp_path / "file" / "kept", {"threads": 2}, measure)
+    assert measure.num_calls == 2
+
+
+def test_what_a_busy_machine_measured_is_used_and_not_kept(tmp_path: Path) -> None:
+    steady, busy = Measurement(num_unsteady=2), Measurement(num_unsteady=len(TRIALS) // 2)
+    assert crossover(tmp_path, {"threads": 2}, busy).pays(work(1, 2048, 30))
+    assert not list(tmp_path.iterdir())
+    crossover(tmp_path, {"threads": 2}, steady)
+    assert len(list(tmp_path.iterdir())) == 1

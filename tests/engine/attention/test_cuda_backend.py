@@ -1,0 +1,133 @@
+"""What the GPU backend decides and writes down for a step, as far as that is seen without one.
+
+The kernels that read the list are tested by themselves, in Triton's interpreter.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.counts import COUNTS, Counts
+from engine.attention.sharing import Sharer
+from engine.attention.tables import note_table
+from engine.guard import FeatureState
+from kernels.shared_prefix.work_list import WorkList, WorkShape
+from tests.engine.attention.tables import BLOCK, table_of
+
+# vLLM warns of its own affairs when it is imported without a GPU.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+SHAPE = WorkShape(
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    block_size=BLOCK,
+    max_rows=8,
+    max_query_tokens=1,
+    max_node_blocks=32,
+    num_processors=4,
+)
+SHARED = [[1, 2, 3], [1, 2, 4], [5]]
+ALONE = [[1, 2], [3, 4], [5]]
+
+
+def builder() -> Any:
+    """Without a GPU it cannot be made by itself; this is what its step needs."""
+    from engine.attention.cuda_backend import SharedPrefixBuilder
+
+    made = object.__new__(SharedPrefixBuilder)
+    made._work = WorkList(SHAPE, torch.device("cpu"))
+    made._max_query_tokens = 1
+    made._capturing = False
+    made._sharer = Sharer(
+        mode="always", block_size=BLOCK, bytes_per_token=1, max_query_tokens=1, counts=Counts()
+    )
+    return made
+
+
+def step(rows: list[list[int]], query_lens: list[int]) -> tuple[Any, Any]:
+    """Stock's metadata and what it was made of; rows beyond `rows` fill a captured graph up."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+    table = table_of([*rows, *[[0]] * (len(query_lens) - len(rows))])
+    device = torch.from_numpy(table.copy())
+    note_table(SimpleNamespace(block_table=SimpleNamespace(np=table, gpu=device)))
+    lens = torch.tensor([32 * len(r) - 5 for r in rows] + [0] * (len(query_lens) - len(rows)))
+    starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
+    fields: dict[str, Any] = {
+        "query_start_loc": starts,
+        "seq_lens": lens.to(torch.int32),
+        "num_actual_tokens": int(starts[-1]),
+        "max_query_len": max(query_lens),
+        "max_seq_len": 96,
+        "slot_mapping": torch.zeros(int(starts[-1]), dtype=torch.int64),
+    }
+    common = CommonAttentionMetadata(
+        **fields,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=fields["seq_lens"],
+        num_reqs=len(query_lens),
+        block_table_tensor=device,
+    )
+    return FlashAttentionMetadata(**fields, block_table=device), common
+
+
+def listed(work: WorkList) -> tuple[int, int, list[int]]:
+    """Rows, items, and for each item how many rows it has."""
+    num_items = int(work["num_items"][0])
+    items = work["items"].view(-1, 6)[:num_items]
+    return int(work["num_rows"][0]), num_items, items[:, 5].tolist()
+
+
+def test_a_decode_step_is_listed_without_the_rows_that_fill_a_graph_up() -> None:
+    from engine.attention.cuda_backend import SharedPrefixMetadata
+
+    made = builder()
+    metadata = made._with_sharing(*step(SHARED, [1, 1, 1, 0]), made._work)
+    assert isinstance(metadata, SharedPrefixMetadata)
+    assert (metadata.num_tokens, metadata.rest) == (3, None)
+    assert listed(made._work) == (3, 4, [2, 1, 1, 1])
+
+
+def test_a_decode_step_that_shares_nothing_is_listed_for_the_graph_all_the_same() -> None:
+    from engine.attention.cuda_backend import SharedPrefixMetadata
+
+    made = builder()
+    metadata = made._with_sharing(*step(ALONE, [1, 1, 1]), made._work)
+    assert isinstance(metadata, SharedPrefixMetadata)
+    assert listed(made._work) == (3, 3, [1, 1, 1])
+
+
+def test_a_capture_knows_nothing_of_blocks() -> None:
+    made = builder()
+    made._capturing = True
+    made._with_sharing(*step(SHARED, [1, 1, 1]), made._work)
+    assert listed(made._work) == (3, 3, [1, 1, 1])
+
+
+def test_a_step_of_prefill_is_stocks() -> None:
+    made = builder()
+    metadata, common = step(ALONE, [1, 1, 9])
+    assert made._with_sharing(metadata, common, made._work) is metadata
+    metadata, common = step(SHARED, [9, 1, 1])
+    assert made._with_sharing(metadata, common, made._work) is metadata
+
+
+def test_after_a_failure_a_captured_graph_finds_a_list_that_shares_nothing() -> None:
+    from engine.attention.tables import FEATURE
+
+    made = builder()
+    made._with_sharing(*step(SHARED, [1, 1, 1]), made._work)
+    made._sharer = None
+    before = COUNTS.read()["steps_skipped"].get("failed", 0)
+    try:
+        metadata, common = step(SHARED, [1, 1, 1])
+        assert made._with_sharing(metadata, common, made._work) is metadata
+    finally:
+        FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
+    assert listed(made._work) == (3, 3, [1, 1, 1])
+    assert COUNTS.read()["steps_skipped"]["failed"] == before + 1

@@ -1,0 +1,121 @@
+"""The planner finds what an obvious search finds, keeps it while it holds, waits for nothing."""
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.planner import Planner
+from kernels.shared_prefix.plan import Int32s
+from tests.engine.attention.tables import BLOCK, Node, nodes_of, slow_plan, table_of, tree_rows
+
+
+def first_positions(rows: list[list[int]], depths: list[int] | None = None) -> Int32s:
+    """Of rows whose next query comes right behind so many full blocks."""
+    full = [len(row) for row in rows] if depths is None else depths
+    return np.array(full, dtype=np.int32) * BLOCK
+
+
+def test_groups_of_any_size_and_order_share_what_is_equal_from_the_start() -> None:
+    rows = [[5, 6, 1], [9, 6, 2], [5, 6, 3], [8], [9, 6, 4], [5, 7]]
+    plan = Planner(BLOCK).plan(table_of(rows), first_positions(rows))
+    assert nodes_of(plan) == [Node((0, 2, 5), (5,)), Node((1, 4), (9, 6)), Node((0, 2), (6,))]
+    assert plan.suffix_starts.tolist() == [64, 64, 64, 0, 64, 32]
+    assert plan.node_tokens.tolist() == [32, 64, 32]
+
+
+def test_a_row_shares_no_block_that_holds_its_queries() -> None:
+    rows = [[5, 6, 7], [5, 6, 7]]
+    plan = Planner(BLOCK).plan(table_of(rows), np.array([94, 95], dtype=np.int32))
+    assert nodes_of(plan) == [Node((0, 1), (5, 6))]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Few ids, so that rows agree, part, and agree again behind where they have parted."""
+    rows = draw(st.lists(st.lists(st.integers(1, 3), max_size=7), max_size=9))
+    return rows, [draw(st.integers(0, len(row))) for row in rows]
+
+
+@settings(deadline=None, max_examples=300)
+@given(steps())
+def test_the_plan_is_that_of_the_slow_search(step: tuple[list[list[int]], list[int]]) -> None:
+    rows, depths = step
+    table = table_of(rows)
+    plan = Planner(BLOCK).plan(table, first_positions(rows, depths))
+    nodes, ends = slow_plan(table, depths)
+    assert sorted(map(repr, nodes_of(plan))) == sorted(map(repr, nodes))
+    assert (plan.suffix_starts // BLOCK).tolist() == ends
+    assert plan.node_tokens.tolist() == [BLOCK * len(node.blocks) for node in nodes_of(plan)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(steps(), min_size=2, max_size=6))
+def test_a_kept_plan_is_what_a_new_one_would_be(
+    followed: list[tuple[list[list[int]], list[int]]],
+) -> None:
+    planner = Planner(BLOCK)
+    for rows, depths in followed:
+        table, positions = table_of(rows, num_columns=7), first_positions(rows, depths)
+        kept, anew = planner.plan(table, positions), Planner(BLOCK).plan(table, positions)
+        assert nodes_of(kept) == nodes_of(anew)
+        assert kept.suffix_starts.tolist() == anew.suffix_starts.tolist()
+
+
+def test_rows_that_grow_keep_their_plan_and_rows_that_change_do_not() -> None:
+    planner, rows = Planner(BLOCK), tree_rows((2, 4), (3, 1))
+    before = planner.plan(table_of(rows, num_columns=9), first_positions(rows))
+    longer = [[*row, 50 + i] for i, row in enumerate(rows)]
+    assert planner.plan(table_of(longer, num_columns=9), first_positions(longer)) is before
+    left = longer[:3] + longer[4:]
+    after = planner.plan(table_of(left, num_columns=9), first_positions(left))
+    assert after is not before
+    assert nodes_of(after)[0] == Node((0, 1, 2), (1, 2, 3))
+
+
+def test_a_row_enters_a_deeper_shared_block_once_it_is_long_enough() -> None:
+    planner, table = Planner(BLOCK), table_of([[1, 2, 3], [1, 2, 4], [1, 2, 3]])
+    short = planner.plan(table, np.array([96, 40, 96], dtype=np.int32))
+    assert nodes_of(short) == [Node((0, 1, 2), (1,)), Node((0, 2), (2, 3))]
+    longer = planner.plan(table, np.array([96, 64, 96], dtype=np.int32))
+    assert nodes_of(longer) == [Node((0, 1, 2), (1, 2)), Node((0, 2), (3,))]
+
+
+def test_planning_touches_no_tensor() -> None:
+    """What is computed on a device would have to be waited for."""
+
+    class Refusing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: object, *_: object) -> None:
+            raise AssertionError(f"the planner called {func}")
+
+    rows = tree_rows((4, 2, 8), (4, 3, 1))
+    with Refusing():
+        plan = Planner(BLOCK).plan(table_of(rows), first_positions(rows))
+    assert len(plan.node_tokens) == 12
+    assert all(isinstance(getattr(plan, name), np.ndarray) for name in plan.__slots__)
+
+
+@pytest.mark.parametrize(
+    "shape, blocks",
+    [((1, 256), (127, 3)), ((32, 8), (127, 3)), ((1, 8, 32), (32, 95, 3)), ((256,), (130,))],
+)
+def test_a_plan_is_a_small_part_of_a_step(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+    """256 rows of 4096 tokens; the bench holds it to 200 us on a quiet machine, a test cannot."""
+    rows = tree_rows(shape, blocks)
+    order = np.random.default_rng(0).permutation(len(rows))
+    table, positions = table_of([rows[i] for i in order], num_columns=512), first_positions(rows)
+    anew: list[float] = []
+    same: list[float] = []
+    kept = Planner(BLOCK)
+    for _ in range(20):
+        for planner, times in ((Planner(BLOCK), anew), (kept, same)):
+            began = time.perf_counter()
+            planner.plan(table, positions)
+            times.append(time.perf_counter() - began)
+    assert min(anew) < 2e-3
+    assert statistics.median(same) < statistics.median(anew)
+    assert kept.num_plans == 1

@@ -1,0 +1,204 @@
+"""The compiled kernel against the reference in float64: each variant, each type, any tree."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.shared_prefix import cpu, reference
+from kernels.shared_prefix.plan import SharingPlan
+from kernels.shared_prefix.reference import Step
+from tests.kernels.packed import decoded, packed
+from tests.kernels.steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
+from tests.kernels.trees import Drawn, drawn
+
+pytestmark = pytest.mark.skipif(
+    not cpu.built(), reason="the kernel was not built: no C++ compiler when it was installed"
+)
+
+
+def isas() -> list[cpu.Isa]:
+    """Those that this processor has: each one has all of those before it."""
+    best = cpu.available()
+    return [isa for isa in cpu.Isa if best is not None and isa <= best]
+
+
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.skipif(isa not in isas(), reason=f"no {isa.name} here"))
+    for isa in cpu.Isa
+]
+DTYPES = [torch.bfloat16, torch.float32]
+TREE: Levels = [[70], [33, 64], [5, 200, 32, 1, 77, 31]]
+
+# The largest error of any output, of which the largest are between 4 and 8: there bfloat16 itself
+# rounds by up to 2**-6 = 1.6e-2, and its probabilities are rounded as well.
+CLOSE = {torch.bfloat16: 3e-2, torch.float32: 5e-6}
+CLOSE_LSE = 5e-6
+
+
+def assert_right(
+    plan: SharingPlan, step: Step, dtype: torch.dtype, isa: cpu.Isa, num_threads: int | None = None
+) -> None:
+    step = rounded(step, dtype)
+    want, want_lse = reference.whole(step)
+    got = decoded(plan, step, dtype, isa=isa, num_threads=num_threads)
+    torch.testing.assert_close(got.out.double(), want, atol=CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=CLOSE_LSE, rtol=1e-6)
+
+
+def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
+    """Threads of two runtimes would compete for the same processors."""
+    script = (
+        "import re, torch; torch.ones(10**6).sum(); "
+        "maps = lambda: set(re.findall(r'/.*lib[gi]?omp.*', open('/proc/self/maps').read())); "
+        "before = maps(); from kernels.shared_prefix import cpu; assert cpu.built(); "
+        "assert maps() == before, maps() - before; assert len(before) == 1, before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
+def test_hydragens_sizes(levels: Levels, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    assert_right(*step_of(levels, Shape(num_heads=8, num_kv_heads=1)), dtype, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", cpu.HEAD_SIZES)
+def test_head_sizes(head_size: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    assert_right(*step_of(TREE, Shape(head_size=head_size)), dtype, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("query_tokens", [1, 5, 16])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_query_heads_to_a_kv_head(ratio: int, query_tokens: int, isa: cpu.Isa) -> None:
+    levels: Levels = [[130], [query_tokens - 1 + extra for extra in (0, 1, 40)]]
+    shape = Shape(num_heads=2 * ratio, num_kv_heads=2)
+    assert_right(*step_of(levels, shape, query_tokens=query_tokens), torch.float32, isa)
+    assert_right(*step_of(levels, shape, query_tokens=query_tokens), torch.bfloat16, isa)
+
+
+@settings(deadline=None, max_examples=20)
+@given(case=drawn())
+def test_any_tree(case: Drawn) -> None:
+    plan, step = step_of(case.levels, case.shape, query_tokens=case.query_tokens, seed=case.seed)
+    for dtype in DTYPES:
+        for isa in isas():
+            assert_right(plan, step, dtype, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize(
+    "levels",
+    [[[3000], [40, 40]], [[1000], [900, 1100], [2, 2000, 30, 5]], [[0], [3000, 10]]],
+    ids=str,
+)
+def test_long_runs_are_split_among_threads(levels: Levels, num_threads: int, isa: cpu.Isa) -> None:
+    plan, step = step_of(levels, Shape(num_heads=3, num_kv_heads=1), query_tokens=2)
+    assert_right(plan, step, torch.bfloat16, isa, num_threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_shared_is_attention_row_by_row(dtype: torch.dtype, isa: cpu.Isa) -> None:
+    _, step = step_of(TREE, Shape(), query_tokens=1)
+    assert_right(nothing_shared(len(step.seq_lens)), step, dtype, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
+    """What the queries of one unit gather is bounded: 32,768 floats."""
+    levels: Levels = [[200], [3] * 20]
+    plan, step = step_of(levels, Shape(num_heads=8, num_kv_heads=1, head_size=256))
+    assert_right(plan, step, torch.float32, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("louder", ["prefix", "suffixes"])
+def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    """Logarithms 50 and more apart, so that one piece is nothing beside the other."""
+    plan, step = step_of([[320], [1, 200]], Shape(), seed=3)
+    shared = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
+    step.keys[shared if louder == "prefix" else ~shared] *= 20
+    step = rounded(step, dtype)
+    (_, prefix_lse), (_, suffix_lse) = reference.pieces(plan, step)[1]
+    assert (prefix_lse - suffix_lse).abs().max() > 50
+    want, want_lse = reference.whole(step)
+    got = decoded(plan, step, dtype, isa=isa)
+    torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
+    plan, step = step_of([[0], [0, 40]], Shape())
+    got = decoded(plan, step, torch.float32, isa=isa)
+    assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
+    """The first of three in a row of two: no engine asks for it, and no other token may suffer."""
+    plan, step = step_of([[0], [2, 40]], Shape(), query_tokens=3)
+    got = decoded(plan, step, torch.float32, isa=isa)
+    assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
+    assert_right(plan, step, torch.float32, isa)
+
+
+def test_a_slice_of_a_step_can_be_served_alone() -> None:
+    """Mixed steps: the rows before are someone else's, and their outputs are left as they are."""
+    plan, step = step_of(TREE, Shape())
+    want, _ = reference.whole(step)
+    query = step.query.float()
+    out = torch.full_like(query, 7.0)
+    cpu.decode(
+        nothing_shared(2),
+        query=query,
+        cache=packed(step.keys.float(), step.values.float()),
+        block_table=step.block_table[2:4],
+        seq_lens=step.seq_lens[2:4],
+        query_start_loc=step.query_start_loc[2:5],
+        scale=step.scale,
+        out=out,
+    )
+    torch.testing.assert_close(out[2:4].double(), want[2:4], atol=3e-6, rtol=0)
+    assert out[:2].eq(7).all() and out[4:].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"layout": "amx"}, cpu.Reason.ISA),
+        ({"dtype": torch.float16}, cpu.Reason.DTYPE),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, cpu.Reason.KV_CACHE_DTYPE),
+        ({"head_size": 80}, cpu.Reason.HEAD_SIZE),
+        ({"head_size": 512}, cpu.Reason.HEAD_SIZE),
+        ({"block_size": 16}, cpu.Reason.BLOCK_SIZE),
+        ({"causal": False}, cpu.Reason.NOT_CAUSAL),
+        ({"sliding_window": True}, cpu.Reason.SLIDING_WINDOW),
+        ({"soft_cap": True}, cpu.Reason.SOFT_CAP),
+        ({"alibi": True}, cpu.Reason.ALIBI),
+        ({"sinks": True}, cpu.Reason.SINKS),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_has_a_reason(
+    change: dict[str, object], reason: cpu.Reason | None
+) -> None:
+    layer: dict[str, object] = {
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": torch.bfloat16,
+        "layout": "vec",
+        "head_size": 64,
+        "block_size": 32,
+    }
+    assert cpu.supported(**(layer | change)) == reason  # type: ignore[arg-type]

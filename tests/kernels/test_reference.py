@@ -1,0 +1,28 @@
+"""Attention by pieces of a plan is attention: the references against each other, in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.shared_prefix import reference
+from tests.kernels.steps import HYDRAGEN, Levels, Shape, step_of
+from tests.kernels.trees import Drawn, drawn
+
+
+def assert_same(levels: Levels, shape: Shape, query_tokens: list[int] | int, seed: int) -> None:
+    plan, step = step_of(levels, shape, query_tokens=query_tokens, seed=seed)
+    out, lse = reference.shared(plan, step)
+    want, want_lse = reference.whole(step)
+    torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
+def test_sharing_changes_nothing_at_hydragens_sizes(levels: Levels) -> None:
+    assert_same(levels, Shape(head_size=32), 1, seed=0)
+
+
+@settings(deadline=None, max_examples=10)
+@given(drawn())
+def test_sharing_changes_nothing_in_any_tree(case: Drawn) -> None:
+    assert_same(case.levels, case.shape, case.query_tokens, case.seed)
