@@ -112,6 +112,7 @@ main() {
     install serve "$(digest "$lock" pyproject.toml client/pyproject.toml)" install_serve "$lock"
     if [[ $profile == dev ]]; then
         install dev "$(digest requirements/dev.txt)" install_lock requirements/dev.txt
+        scripts/tools.sh
     fi
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from service import __version__
 from service.activation import Activation
 from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
-from service.errors import Draining, EngineGone, NotReady
+from service.errors import Draining, EngineGone, NotReady, ServiceError
 from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
@@ -153,6 +153,12 @@ class Server:
         pulse = self.engine.pulse()
         self.metrics.rollouts_running.set(self.rollouts.num_running)
         self.metrics.samples_running.set(self.rollouts.num_samples_running)
+        self.metrics.samples_admitted.set(self.admission.num_samples)
+        self.metrics.samples_limit.set(self.settings.limits.max_samples_running)
+        self.metrics.paused.set(self.activation.paused)
+        self.metrics.draining.set(self._draining)
+        self.metrics.ready.set(_passes(self.check_ready))
+        self.metrics.live.set(_passes(self.check_alive))
         self.metrics.weights_sequence.set(self.versions.active.sequence)
         self.metrics.engine_up.set(self._started and pulse.alive)
         self.metrics.heartbeat_age.set(pulse.age_seconds)
@@ -169,8 +175,10 @@ class Server:
 
     def _count(self, rollout: Rollout) -> None:
         answers = rollout.answers()
-        for group in answers:
-            self.metrics.group_ended(group)
+        active = self.versions.active.label
+        for answer in answers:
+            seconds = rollout.groups[answer.index].sample_seconds
+            self.metrics.group_ended(answer, seconds, active_version=active)
         # A group that broke off has no answer; its callers are told the problem instead.
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
 
@@ -178,6 +186,14 @@ class Server:
         facts = self.engine.facts
         shown = EngineStatus.model_fields.keys()
         return EngineStatus.model_validate({name: getattr(facts, name) for name in shown})
+
+
+def _passes(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except ServiceError:
+        return False
+    return True
 
 
 def _first_version(settings: Settings) -> Version:
