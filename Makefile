@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve test test-fast coverage check bench soak lock clean help
+.PHONY: serve test test-fast coverage check bench soak chart lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -47,6 +47,10 @@ bench: ## every benchmark, one after the other, and docs/benchmarks.md
 soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md
 	@$(setup) dev
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
+
+chart: ## write what the chart generates: schema, README, dashboard, golden renders
+	@$(setup) dev
+	@set -e; for part in schema readme dashboard golden; do $(python) -m helm.$$part; done
 
 lock: ## resolve requirements/*.txt anew
 	@$(setup) dev

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ _ROW = re.compile(
 )
 
 
-def rules() -> Iterator[dict[str, str]]:
+def rules() -> Iterator[dict[str, Any]]:
     for file in RULES:
         for group in yaml.safe_load(file.read_text())["groups"]:
             yield from group["rules"]
@@ -136,7 +137,7 @@ def test_every_alert_has_a_severity_a_summary_and_a_page_of_the_runbook() -> Non
     runbook = (ROOT / "docs" / "runbook.md").read_text()
     alerts = [rule for rule in rules() if "alert" in rule]
     for alert in alerts:
-        labels, annotations = dict(alert["labels"]), dict(alert["annotations"])
+        labels, annotations = alert["labels"], alert["annotations"]
         assert labels["severity"] in ("critical", "warning")
         assert annotations["summary"]
     headings = set(re.findall(r"^## (Coppice\w+)$", runbook, re.MULTILINE))
