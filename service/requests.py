@@ -1,4 +1,4 @@
-"""What every request gets: an id of our own, and its place in the metrics.
+"""What every request gets: an id of our own, its place in the metrics, and in the audit log.
 
 A plain ASGI wrapper: Starlette's middleware base class would buffer streams and hide disconnects.
 """
@@ -8,6 +8,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.audit import audit
 from service.logs import request_id
 from service.metrics import Metrics
 
@@ -39,6 +40,7 @@ class RequestScope:
             await self._app(scope, receive, send_marked)
         finally:
             self._count(scope, status, time.monotonic() - began)
+            audit(scope, status)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         """By the route's pattern: an address as it came could be anything."""

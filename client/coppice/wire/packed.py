@@ -55,8 +55,8 @@ def unpack(data: bytes) -> Packed:
     try:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         return Packed(answer=answer, **{name: tensors[name] for name in _NAMES})
-    except KeyError as error:
-        raise ValueError(f"the file has no {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the file lacks a part of an answer: {error}") from error
 
 
 _NAMES = ("token_ids", "logprobs", "offsets")
