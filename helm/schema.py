@@ -80,6 +80,7 @@ def schema() -> Schema:
             type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=LABELS
         ),
         containerPort=PORT,
+        operatorsPort={"type": "integer", "minimum": 0, "maximum": 65535},
         gpu=tree(count=COUNT, resourceName=TEXT),
         resources=tree(requests=ANYTHING, limits=ANYTHING, claims=LIST),
         shm=tree(engine=QUANTITY, arena=QUANTITY),
@@ -100,7 +101,9 @@ def schema() -> Schema:
             keda=tree(serverAddress=TEXT, pollingInterval=POSITIVE, fallbackReplicas=POSITIVE),
         ),
         pdb=tree(enabled=SWITCH),
-        networkPolicy=tree(enabled=SWITCH, callers=LIST, metricsFrom=LIST, extraEgress=LIST),
+        networkPolicy=tree(
+            enabled=SWITCH, callers=LIST, operators=LIST, metricsFrom=LIST, extraEgress=LIST
+        ),
         serviceMonitor=tree(
             enabled=SWITCH, labels=LABELS, interval=DURATION, scrapeTimeout=DURATION
         ),

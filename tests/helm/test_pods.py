@@ -62,7 +62,7 @@ def test_probes_ask_three_questions_at_a_named_port(file: Path) -> None:
     probes = {name: found[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
     assert [p["httpGet"]["path"] for p in probes.values()] == ["/startupz", "/readyz", "/livez"]
     assert {p["httpGet"]["port"] for p in probes.values()} == {"http"}
-    assert [p["name"] for p in found["ports"]] == ["http"]
+    assert found["ports"][0]["name"] == "http"
     assert found["ports"][0]["containerPort"] == settings(values)["server"]["port"]
     liveness = probes["liveness"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60, "a restart is dear"
@@ -204,6 +204,30 @@ def test_only_who_is_listed_reaches_the_pods() -> None:
     assert all(rule["from"] for rule in spec["ingress"]), "an empty list would be everybody"
     [dns] = spec["egress"]
     assert {port["port"] for port in dns["ports"]} == {53}
+
+
+def test_operators_and_scrapes_have_a_port_of_their_own_where_one_is_named() -> None:
+    trainers = [{"podSelector": {"matchLabels": {"app": "trainer"}}}]
+    values = {
+        **WITH_KEYS,
+        "operatorsPort": 8001,
+        "serviceMonitor": {"enabled": True},
+        "networkPolicy": {"operators": trainers},
+    }
+    server = settings(values)["server"]
+    assert (server["operators_host"], server["operators_port"]) == ("0.0.0.0", 8001)
+    ports = {port["name"]: port["containerPort"] for port in container(values)["ports"]}
+    assert ports == {"http": 8000, "operators": 8001}
+    assert [p["name"] for p in one("Service", values)["spec"]["ports"]] == ["http", "operators"]
+    [endpoint] = one("ServiceMonitor", values)["spec"]["endpoints"]
+    assert endpoint["port"] == "operators"
+    callers, operators, scrapes = one("NetworkPolicy", values)["spec"]["ingress"]
+    assert [rule["ports"][0]["port"] for rule in (callers, operators, scrapes)] == [
+        "http",
+        "operators",
+        "operators",
+    ]
+    assert operators["from"] == trainers
 
 
 def test_without_a_list_of_callers_only_the_namespace_is_let_in() -> None:

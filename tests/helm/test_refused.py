@@ -23,6 +23,7 @@ MISTAKES: list[tuple[str, Object]] = [
     ("start_seconds", {"engine": {"start_seconds": 5}}),
     ("engine", {"shm": {"engine": "lots"}}),
     ("no Secret with keys", {"auth": {"existingSecret": ""}}),
+    ("are the same", {"operatorsPort": 8000}),
     ("exclude each other", {"auth": {"existingSecret": "keys", "allowOpen": True}}),
     ("leaves nothing of", {"shm": {"arena": "6Gi"}}),
     ("leaves nothing of", {"shm": {"engine": "3Gi", "arena": "3Gi"}}),

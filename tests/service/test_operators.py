@@ -17,7 +17,8 @@ from service.app import create_app
 from service.audit import LOGGER
 from service.logs import logging_config
 from service.runner import open_listener, run_server, server_url
-from service.settings import LogSettings, SettingsError, load_settings
+from service.settings import LogSettings, load_settings
+from service.sources import SettingsError
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.serving import serving, settings_for

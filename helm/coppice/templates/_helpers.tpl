@@ -58,9 +58,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (int .Values.drain.endpointSeconds) (int .Values.drain.requestSeconds) (int .Values.drain.teardownSeconds) -}}
 {{- end -}}
 
+{{/* The name of the port that /metrics and operators are on. */}}
+{{- define "coppice.operatorsPort" -}}
+{{- ternary "operators" "http" (gt (int .Values.operatorsPort) 0) -}}
+{{- end -}}
+
 {{/* The settings file: what the user set, and what follows from the rest of the values. */}}
 {{- define "coppice.settings" -}}
 {{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
+{{- if gt (int .Values.operatorsPort) 0 -}}
+{{- $_ := set $server "operators_host" "0.0.0.0" -}}
+{{- $_ := set $server "operators_port" (int .Values.operatorsPort) -}}
+{{- end -}}
 {{- if .Values.auth.existingSecret -}}
 {{- $_ := set $server "keys_file" "/etc/coppice/keys/keys.yaml" -}}
 {{- else -}}

@@ -7,6 +7,9 @@
 {{- if and $v.auth.existingSecret $v.auth.allowOpen -}}
 {{- fail "auth.existingSecret and auth.allowOpen exclude each other" -}}
 {{- end -}}
+{{- if eq (int $v.operatorsPort) (int $v.containerPort) -}}
+{{- fail "operatorsPort and containerPort are the same; 0 stands for one port" -}}
+{{- end -}}
 {{- $limit := dig "limits" "memory" "" $v.resources -}}
 {{- if not $limit -}}
 {{- fail "resources.limits.memory is needed: shared memory counts against it" -}}
