@@ -22,9 +22,9 @@ several releases.
 chart makes of them. [Operations](../../docs/operation.md) says how to size, upgrade, drain and
 recover.
 
-The settings of the server's sections `engine`, `limits`, `weights` and `log` are values of the same
-names. What the server would refuse at its start is refused when the chart is rendered, and so is
-what cannot work together, with the reason.
+The settings of the server's sections `engine`, `limits`, `weights`, `log` and `trace` are values of
+the same names. What the server would refuse at its start is refused when the chart is rendered, and
+so is what cannot work together, with the reason.
 
 | value | default | meaning |
 |---|---|---|

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.settings import EngineSettings
-from service.settings import LimitsSettings, LogSettings, Section, WeightsSettings
+from service.settings import LimitsSettings, LogSettings, Section, TraceSettings, WeightsSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]
@@ -75,6 +75,7 @@ def schema() -> Schema:
         limits=settings(LimitsSettings),
         weights=settings(WeightsSettings),
         log=settings(LogSettings),
+        trace=settings(TraceSettings),
         auth=tree(existingSecret=TEXT, secretKey=TEXT, allowOpen=SWITCH),
         service=tree(
             type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=LABELS

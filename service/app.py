@@ -60,7 +60,7 @@ def _app(
     app.state.server = server
     app.state.keyring = keyring
     app.add_middleware(Edges, limits=server.settings.limits)
-    app.add_middleware(RequestScope, metrics=server.metrics)
+    app.add_middleware(RequestScope, metrics=server.metrics, traces=server.traces)
     problems.install(app)
     for part in parts:
         app.include_router(part.router)

@@ -27,7 +27,8 @@ class Group:
     """Owned by its rollout. `ending` says why its running samples are being ended, if they are.
 
     `enough` samples that end by themselves make the group done; after `deadline_seconds` it takes
-    what there is. `sample_seconds` are the samples' times, in the order in which they ended.
+    what there is. `sample_seconds` are the samples' times since
+    `began_at` (the event loop's clock), in the order in which they ended.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Group:
     num_done: int = 0
     num_whole: int = 0
     sample_ids: list[str] = field(default_factory=list)
+    began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
 
@@ -102,11 +104,11 @@ class Group:
         self, engine: Engine, completions: list[Awaitable[Completion]], sample_done: SampleDone
     ) -> list[tuple[SampleAnswer, int]]:
         clock = asyncio.get_running_loop().time
-        began = clock()
+        self.began_at = clock()
 
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
-            self.sample_seconds.append(clock() - began)
+            self.sample_seconds.append(clock() - self.began_at)
             self._unfinished.discard(self.sample_ids[index])
             await self._count(engine, result)
             answer = await self._sample(index, result)

@@ -24,6 +24,7 @@ from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
 from service.settings import Settings
+from service.traces import Traces
 from service.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Server:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
+        self.traces = Traces(settings.trace)
         self.versions = Versions(_first_version(settings))
         self.checkpoints = Checkpoints(
             settings.weights.directory, settings.weights.source_directories
@@ -89,6 +91,7 @@ class Server:
             await self.engine.stop()
             self.prompts.close()
             self.checkpoints.close()
+            await asyncio.to_thread(self.traces.close)
 
     def pulse(self) -> Pulse:
         return self.engine.pulse()
@@ -177,8 +180,9 @@ class Server:
         answers = rollout.answers()
         active = self.versions.active.label
         for answer in answers:
-            seconds = rollout.groups[answer.index].sample_seconds
-            self.metrics.group_ended(answer, seconds, active_version=active)
+            group = rollout.groups[answer.index]
+            self.metrics.group_ended(answer, group.sample_seconds, active_version=active)
+            self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
         # A group that broke off has no answer; its callers are told the problem instead.
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
 

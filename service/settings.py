@@ -166,6 +166,23 @@ class LogSettings(Section):
     ] = "info"
 
 
+class TraceSettings(Section):
+    """Where spans are sent, if anywhere."""
+
+    endpoint: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://",
+            description="OTLP/HTTP address that spans are sent to, such as "
+            "http://collector:4318/v1/traces; none: nowhere",
+        ),
+    ] = None
+    sample_ratio: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of traces begun here; a caller's choice is kept"),
+    ] = 1.0
+
+
 class Settings(Section):
     """The whole tree. Constructed without arguments it reads nothing: all defaults."""
 
@@ -174,6 +191,7 @@ class Settings(Section):
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     limits: LimitsSettings = LimitsSettings()
     log: LogSettings = LogSettings()
+    trace: TraceSettings = TraceSettings()
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:

@@ -83,7 +83,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $engine "revision" . -}}
 {{- end -}}
 {{- $weights := merge (dict "directory" "/cache/weights") .Values.weights -}}
-{{- toYaml (dict "server" $server "engine" $engine "weights" $weights "limits" .Values.limits "log" .Values.log) -}}
+{{- toYaml (dict "server" $server "engine" $engine "weights" $weights "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules name job="coppice"; here they are narrowed to this release. */}}
