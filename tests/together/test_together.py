@@ -22,6 +22,7 @@ from coppice import AsyncRollouts, Policy, SampleRecord
 from coppice.results import RolloutResult
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
+from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models
 from tests.engine.seedling import MODEL as SEEDLING
 from tests.serving import Served, serving
@@ -82,19 +83,9 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def continued(model: Any, prompt: list[int], num: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num,
-            min_new_tokens=num,
-            pad_token_id=0,
-        )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+def assert_whole_and_greedy(model: Any, prompt: list[int], sample: Any, num: int) -> None:
+    assert len(sample.token_ids) == num
+    assert_greedy(model, prompt, sample.token_ids.tolist())
 
 
 def num_preemptions() -> float:
@@ -119,8 +110,9 @@ async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
     result = await at.greedy(PROMPTS, 60, n=8)
     assert num_preemptions() > before
     for prompt, group in zip(PROMPTS, result.groups, strict=True):
-        wanted = continued(v7, prompt, 60)
-        assert [sample.token_ids.tolist() for sample in group.samples] == [wanted] * 8
+        assert len(group.samples) == 8
+        for sample in group.samples:
+            assert_whole_and_greedy(v7, prompt, sample, 60)
 
 
 async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> None:
@@ -137,13 +129,14 @@ async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> N
     (sample,) = (await straddling).groups[0].samples
     assert [span.version for span in sample.versions] == ["v7", "v8"]
     change, tokens = sample.versions[0].end, sample.token_ids.tolist()
-    assert tokens[:change] == continued(v7, LONG, change)
-    assert tokens[change:] == continued(v8, LONG + tokens[:change], NUM_LONG - change)
+    assert len(tokens) == NUM_LONG
+    assert_greedy(v7, LONG, tokens[:change])
+    assert_greedy(v8, LONG + tokens[:change], tokens[change:])
     for ended in (await bound).groups[0].samples:
         assert ended.finish_reason == "version_changed"
         kept = ended.token_ids.tolist()
         assert {span.version for span in ended.versions} == {"v7"}
-        assert kept == continued(v7, LONG, len(kept))
+        assert_greedy(v7, LONG, kept)
     await left
 
 
@@ -167,7 +160,7 @@ async def broken_weights_are_refused_while_others_sample(
         assert word in answer.json()["detail"], file.name
         assert str(tmp_path) not in answer.text
     (sample,) = (await sampling).groups[0].samples
-    assert sample.token_ids.tolist() == continued(v8, PROMPTS[2], 200)
+    assert_whole_and_greedy(v8, PROMPTS[2], sample, 200)
     assert (await at.rollouts.weights()).active == "v8"
 
 
@@ -184,7 +177,7 @@ async def going_back_gives_the_first_answers_again(at: Scene, v7: Any) -> None:
     await at.rollouts.activate_weights("v7", mode="keep", allow_rollback=True)
     result = await at.greedy(PROMPTS[:3], 30, policy=Policy(exact_version="v7"))
     for prompt, group in zip(PROMPTS, result.groups, strict=False):
-        assert group.samples[0].token_ids.tolist() == continued(v7, prompt, 30)
+        assert_whole_and_greedy(v7, prompt, group.samples[0], 30)
 
 
 async def nothing_is_left(at: Scene) -> None:

@@ -1,0 +1,23 @@
+"""Whether tokens are a model's greedy choice, by its own forward over all of them at once.
+
+Two programs round differently, and where two tokens all but tie either may pick either; what
+follows then differs too. So each token is judged after the tokens that really preceded it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+TIE = 1e-3
+
+
+def assert_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Every token has the largest logit after those before it, or ties with the largest."""
+    assert tokens, "nothing to judge"
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    behind = logits.max(dim=1).values - chosen
+    worst = int(behind.argmax())
+    assert behind[worst] <= TIE, f"token {worst} is {behind[worst]:.4f} behind the greedy choice"
