@@ -191,10 +191,12 @@ def alert(case: Case) -> dict[str, Any]:
     return {"exp_labels": present, "exp_annotations": {"summary": summary}}
 
 
+@pytest.mark.slow
 def test_every_alert_fires(tmp_path: Path) -> None:
     check(tmp_path, [one_test(case.fires, {case.alert: [alert(case)]}) for case in CASES])
 
 
+@pytest.mark.slow
 def test_every_alert_is_quiet_where_it_should_be(tmp_path: Path) -> None:
     check(tmp_path, [one_test(case.quiet, {case.alert: []}) for case in CASES])
 

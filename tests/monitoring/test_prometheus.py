@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
 from tests.fake_engine import FakeEngine
@@ -70,6 +71,7 @@ def awaited(url: str, query: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_prometheus_scrapes_a_server_and_judges_it_by_our_rules(tmp_path: Path) -> None:
     with (
         serving_in_thread(FakeEngine(), tmp_path) as url,

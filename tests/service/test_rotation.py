@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import yaml
 
 from service.keyring import CHECK_SECONDS
@@ -30,6 +31,7 @@ async def status_of(served: Served, secret: str) -> int:
     return (await served.http.get("/v1/status", headers=bearer(secret))).status_code
 
 
+@pytest.mark.slow
 async def test_keys_are_rotated_under_load_and_no_caller_with_a_key_is_refused(
     tmp_path: Path,
 ) -> None:
