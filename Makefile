@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo test test-fast coverage check bench soak lock clean help
+.PHONY: serve demo test test-fast coverage check bench soak chart lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -57,6 +57,10 @@ soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.m
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
+
+chart: ## write what the chart generates: schema, README, dashboard, golden renders
+	@$(setup) dev
+	@set -e; for part in schema readme dashboard golden; do $(python) -m helm.$$part; done
 
 lock: ## resolve requirements/*.txt anew
 	@$(setup) dev

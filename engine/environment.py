@@ -4,9 +4,9 @@ vLLM reads much of its configuration from the environment, and its own code writ
 among others). All of it happens inside `spawning`, which puts the service's environment back.
 """
 
-import getpass
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def spawning(
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
     os.environ.update(_shared() | _folders(scratch) | {ATTENTION: attention.model_dump_json()})
     if on_cpu:
-        os.environ.update(_threads(settings, sorted(affinity)))
+        os.environ.update(_threads(settings, sorted(affinity)) | _compilation(settings))
     try:
         yield
     finally:
@@ -68,12 +68,20 @@ def _shared() -> dict[str, str]:
 
 def _folders(scratch: Path) -> dict[str, str]:
     """What is compiled stays where it is found again."""
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
         "VLLM_RPC_BASE_PATH": str(scratch),
         "TMPDIR": str(scratch),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }
+
+
+def _compilation(settings: EngineSettings) -> dict[str, str]:
+    """Also eager, vLLM's sampler compiles a few small functions (vllm/v1/sample/ops) with the C++
+    compiler at their first use. Where there is none, as in our image, they run as they are written.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return {"TORCHDYNAMO_DISABLE": "1"} if compiler is None and settings.eager is not False else {}
 
 
 def _threads(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:

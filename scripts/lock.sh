@@ -29,3 +29,4 @@ compile cpu pyproject.toml requirements/cpu.in --extra cpu ${links:+--find-links
 compile gpu pyproject.toml requirements/gpu.in --extra gpu
 compile dev requirements/dev.in --constraint requirements/cpu.txt ${links:+--find-links "$links"} \
     --no-emit-package torch # whichever build the device has
+"$python" scripts/dependencies.py

@@ -119,6 +119,7 @@ main() {
         kernels/shared_prefix/csrc/*) $(compiler)" install_serve "$lock"
     if [[ $profile == dev ]]; then
         install dev "$(digest requirements/dev.txt)" install_lock requirements/dev.txt
+        scripts/tools.sh
     fi
 }
 

@@ -10,7 +10,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import HeadersTooLarge, RequestTimeout
-from service.problems import problem_response
+from service.problems import answered
 from service.settings import LimitsSettings
 
 BLOCK_BYTES = 16 * 2**10
@@ -29,10 +29,7 @@ class Edges:
             return await self._app(scope, receive, send)
         if head_bytes(scope) > self._limits.max_header_bytes:
             error = HeadersTooLarge(f"at most {self._limits.max_header_bytes} bytes are taken")
-            response = problem_response(
-                error.problem(scope.get("coppice.request_id")), headers=error.headers
-            )
-            return await response(scope, receive, send)
+            return await answered(scope, error)(scope, receive, send)
         body = _Body(receive, self._limits.read_seconds)
         await self._app(scope, body.receive, _in_pieces(send))
 

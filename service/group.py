@@ -58,6 +58,8 @@ class Group:
     `rule` says when enough samples have ended by themselves to make the group done; after
     `deadline_seconds` it takes what there is. Its first samples go on from what has `started`. Its
     first request carries the `export` of the prompt's keys and values, if they are asked for.
+    `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
+    in which they ended.
     """
 
     id: str
@@ -79,6 +81,8 @@ class Group:
     ending: Ending | None = None
     num_done: int = 0
     sample_ids: list[str] = field(default_factory=list)
+    began_at: float = 0.0
+    sample_seconds: list[float] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
 
     @property
@@ -147,8 +151,12 @@ class Group:
     async def _gather(
         self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
     ) -> list[tuple[SampleAnswer, int]]:
+        clock = asyncio.get_running_loop().time
+        self.began_at = clock()
+
         async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
             result = await completion
+            self.sample_seconds.append(clock() - self.began_at)
             self._unfinished.discard(self.sample_ids[index])
             await self._count(engine, index, result)
             answer = await self._sample(index, result)

@@ -108,6 +108,8 @@ def logging_config(settings: LogSettings) -> dict[str, Any]:
         "root": {"handlers": ["coppice"], "level": settings.level.upper()},
         "loggers": {
             "uvicorn": {"handlers": [], "propagate": True, "level": settings.level.upper()},
+            # Whatever else is left out.
+            "coppice.audit": {"handlers": [], "propagate": True, "level": "INFO"},
             # Every request is counted in the metrics; a line each would drown the rest.
             "uvicorn.access": {"handlers": [], "propagate": False},
             "vllm": {"handlers": [], "propagate": True, "level": _vllm_level(settings)},

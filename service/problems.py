@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
@@ -17,6 +18,7 @@ from service.failures import ENGINE_RETRY_SECONDS
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+NO_HEADERS: Mapping[str, str] = {}
 
 
 def install(app: FastAPI) -> None:
@@ -38,9 +40,18 @@ def problem_response(problem: Problem, *, headers: Mapping[str, str] | None = No
     )
 
 
+def answered(
+    scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
+    """The answer to a request that failed, counted."""
+    scope["app"].state.server.metrics.problems.labels(error.code).inc()
+    problem = error.problem(scope.get("coppice.request_id"))
+    return problem_response(problem, headers={**error.headers, **headers})
+
+
 async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return problem_response(error.problem(_request_id(request)), headers=error.headers)
+    return answered(request.scope, error)
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -48,7 +59,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = {"Allow": _allowed(request)} if isinstance(ours, MethodNotAllowed) else {}
-    return problem_response(ours.problem(_request_id(request)), headers=headers)
+    return answered(request.scope, ours, headers)
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
@@ -70,9 +81,4 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error)
-    return problem_response(Internal().problem(_request_id(request)))
-
-
-def _request_id(request: Request) -> str | None:
-    request_id: str | None = request.scope.get("coppice.request_id")
-    return request_id
+    return answered(request.scope, Internal())

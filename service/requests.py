@@ -1,4 +1,4 @@
-"""What every request gets: an id of our own, and its place in the metrics.
+"""What every request gets: an id of our own, its place in metrics, traces and the audit log.
 
 A plain ASGI wrapper: Starlette's middleware base class would buffer streams and hide disconnects.
 """
@@ -8,16 +8,19 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.audit import audit
 from service.logs import request_id
 from service.metrics import Metrics
+from service.traces import Traces
 
 
 class RequestScope:
     """Outermost but for the server's own error handling."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, traces: Traces) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,13 +38,16 @@ class RequestScope:
                 message["headers"] = [*message["headers"], (b"x-request-id", own_id.encode())]
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_marked)
-        finally:
-            self._count(scope, status, time.monotonic() - began)
+        with self._traces.request(scope) as span:
+            try:
+                await self._app(scope, receive, send_marked)
+            finally:
+                # The route's pattern: an address as it came could be anything.
+                route = getattr(scope.get("route"), "path", "none")
+                self._count(route, status, time.monotonic() - began)
+                self._traces.answered(span, scope, route, status)
+                audit(scope, status)
 
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        """By the route's pattern: an address as it came could be anything."""
-        route = getattr(scope.get("route"), "path", "none")
+    def _count(self, route: str, status: int, seconds: float) -> None:
         self._metrics.requests.labels(route, str(status)).inc()
         self._metrics.request_seconds.labels(route).observe(seconds)

@@ -4,8 +4,9 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Literal
 
 import typer
 import uvicorn
@@ -68,22 +69,53 @@ class Listener(uvicorn.Server):
 
 def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
     """Returns when the server has drained. StartFailed when the engine never came to serve."""
-    server = Listener(_config(app, settings))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    server = Listener(_config(app, settings, lifespan="on"))
+    with (
+        _operators(app, settings) as operators,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         try:
-            failure = runner.run(_serve(server, life, settings, listener))
+            failure = runner.run(_serve(server, life, settings, listener, operators))
         except SystemExit:  # uvicorn's answer to a failed lifespan
             failure = life.pulse().reason or "the log says why"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
 
-def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+class Operators(Listener):
+    """Their listener, which lives as long as the callers' does."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.serve(sockets=[self._listener]))
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            await task
+
+
+@contextmanager
+def _operators(app: FastAPI, settings: Settings) -> Iterator[Operators | None]:
+    host, port = settings.server.operators_host, settings.server.operators_port
+    if port is None:
+        yield None
+        return
+    with open_listener(host, port) as listener:
+        log.info("operators: %s", server_url(listener))
+        yield Operators(_config(app.state.operators, settings, lifespan="off"), listener)
+
+
+def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=bounded_by(settings.limits),
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         proxy_headers=False,
@@ -94,14 +126,19 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 
 async def _serve(
-    server: Listener, life: Life, settings: Settings, listener: socket.socket
+    server: Listener,
+    life: Life,
+    settings: Settings,
+    listener: socket.socket,
+    operators: Operators | None,
 ) -> str | None:
     """Why the engine never came to serve; none: it did, or was stopped before."""
     stop = Stop(life, server, drain_seconds=settings.server.drain_seconds)
     async with asyncio.TaskGroup() as group:
         announcement = group.create_task(_announce(server, life, settings, listener))
         with stop.on_signals():
-            await server.serve(sockets=[listener])
+            async with operators.running() if operators else nullcontext():
+                await server.serve(sockets=[listener])
         if announcement.done():
             return announcement.result()
         announcement.cancel()

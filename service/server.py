@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from service import __version__
 from service.activation import Activation
 from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
-from service.errors import Draining, EngineGone, NotReady
+from service.errors import Draining, EngineGone, NotReady, ServiceError
 from service.kv.prompt_kv import PromptKv
 from service.kv.sending import Sending
 from service.lag import watch_lag
@@ -28,6 +28,7 @@ from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
 from service.settings import Settings
+from service.traces import Traces
 from service.trees.open_trees import OpenTrees
 from service.versions import Version, Versions
 
@@ -44,6 +45,7 @@ class Server:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
+        self.traces = Traces(settings.trace)
         self.versions = Versions(_first_version(settings))
         self.checkpoints = Checkpoints(
             settings.weights.directory, settings.weights.source_directories
@@ -113,6 +115,7 @@ class Server:
             await self.engine.stop()
             self.prompts.close()
             self.checkpoints.close()
+            await asyncio.to_thread(self.traces.close)
 
     def pulse(self) -> Pulse:
         return self.engine.pulse()
@@ -184,6 +187,12 @@ class Server:
         pulse = self.engine.pulse()
         self.metrics.rollouts_running.set(self.rollouts.num_running)
         self.metrics.samples_running.set(self.rollouts.num_samples_running)
+        self.metrics.samples_admitted.set(self.admission.num_samples)
+        self.metrics.samples_limit.set(self.settings.limits.max_samples_running)
+        self.metrics.paused.set(self.activation.paused)
+        self.metrics.draining.set(self._draining)
+        self.metrics.ready.set(_passes(self.check_ready))
+        self.metrics.live.set(_passes(self.check_alive))
         self.metrics.weights_sequence.set(self.versions.active.sequence)
         self.metrics.engine_up.set(self._started and pulse.alive)
         self.metrics.heartbeat_age.set(pulse.age_seconds)
@@ -204,8 +213,11 @@ class Server:
 
     def _count(self, rollout: Rollout) -> None:
         answers = rollout.answers()
-        for group in answers:
-            self.metrics.group_ended(group)
+        active = self.versions.active.label
+        for answer in answers:
+            group = rollout.groups[answer.index]
+            self.metrics.group_ended(answer, group.sample_seconds, active_version=active)
+            self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
         # A group that broke off has no answer; its callers are told the problem instead.
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
 
@@ -213,6 +225,14 @@ class Server:
         facts = self.engine.facts
         shown = EngineStatus.model_fields.keys()
         return EngineStatus.model_validate({name: getattr(facts, name) for name in shown})
+
+
+def _passes(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except ServiceError:
+        return False
+    return True
 
 
 def _first_version(settings: Settings) -> Version:

@@ -59,15 +59,30 @@ class ServerSettings(Section):
         Path | None,
         Field(description="YAML file with the keys that are taken; none: no key is asked for"),
     ] = None
+    operators_host: Annotated[
+        str, Field(min_length=1, description="address to listen on for operators")
+    ] = "127.0.0.1"
+    operators_port: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=65535,
+            description="TCP port for /metrics and the routes of the role admin, which are then "
+            "on no other; none: they are on server.port",
+        ),
+    ] = None
     drain_seconds: Annotated[
         int, Field(ge=0, description="seconds that running requests may take to end at a stop")
     ] = 30
 
     @model_validator(mode="after")
     def _refuse_open(self) -> Self:
-        if not (_is_loopback(self.host) or self.allow_open or self.keys_file):
+        hosts = [self.host] if self.operators_port is None else [self.host, self.operators_host]
+        reachable = [host for host in hosts if not _is_loopback(host)]
+        if reachable and not (self.allow_open or self.keys_file):
             raise ValueError(
-                f"host {self.host} can be reached from other machines and the server has no keys; "
+                f"host {reachable[0]} can be reached from other machines and the server has no "
+                "keys; "
                 "name server.keys_file, or set server.allow_open to true to serve there without"
             )
         return self
@@ -154,6 +169,23 @@ class LogSettings(Section):
     ] = "info"
 
 
+class TraceSettings(Section):
+    """Where spans are sent, if anywhere."""
+
+    endpoint: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://",
+            description="OTLP/HTTP address that spans are sent to, such as "
+            "http://collector:4318/v1/traces; none: nowhere",
+        ),
+    ] = None
+    sample_ratio: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of traces begun here; a caller's choice is kept"),
+    ] = 1.0
+
+
 class Settings(Section):
     """The whole tree. Constructed without arguments it reads nothing: all defaults."""
 
@@ -164,6 +196,7 @@ class Settings(Section):
     limits: LimitsSettings = LimitsSettings()
     kv: KvSettings = KvSettings()
     log: LogSettings = LogSettings()
+    trace: TraceSettings = TraceSettings()
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:

@@ -1,13 +1,13 @@
-"""Pause, resume and status."""
+"""Pause and resume."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.control import PauseAnswer, PauseRequest
-from service.access import any_key, needs
+from service.access import needs
 from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.bodies import read_json
-from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
+from service.routes.dependencies import ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
 
@@ -26,12 +26,6 @@ async def resume(server: ServingServer) -> Response:
     """Also while draining: what is frozen could never end otherwise."""
     await server.in_background(server.activation.resume())
     return _json(PauseAnswer(paused=False))
-
-
-@router.get("/status", responses=answers({200: JSON}, *WITH_KEY))
-@any_key
-async def status(server: AnyServer) -> Response:
-    return _json(server.status())
 
 
 def _json(answer: BaseModel) -> Response:

@@ -1,4 +1,4 @@
-"""The probes, each with its own question, and the metrics.
+"""The probes, each with its own question.
 
 /startupz  has the model been loaded?
 /readyz    can requests be sent here now?
@@ -33,13 +33,6 @@ async def ready(server: ReadyServer) -> Response:
 async def alive(server: AnyServer) -> Response:
     server.check_alive()
     return _healthy(server)
-
-
-@router.get("/metrics", responses=answers({200: ["text/plain"]}))
-@public
-async def metrics(server: AnyServer) -> Response:
-    server.observe()
-    return Response(server.metrics.render(), media_type=server.metrics.content_type)
 
 
 def _healthy(server: Server) -> Response:

@@ -52,6 +52,7 @@ class TreeGroup(Group):
 
     async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
         self._engine, self._done = engine, done
+        self.began_at = asyncio.get_running_loop().time()
         try:
             async with self._deadline(engine), asyncio.TaskGroup() as self._tasks:
                 await self._live()
@@ -149,6 +150,7 @@ class TreeGroup(Group):
         if segment.finish == "cut":
             return
         self.num_done += 1
+        self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.num_whole += segment.finish in self.whole
         if self.num_whole == self.enough and (self._unfinished or forks):
             await self.end(self._engine, "surplus")

@@ -60,3 +60,21 @@ def test_a_gpu_engine_is_left_its_threads() -> None:
     with spawning(threads(), attention=AttentionSettings(), on_cpu=False, scratch=SCRATCH):
         assert "OMP_NUM_THREADS" not in os.environ or "KMP_AFFINITY" not in os.environ
         assert os.environ["VLLM_PLUGINS"] == "coppice"
+
+
+def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    with spawning(EngineSettings(eager=False), on_cpu=True, scratch=SCRATCH):
+        assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.touch(mode=0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+        assert "TORCHDYNAMO_DISABLE" not in os.environ

@@ -7,7 +7,7 @@ from engine.errors import StartFailed
 from engine.protocol import SharedPrefixCounts
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
-from tests.serving import serving
+from tests.serving import Served, serving
 
 CONTRACT = Path(__file__).parents[2] / "openapi.yaml"
 
@@ -93,6 +93,55 @@ async def test_metrics_add_what_the_engines_attention_has_counted(tmp_path: Path
         'coppice_shared_prefix_steps_skipped_total{reason="not_worth_it"} 4.0',
     ):
         assert line in text
+
+
+async def test_metrics_count_problems_by_their_code(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        await served.http.get("/no/such/page")
+        await served.http.get("/v1/rollouts/none")
+        await served.http.get("/livez", headers={"X": "x" * 70_000})
+        text = (await served.http.get("/metrics")).text
+    for line in (
+        'coppice_problems_total{problem="not_found"} 1.0',
+        'coppice_problems_total{problem="rollout_not_found"} 1.0',
+        'coppice_problems_total{problem="headers_too_large"} 1.0',
+        'coppice_problems_total{problem="internal"} 0.0',
+    ):
+        assert line in text
+
+
+async def test_metrics_tell_the_state_of_the_server(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    async def states(served: Served) -> str:
+        text = (await served.http.get("/metrics")).text
+        names = ("ready", "live", "draining", "paused")
+        return " ".join(name for name in names if f"coppice_{name} 1.0" in text)
+
+    async with serving(engine, tmp_path) as served:
+        assert await states(served) == "ready live"
+        await served.http.post("/v1/pause", json={"mode": "keep"})
+        assert await states(served) == "ready live paused"
+        await served.server.drain(0)
+        assert await states(served) == "live draining paused"
+        engine.die()
+        assert await states(served) == "draining paused"
+
+
+async def test_metrics_tell_stale_samples_and_stragglers(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1, n=2))))
+        while len(engine.running) < 2:
+            await asyncio.sleep(0.001)
+        engine.step(2)
+        engine.version = "v1"  # as an activation leaves it
+        engine.step(2)
+        await answer
+        text = (await served.http.get("/metrics")).text
+    assert "coppice_samples_stale_total 2.0" in text
+    assert "coppice_group_duration_seconds_count 1.0" in text
+    assert "coppice_group_straggler_ratio_count 1.0" in text
 
 
 async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> None:

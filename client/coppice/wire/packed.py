@@ -69,8 +69,8 @@ def unpack(data: bytes) -> Packed:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
         return Packed(answer=answer, **arrays, entropy=tensors.get("entropy"))
-    except KeyError as error:
-        raise ValueError(f"the file has no {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the file lacks a part of an answer: {error}") from error
 
 
 _NAMES = ("token_ids", "logprobs", "offsets")

@@ -1,0 +1,1 @@
+"""Images, and the proof that they work without Docker."""

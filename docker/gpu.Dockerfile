@@ -1,0 +1,50 @@
+# The server on NVIDIA GPUs; the driver comes from the host, CUDA from the wheels.
+#   docker build -f docker/gpu.Dockerfile -t coppice:gpu .
+# For a build that can be repeated, pin the base: --build-arg BASE=debian:bookworm-slim@sha256:...
+ARG BASE=debian:bookworm-slim
+
+FROM ${BASE} AS build
+# Debian's package versions come and go with its security updates; the base and the lock decide.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3-venv \
+    && python3 -m venv /opt/coppice
+WORKDIR /src
+COPY requirements/gpu.txt requirements/
+RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/gpu.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY client client
+COPY service service
+COPY engine engine
+COPY kernels kernels
+COPY examples examples
+RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
+    && /opt/coppice/bin/pip uninstall -qq -y pip
+
+FROM ${BASE}
+# Triton compiles a launcher in C for every kernel at its first use, so here a compiler has to stay.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-dev gcc libc6-dev libgomp1 libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && install -d -o 10001 -g 10001 -m 0700 /cache
+COPY --from=build /opt/coppice /opt/coppice
+# /cache is all that is written to, beside /dev/shm; the root may be read-only.
+# USER stands in for a line in /etc/passwd, which torch looks for and a pod's own uid has not.
+ENV USER=coppice \
+    HOME=/cache \
+    TMPDIR=/cache \
+    XDG_CACHE_HOME=/cache \
+    HF_HUB_OFFLINE=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    PYTHONDONTWRITEBYTECODE=1 \
+    COPPICE_SERVER__HOST=0.0.0.0 \
+    COPPICE_LOG__FORMAT=json
+USER 10001:10001
+WORKDIR /cache
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=6 \
+    CMD ["/opt/coppice/bin/python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/livez', timeout=4)"]
+ENTRYPOINT ["/opt/coppice/bin/coppice"]
+CMD ["serve"]

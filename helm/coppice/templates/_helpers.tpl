@@ -1,0 +1,92 @@
+{{- define "coppice.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "coppice.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "coppice.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "coppice.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects pods can never change, so nothing that a user may set is in it. */}}
+{{- define "coppice.selector" -}}
+app.kubernetes.io/name: coppice
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "coppice.labels" -}}
+{{ include "coppice.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "coppice.image" -}}
+{{- $flavour := ternary "gpu" "cpu" (gt (int .Values.gpu.count) 0) -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s-%s" .Chart.AppVersion $flavour) }}
+{{- end -}}
+{{- end -}}
+
+{{- define "coppice.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (include "coppice.fullname" .) -}}
+{{- end -}}
+
+{{/* A quantity as bytes: 512Mi, 2G, 1073741824. */}}
+{{- define "coppice.bytes" -}}
+{{- $text := . | toString -}}
+{{- if not (regexMatch "^[0-9]+([KMGT]i?|k)?$" $text) -}}
+{{- fail (printf "%q is no quantity of bytes that this chart can add up, such as 512Mi" $text) -}}
+{{- end -}}
+{{- $unit := regexFind "[A-Za-z]+$" $text -}}
+{{- $factors := dict "" 1 "k" 1000 "K" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- mul (regexFind "^[0-9]+" $text | int64) (get $factors $unit | int64) -}}
+{{- end -}}
+
+{{/* What the pod's /dev/shm holds: the engine's own, and the arena. */}}
+{{- define "coppice.shmBytes" -}}
+{{- add (include "coppice.bytes" .Values.shm.engine | int64) (include "coppice.bytes" .Values.shm.arena | int64) -}}
+{{- end -}}
+
+{{- define "coppice.graceSeconds" -}}
+{{- add (int .Values.drain.endpointSeconds) (int .Values.drain.requestSeconds) (int .Values.drain.teardownSeconds) -}}
+{{- end -}}
+
+{{/* The name of the port that /metrics and operators are on. */}}
+{{- define "coppice.operatorsPort" -}}
+{{- ternary "operators" "http" (gt (int .Values.operatorsPort) 0) -}}
+{{- end -}}
+
+{{/* The settings file: what the user set, and what follows from the rest of the values. */}}
+{{- define "coppice.settings" -}}
+{{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
+{{- if gt (int .Values.operatorsPort) 0 -}}
+{{- $_ := set $server "operators_host" "0.0.0.0" -}}
+{{- $_ := set $server "operators_port" (int .Values.operatorsPort) -}}
+{{- end -}}
+{{- if .Values.auth.existingSecret -}}
+{{- $_ := set $server "keys_file" "/etc/coppice/keys/keys.yaml" -}}
+{{- else -}}
+{{- $_ := set $server "allow_open" true -}}
+{{- end -}}
+{{- $engine := merge (dict "start_seconds" (int .Values.probes.startup.maxSeconds)) .Values.engine -}}
+{{- with .Values.model.name -}}
+{{- $_ := set $engine "model" . -}}
+{{- end -}}
+{{- with .Values.model.revision -}}
+{{- $_ := set $engine "revision" . -}}
+{{- end -}}
+{{- $weights := merge (dict "directory" "/cache/weights") .Values.weights -}}
+{{- toYaml (dict "server" $server "engine" $engine "weights" $weights "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
+{{- end -}}
+
+{{/* Rules name job="coppice"; here they are narrowed to this release. */}}
+{{- define "coppice.matchers" -}}
+{{- printf "job=%q,namespace=%q" (include "coppice.fullname" .) .Release.Namespace -}}
+{{- end -}}

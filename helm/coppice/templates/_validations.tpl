@@ -1,0 +1,50 @@
+{{/* What a schema cannot see: values that cannot work together. Each message names them. */}}
+{{- define "coppice.validate" -}}
+{{- $v := .Values -}}
+{{- if not (or $v.auth.existingSecret $v.auth.allowOpen) -}}
+{{- fail "auth.existingSecret names no Secret with keys; set it, or set auth.allowOpen to true to serve without" -}}
+{{- end -}}
+{{- if and $v.auth.existingSecret $v.auth.allowOpen -}}
+{{- fail "auth.existingSecret and auth.allowOpen exclude each other" -}}
+{{- end -}}
+{{- if eq (int $v.operatorsPort) (int $v.containerPort) -}}
+{{- fail "operatorsPort and containerPort are the same; 0 stands for one port" -}}
+{{- end -}}
+{{- $limit := dig "limits" "memory" "" $v.resources -}}
+{{- if not $limit -}}
+{{- fail "resources.limits.memory is needed: shared memory counts against it" -}}
+{{- end -}}
+{{- $shm := include "coppice.shmBytes" . | int64 -}}
+{{- if ge $shm (include "coppice.bytes" $limit | int64) -}}
+{{- fail (printf "shm.engine and shm.arena take %d bytes, which leaves nothing of resources.limits.memory (%s)" $shm $limit) -}}
+{{- end -}}
+{{- if eq $shm 0 -}}
+{{- fail "shm.engine must be above 0: the engine's processes speak through shared memory" -}}
+{{- end -}}
+{{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
+{{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}
+{{- fail (printf "gpu.count is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) (int $ranks)) -}}
+{{- end -}}
+{{- if lt (int $v.drain.teardownSeconds) 15 -}}
+{{- fail "drain.teardownSeconds must be at least 15: the last answers have 10 s, and then the engine ends" -}}
+{{- end -}}
+{{- $hub := and $v.model.name (not (hasPrefix "/" $v.model.name)) -}}
+{{- if and $hub (not $v.model.revision) -}}
+{{- fail "model.revision is needed with an id on a model hub" -}}
+{{- end -}}
+{{- if and $hub $v.model.offline (not $v.model.existingClaim) -}}
+{{- fail "model.name is an id on a model hub, and model.offline forbids fetching it" -}}
+{{- end -}}
+{{- if and (hasPrefix "/" $v.model.name) $v.model.existingClaim (not (hasPrefix $v.model.mountPath $v.model.name)) -}}
+{{- fail "model.name is not below model.mountPath, where model.existingClaim is mounted" -}}
+{{- end -}}
+{{- if and $v.cache.existingClaim (or (gt (int $v.replicaCount) 1) (ne $v.autoscaling.kind "none")) -}}
+{{- fail "cache.existingClaim cannot be shared by replicas; leave it empty" -}}
+{{- end -}}
+{{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
+{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- if and $v.serviceMonitor.enabled (ge (trimSuffix "s" $v.serviceMonitor.scrapeTimeout | int) (trimSuffix "s" $v.serviceMonitor.interval | int)) -}}
+{{- fail "serviceMonitor.scrapeTimeout must be below serviceMonitor.interval" -}}
+{{- end -}}
+{{- end -}}

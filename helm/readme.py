@@ -1,0 +1,67 @@
+"""The chart's README, whose table is values.yaml with its comments: `python -m helm.readme`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parent / "coppice"
+FILE = CHART / "README.md"
+HEAD = """# The chart
+
+One release is one model with one configuration, on any number of replicas; several models are
+several releases.
+
+    coppice new-key trainer --roles rollout,admin > keys.yaml
+    kubectl create secret generic coppice-keys --from-file=keys.yaml
+    helm install coppice helm/coppice --set auth.existingSecret=coppice-keys
+
+`helm/examples/` has values for a CPU and for an 8B model on two GPUs, and `helm/golden/` what the
+chart makes of them. [Operations](../../docs/operation.md) says how to size, upgrade, drain and
+recover.
+
+The settings of the server's sections `engine`, `limits`, `weights`, `log` and `trace` are values of
+the same names. What the server would refuse at its start is refused when the chart is rendered, and
+so is what cannot work together, with the reason.
+
+| value | default | meaning |
+|---|---|---|
+"""
+_KEY = re.compile(r"^( *)([A-Za-z]+):")
+
+
+def described() -> Iterator[tuple[str, str]]:
+    """Every commented value by its dotted path."""
+    path: list[str] = []
+    comment: list[str] = []
+    for line in (CHART / "values.yaml").read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("# "):
+            comment.append(line.strip().removeprefix("# "))
+        elif found := _KEY.match(line):
+            path = [*path[: len(found[1]) // 2], found[2]]
+            if comment:
+                yield ".".join(path), " ".join(comment)
+            comment = []
+
+
+def default(path: str) -> Any:
+    node = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for name in path.split("."):
+        node = node[name]
+    return node
+
+
+def _shown(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
+    return f"`{text.removesuffix('...').strip()}`"
+
+
+def rendered() -> str:
+    rows = (f"| `{path}` | {_shown(default(path))} | {text} |\n" for path, text in described())
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    FILE.write_text(rendered(), encoding="utf-8")

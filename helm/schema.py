@@ -1,0 +1,141 @@
+"""values.schema.json, from the chart's own part below and the server's settings: what the server
+would refuse at its start is refused at the render. `python -m helm.schema` writes it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.settings import EngineSettings
+from service.settings import LimitsSettings, LogSettings, Section, TraceSettings, WeightsSettings
+
+FILE = Path(__file__).parent / "coppice" / "values.schema.json"
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+SWITCH: Schema = {"type": "boolean"}
+ANYTHING: Schema = {"type": "object"}
+LIST: Schema = {"type": "array"}
+LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
+QUANTITY: Schema = {"type": "string", "pattern": "^[0-9]+([KMGT]i?|k)?$"}
+DURATION: Schema = {"type": "string", "pattern": "^[0-9]+s$"}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+# What the chart itself sets, from other values.
+SET_BY_THE_CHART = {"model", "revision", "start_seconds", "directory"}
+
+
+def one_of(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def tree(**properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def settings(model: type[Section] | type[EngineSettings]) -> Schema:
+    """A section of the settings, without what the chart sets."""
+    schema = model.model_json_schema()
+    fields = {
+        name: _without_defaults(field)
+        for name, field in schema["properties"].items()
+        if name not in SET_BY_THE_CHART
+    }
+    return tree(**fields)
+
+
+def _without_defaults(field: Schema) -> Schema:
+    return {name: value for name, value in field.items() if name not in ("default", "title")}
+
+
+def schema() -> Schema:
+    probe = {"periodSeconds": POSITIVE, "failureThreshold": POSITIVE, "timeoutSeconds": POSITIVE}
+    image = {
+        "repository": {"type": "string", "minLength": 1},
+        "tag": TEXT,
+        "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+        "pullPolicy": one_of("IfNotPresent", "Always", "Never"),
+        "pullSecrets": {"type": "array", "items": TEXT},
+    }
+    values = tree(
+        nameOverride=TEXT,
+        fullnameOverride=TEXT,
+        image=tree(**image),
+        replicaCount=COUNT,
+        strategy=tree(type=one_of("RollingUpdate", "Recreate"), rollingUpdate=ANYTHING),
+        model=tree(
+            name=TEXT,
+            revision={"type": "string", "pattern": "^([0-9a-f]{40})?$"},
+            offline=SWITCH,
+            existingClaim=TEXT,
+            mountPath={"type": "string", "pattern": "^/."},
+        ),
+        engine=settings(EngineSettings),
+        limits=settings(LimitsSettings),
+        weights=settings(WeightsSettings),
+        log=settings(LogSettings),
+        trace=settings(TraceSettings),
+        auth=tree(existingSecret=TEXT, secretKey=TEXT, allowOpen=SWITCH),
+        service=tree(
+            type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=LABELS
+        ),
+        containerPort=PORT,
+        operatorsPort={"type": "integer", "minimum": 0, "maximum": 65535},
+        gpu=tree(count=COUNT, resourceName=TEXT),
+        resources=tree(requests=ANYTHING, limits=ANYTHING, claims=LIST),
+        shm=tree(engine=QUANTITY, arena=QUANTITY),
+        cache=tree(size=QUANTITY, existingClaim=TEXT),
+        probes=tree(
+            startup=tree(maxSeconds=POSITIVE, periodSeconds=POSITIVE),
+            readiness=tree(**probe),
+            liveness=tree(**probe),
+        ),
+        drain=tree(endpointSeconds=COUNT, requestSeconds=COUNT, teardownSeconds=POSITIVE),
+        autoscaling=tree(
+            kind=one_of("none", "hpa", "keda"),
+            minReplicas=POSITIVE,
+            maxReplicas=POSITIVE,
+            samplesPerReplica=POSITIVE,
+            scaleDownSeconds=COUNT,
+            hpa=tree(metricName=TEXT),
+            keda=tree(serverAddress=TEXT, pollingInterval=POSITIVE, fallbackReplicas=POSITIVE),
+        ),
+        pdb=tree(enabled=SWITCH),
+        networkPolicy=tree(
+            enabled=SWITCH, callers=LIST, operators=LIST, metricsFrom=LIST, extraEgress=LIST
+        ),
+        serviceMonitor=tree(
+            enabled=SWITCH, labels=LABELS, interval=DURATION, scrapeTimeout=DURATION
+        ),
+        prometheusRule=tree(enabled=SWITCH, labels=LABELS),
+        dashboards=tree(enabled=SWITCH, labels=LABELS),
+        serviceAccount=tree(name=TEXT, annotations=LABELS),
+        podSecurityContext=ANYTHING,
+        securityContext=ANYTHING,
+        scheduling=tree(
+            nodeSelector=LABELS,
+            tolerations=LIST,
+            affinity=ANYTHING,
+            topologySpreadConstraints=LIST,
+            priorityClassName=TEXT,
+            runtimeClassName=TEXT,
+        ),
+        podLabels=LABELS,
+        podAnnotations=LABELS,
+        extraEnv=LIST,
+        extraVolumes=LIST,
+        extraVolumeMounts=LIST,
+        extraObjects=LIST,
+    )
+    # What Helm hands every chart beside its values.
+    values["properties"]["global"] = ANYTHING
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **values}
+
+
+def rendered() -> str:
+    return json.dumps(schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(rendered(), encoding="utf-8")

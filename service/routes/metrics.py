@@ -1,0 +1,16 @@
+"""GET /metrics."""
+
+from fastapi import APIRouter, Response
+
+from service.access import public
+from service.answers import answers
+from service.routes.dependencies import AnyServer
+
+router = APIRouter()
+
+
+@router.get("/metrics", responses=answers({200: ["text/plain"]}))
+@public
+async def metrics(server: AnyServer) -> Response:
+    server.observe()
+    return Response(server.metrics.render(), media_type=server.metrics.content_type)

@@ -1,0 +1,135 @@
+"""What the Dockerfiles and the compose file say; `docker/prove.py` carries them out."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from docker.prove import instructions
+from tests.monitoring.tools import promtool
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+FILES = sorted(DOCKER.glob("*.Dockerfile"))
+
+every_image = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def stages(file: Path) -> list[list[tuple[str, str]]]:
+    found: list[list[tuple[str, str]]] = []
+    for name, rest in instructions(file.read_text()):
+        if name == "FROM":
+            found.append([])
+        if found:
+            found[-1].append((name, rest))
+    return found
+
+
+def last(file: Path, name: str) -> str:
+    return [rest for instruction, rest in stages(file)[-1] if instruction == name][-1]
+
+
+@every_image
+def test_hadolint_finds_nothing(file: Path) -> None:
+    beside = Path(sys.executable).with_name("hadolint")
+    hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
+    assert hadolint is not None, "the dev lock has it"
+    ran = subprocess.run([hadolint, "--no-color", file], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "")
+
+
+@every_image
+def test_signals_reach_the_server(file: Path) -> None:
+    """The exec form: a shell in between would keep SIGTERM to itself."""
+    assert json.loads(last(file, "ENTRYPOINT")) == ["/opt/coppice/bin/coppice"]
+    assert json.loads(last(file, "CMD")) == ["serve"]
+
+
+@every_image
+def test_the_server_is_not_root_and_has_one_place_to_write(file: Path) -> None:
+    user, group = last(file, "USER").split(":")
+    assert int(user) > 10000
+    assert int(group) > 10000
+    environment = dict(pair.split("=") for pair in last(file, "ENV").split())
+    assert {environment[name] for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")} == {"/cache"}
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+@every_image
+def test_the_health_check_asks_whether_the_engine_lives(file: Path) -> None:
+    command = json.loads(last(file, "HEALTHCHECK").partition("CMD ")[2])
+    assert "/livez" in command[-1]
+    compile(command[-1], "health check", "exec")
+
+
+@every_image
+def test_what_is_installed_is_the_lock(file: Path) -> None:
+    builds, final = stages(file)
+    commands = " ".join(rest for name, rest in builds if name == "RUN")
+    device = file.name.partition(".")[0]
+    assert f"--no-deps -r requirements/{device}.txt" in commands
+    installs = re.findall(r"pip install (.*?)(?:&&|\|\||;|$)", commands)
+    assert installs
+    assert all("--no-deps" in install for install in installs)
+    assert "pip install" not in " ".join(rest for name, rest in final if name == "RUN")
+
+
+def test_the_cpu_image_has_no_compiler() -> None:
+    commands = " ".join(
+        rest for name, rest in stages(DOCKER / "cpu.Dockerfile")[-1] if name == "RUN"
+    )
+    assert not re.search(r"gcc|g\+\+|clang|build-essential", commands)
+
+
+def test_everything_that_is_copied_is_let_through() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for file in FILES:
+        for name, rest in stages(file)[0]:
+            if name == "COPY":
+                for source in rest.split()[:-1]:
+                    assert f"!{source.split('/')[0]}" in ignored, source
+                    assert (ROOT / source).exists()
+
+
+@pytest.fixture
+def services() -> dict[str, Any]:
+    compose: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    services: dict[str, Any] = compose["services"]
+    return services
+
+
+def test_every_file_that_compose_mounts_is_there(services: dict[str, Any]) -> None:
+    mounted = [
+        volume.split(":")[0] for service in services.values() for volume in service["volumes"]
+    ]
+    files = [DOCKER / place for place in mounted if place.startswith(".")]
+    assert len(files) >= 4
+    assert all(file.exists() for file in files)
+
+
+def test_compose_serves_this_machine_alone_and_confines_the_server(
+    services: dict[str, Any],
+) -> None:
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert not service["image"].endswith(":latest")
+    server = services["coppice"]
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    assert server["shm_size"]
+    drain = int(server["environment"]["COPPICE_SERVER__DRAIN_SECONDS"])
+    assert int(server["stop_grace_period"].removesuffix("s")) >= drain + 20
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    """As it is mounted: the rules beside it."""
+    shutil.copy(DOCKER / "prometheus.yaml", tmp_path / "prometheus.yml")
+    shutil.copytree(ROOT / "helm" / "coppice" / "monitoring", tmp_path / "rules")
+    checked = promtool("check", "config", tmp_path / "prometheus.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr

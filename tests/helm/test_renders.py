@@ -1,0 +1,76 @@
+"""Every values file: lint, render, and objects that three versions of Kubernetes take."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+
+from helm import golden, readme, schema
+from helm.golden import CHART
+from tests.helm.chart import FILES, objects, values_of
+
+VERSIONS = ("1.29", "1.31", "1.34")
+# Kinds of operators, of which Kubernetes has no schema: what each must have, by path.
+CUSTOM = {
+    "ServiceMonitor": ("spec.selector.matchLabels", "spec.endpoints"),
+    "PrometheusRule": ("spec.groups",),
+    "ScaledObject": ("spec.scaleTargetRef.name", "spec.triggers", "spec.fallback.replicas"),
+}
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def at(tree: Any, path: str) -> Any:
+    for name in path.split("."):
+        tree = tree[name]
+    return tree
+
+
+@cache
+def taken(text: str, version: str) -> None:
+    """Cached: many files have a Service in common, and a validation takes long."""
+    kubernetes_validate.validate(json.loads(text), version, strict=True)
+
+
+@every_file
+def test_lint_finds_nothing(file: Path) -> None:
+    found = helm_python.lint(str(CHART), values_of(file), strict=True)
+    # Of severity 1 (info) is only that the chart has no icon.
+    assert [message for message in found["messages"] if message["severity"] > 1] == []
+
+
+@every_file
+def test_kubernetes_takes_every_object(file: Path) -> None:
+    for found in objects(values_of(file)):
+        if found["kind"] in CUSTOM:
+            assert all(at(found, path) for path in CUSTOM[found["kind"]])
+            continue
+        for version in VERSIONS:
+            taken(json.dumps(found), version)
+
+
+def test_the_validation_sees_a_misspelt_field() -> None:
+    [deployment] = [o for o in objects(values_of(FILES[0])) if o["kind"] == "Deployment"]
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    container["livenesProbe"] = container.pop("livenessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("example", golden.EXAMPLES, ids=lambda example: example.stem)
+def test_the_renders_of_the_examples_are_those_that_were_reviewed(example: Path) -> None:
+    assert golden.golden(example).read_text() == golden.rendered(example), "make chart"
+
+
+def test_the_readme_and_the_schema_are_generated() -> None:
+    assert readme.FILE.read_text() == readme.rendered(), "make chart"
+    assert schema.FILE.read_text() == schema.rendered(), "make chart"
+
+
+def test_helm_is_not_told_to_ignore_the_schema() -> None:
+    """As in another chart of this field, whose schema ships and is never loaded."""
+    assert "schema" not in (CHART / ".helmignore").read_text()

@@ -1,0 +1,90 @@
+"""A real Prometheus, with our rules, scraping a real server over HTTP."""
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.fake_engine import FakeEngine
+from tests.monitoring.tools import RULES, tool
+from tests.serving_thread import serving_in_thread
+
+DEADLINE_SECONDS = 60
+ROLLOUT = {
+    "groups": [{"prompt": {"token_ids": [1, 2, 3]}, "n": 4}],
+    "sampling": {"max_tokens": 8},
+}
+
+
+@contextmanager
+def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
+    """Its address. The log goes to a file: a full pipe would stop it."""
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules) for rules in RULES],
+        "scrape_configs": [{"job_name": "coppice", "static_configs": [{"targets": [target]}]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [
+        tool("prometheus"),
+        f"--config.file={tmp_path / 'prometheus.yml'}",
+        f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def asked(url: str, query: str) -> list[dict[str, Any]]:
+    try:
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10)
+    except httpx.TransportError:
+        return []
+    if answer.status_code != 200:
+        return []
+    result: list[dict[str, Any]] = answer.json()["data"]["result"]
+    return result
+
+
+def awaited(url: str, query: str) -> list[dict[str, Any]]:
+    """As soon as the query finds something."""
+    due = time.monotonic() + DEADLINE_SECONDS
+    while not (found := asked(url, query)):
+        assert time.monotonic() < due, query
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.slow
+def test_prometheus_scrapes_a_server_and_judges_it_by_our_rules(tmp_path: Path) -> None:
+    with (
+        serving_in_thread(FakeEngine(), tmp_path) as url,
+        prometheus(tmp_path, url.removeprefix("http://")) as watching,
+    ):
+        [ready] = awaited(watching, 'coppice_ready{job="coppice"} == 1')
+        assert ready["metric"]["instance"] == url.removeprefix("http://")
+        httpx.post(f"{url}/v1/rollouts", content=json.dumps(ROLLOUT)).raise_for_status()
+        [groups] = awaited(watching, 'coppice_groups_total{outcome="done"} > 0')
+        assert groups["value"][1] == "1"
+        awaited(watching, "job:coppice_completion_tokens:rate5m > 0")
+        [full] = awaited(watching, "job:coppice_samples_admitted:ratio")
+        assert full["value"][1] == "0"
+        assert asked(watching, 'ALERTS{alertstate="firing"}') == []
+        rules = httpx.get(f"{watching}/api/v1/rules").json()["data"]["groups"]
+    assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}

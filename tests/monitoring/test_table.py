@@ -1,0 +1,149 @@
+"""docs/metrics.md is the table of our metrics; rules and dashboard name nothing else."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from helm import dashboard
+from service.metrics import Metrics
+from tests.monitoring.series import (
+    OF_TARGETS,
+    families,
+    label_names,
+    labels_of,
+    names,
+    own_series,
+    selectors,
+    vllms_series,
+)
+from tests.monitoring.tools import MONITORING, ROOT, RULES, promtool
+
+OF_THE_PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes", "up"}
+_ROW = re.compile(
+    r"^\| `(?P<name>coppice_\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) \| (?P<text>.*) \|$"
+)
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for file in RULES:
+        for group in yaml.safe_load(file.read_text())["groups"]:
+            yield from group["rules"]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for panel in json.loads(dashboard.FILE.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield f"{panel['title']}: {target['legendFormat']}", target["expr"]
+
+
+QUERIES = [pytest.param(expr, id=name) for name, expr in queries()]
+
+
+def test_the_documented_metrics_are_those_of_the_server() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = [row.groupdict() for row in map(_ROW.match, text.splitlines()) if row]
+    documented = {
+        row["name"]: (row["type"], tuple(re.findall(r"`(\w+)`", row["labels"])), row["text"])
+        for row in rows
+    }
+    registered = {
+        name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            label_names(name),
+            family.documentation,
+        )
+        for name, family in families().items()
+    }
+    assert documented == registered
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_names_only_series_that_exist(query: str) -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    known = own_series().keys() | vllms_series() | recorded | OF_THE_PROCESS
+    assert names(query) <= known
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_series_is_narrowed_to_a_release(query: str) -> None:
+    """Otherwise an alert in one namespace fires for another's release."""
+    narrowed = list(selectors(query))
+    assert {s.name for s in narrowed} == names(query)
+    for selector in narrowed:
+        assert {"job", "namespace"} & {label for label, _, _ in selector.matchers}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_asks_for_labels_and_values_that_exist(query: str) -> None:
+    series = own_series()
+    for selector in selectors(query):
+        if selector.name not in series:
+            continue
+        labels = labels_of(series[selector.name])
+        for label, operator, value in selector.matchers:
+            if label in OF_TARGETS:
+                continue
+            wanted = value.split("|") if operator == "=~" else [value]
+            assert label in labels, (selector.name, label)
+            assert not labels[label] or set(wanted) <= labels[label], (label, value)
+
+
+def test_a_label_is_grouped_by_only_where_a_series_has_it() -> None:
+    for _, query in queries():
+        known = OF_TARGETS.union(
+            *(labels_of(own_series()[n]) for n in names(query) & own_series().keys())
+        )
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            assert {label.strip() for label in group.split(",")} <= known, query
+
+
+def test_our_metrics_are_named_as_prometheus_asks() -> None:
+    metrics = Metrics()
+    metrics.requests.labels("/v1/rollouts", "200").inc()
+    text = "".join(
+        line + "\n"
+        for line in metrics.render().decode().splitlines()
+        if line.startswith(("coppice_", "# HELP coppice_", "# TYPE coppice_"))
+        and not re.search(r"_created[ {]", line)
+    )
+    assert "coppice_requests_total" in text
+    checked = promtool("check", "metrics", stdin=text)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_dashboard_is_what_its_table_says() -> None:
+    assert dashboard.FILE.read_text() == dashboard.rendered(), "python -m helm.dashboard"
+
+
+def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+    panels = dashboard.dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+
+
+def test_every_alert_has_a_severity_a_summary_and_a_page_of_the_runbook() -> None:
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    alerts = [rule for rule in rules() if "alert" in rule]
+    for alert in alerts:
+        labels, annotations = alert["labels"], alert["annotations"]
+        assert labels["severity"] in ("critical", "warning")
+        assert annotations["summary"]
+    headings = set(re.findall(r"^## (Coppice\w+)$", runbook, re.MULTILINE))
+    assert headings == {alert["alert"] for alert in alerts}
+
+
+def test_promtool_takes_the_rules() -> None:
+    checked = promtool("check", "rules", *(MONITORING / file.name for file in RULES))
+    assert checked.returncode == 0, checked.stderr

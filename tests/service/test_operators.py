@@ -1,0 +1,137 @@
+"""The operators' port, and the audit log of what is done there."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from service.access import declared
+from service.app import create_app
+from service.audit import LOGGER
+from service.logs import logging_config
+from service.runner import open_listener, run_server, server_url
+from service.settings import LogSettings, load_settings
+from service.sources import SettingsError
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.serving import serving, settings_for
+
+PROBES = {"/livez", "/readyz", "/startupz", "/health"}
+
+
+def paths(app: object) -> set[str]:
+    return {route.path for route in app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]
+
+
+def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> None:
+    everything = create_app(settings_for(tmp_path), FakeEngine())
+    split = create_app(settings_for(tmp_path, server={"operators_port": 0}), FakeEngine())
+    operators = split.state.operators
+    assert everything.state.operators is None
+    assert paths(split) | paths(operators) == paths(everything)
+    assert paths(split) & paths(operators) == {*PROBES, "/v1/status"}
+    assert "/metrics" not in paths(split)
+    for route in split.routes:
+        assert isinstance(route, APIRoute)
+        access = declared(route.endpoint)
+        assert access is not None
+        assert access.role != "admin"
+
+
+def test_the_operators_address_needs_keys_like_any_other() -> None:
+    flags = {"server.operators_port": "9000", "server.operators_host": "0.0.0.0"}
+    with pytest.raises(SettingsError, match=r"host 0\.0\.0\.0 can be reached"):
+        load_settings(flags=flags, environ={})
+    assert load_settings(flags={**flags, "server.allow_open": "true"}, environ={})
+
+
+def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
+    with open_listener("127.0.0.1", 0) as probe:
+        operators_port = probe.getsockname()[1]
+    settings = settings_for(tmp_path, server={"operators_port": operators_port})
+    app = create_app(settings, FakeEngine())
+    statuses: dict[str, int] = {}
+
+    def ask(callers: str) -> None:
+        operators = f"http://127.0.0.1:{operators_port}"
+        transport = httpx.HTTPTransport(retries=20)
+        with httpx.Client(transport=transport, timeout=20) as http:
+            while http.get(f"{callers}/readyz").status_code != 200:
+                pass
+            for name, url in (("callers", callers), ("operators", operators)):
+                for path in ("/readyz", "/metrics", "/v1/weights", "/v1/rollouts/x"):
+                    statuses[f"{name} {path}"] = http.get(url + path).status_code
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with open_listener("127.0.0.1", 0) as listener:
+        asking = threading.Thread(target=ask, args=(server_url(listener),))
+        asking.start()
+        run_server(app, app.state.server, settings, listener)
+        asking.join(timeout=20)
+    assert statuses == {
+        "callers /readyz": 200,
+        "callers /metrics": 404,
+        "callers /v1/weights": 404,
+        "callers /v1/rollouts/x": 404,  # there is no such rollout
+        "operators /readyz": 200,
+        "operators /metrics": 200,
+        "operators /v1/weights": 200,
+        "operators /v1/rollouts/x": 404,
+    }
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{operators_port}/readyz")
+
+
+@contextmanager
+def audited() -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, handler = logging.getLogger(LOGGER), Keep()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+async def test_every_call_of_an_admin_route_is_audited_allowed_or_not(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    keys = write_keys(file, boss="admin", trainer="rollout")
+    admin, trainer = bearer(keys["boss"]), bearer(keys["trainer"])
+    with audited() as records:
+        async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
+            http = served.http
+            await http.post("/v1/pause", json={"mode": "keep"}, headers=admin)
+            await http.delete("/v1/weights/x%0Ay", headers=admin)
+            await http.post("/v1/resume", headers=trainer)
+            await http.post("/v1/resume")
+            await http.get("/v1/status", headers=trainer)
+            await http.get("/livez")
+    seen = [(r.__dict__["method"], r.__dict__["route"], r.__dict__["status"]) for r in records]
+    assert seen == [
+        ("POST", "/v1/pause", 200),
+        ("DELETE", "/v1/weights/{version}", 422),
+        ("POST", "/v1/resume", 403),
+        ("POST", "/v1/resume", 401),
+    ]
+    assert records[1].__dict__["version"] == r"'x\ny'"
+    assert records[0].__dict__["address"] == "127.0.0.1"
+
+
+def test_the_audit_log_is_written_at_every_level() -> None:
+    config = logging_config(LogSettings(level="error"))
+    assert config["loggers"][LOGGER] == {"handlers": [], "propagate": True, "level": "INFO"}

@@ -1,0 +1,41 @@
+"""What documents say of tests and of dependencies is so."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 15
+    for file, function in named:
+        text = (ROOT / file).read_text()
+        assert not function or re.search(rf"^(async )?def {function}\(", text, re.MULTILINE), file
+
+
+def test_every_class_of_advisories_names_its_test() -> None:
+    section = (ROOT / "SECURITY.md").read_text().partition("## What has gone wrong elsewhere")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    assert all(row.rstrip(" |").rpartition("| ")[2].startswith("`tests/") for row in rows)
+
+
+def test_the_report_of_dependencies_is_of_the_lock() -> None:
+    """Licences are what the installed metadata says; packages and versions the lock's."""
+    rows = re.findall(
+        r"^\| ([\w.-]+) \| (\S+) \| .+ \|$",
+        (ROOT / "docs" / "dependencies.md").read_text(),
+        re.MULTILINE,
+    )
+    assert dict(rows[1:]) == script("dependencies").pinned(), "python scripts/dependencies.py"
