@@ -5,9 +5,9 @@ tests and the real one obey the same contract tests.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
@@ -29,13 +29,45 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample to draw. `id` is the server's own and never repeats."""
+    """One sample to draw. `id` is the server's own and never repeats.
+
+    Prefixes are shared among samples of the same `cache_salt`, and of none.
+    """
 
     id: str
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages as OpenAI writes them; `template_options` are the model's own template's."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """`arguments` is JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a response says: to whom it may concern, to itself, and to tools."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +127,9 @@ class Engine(Protocol):
     start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
         does the pulse. stop is idempotent and leaves no process and no shared memory behind.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
+    encode_conversation: RequestRefused if the model's template does not render it.
+    reply: the parsers that the engine was given, on a response to that conversation; without a
+        parser, and without tools, a response is all content.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
@@ -102,6 +137,7 @@ class Engine(Protocol):
         unknown and finished ids are ignored.
     score: log-probabilities of the response's tokens after the prompt, under the model's own
         distribution at temperature 1. Cancelling it ends the work.
+    forget_prefixes: to be called while paused. No prefix that was computed so far is found again.
     pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
         wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
     check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
@@ -126,6 +162,10 @@ class Engine(Protocol):
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
+    def encode_conversation(self, conversation: Conversation) -> list[int]: ...
+
+    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply: ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
@@ -137,6 +177,8 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def forget_prefixes(self) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
 

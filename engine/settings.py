@@ -54,6 +54,14 @@ class EngineSettings(BaseModel):
         bool | None,
         Field(description="no compilation, no CUDA graphs; none: true on CPU, false on a GPU"),
     ] = None
+    tool_parser: Annotated[
+        str | None,
+        Field(description="vLLM's parser that finds tool calls in responses, such as hermes"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Field(description="vLLM's parser that finds reasoning in responses, such as qwen3"),
+    ] = None
     weight_transfer: Annotated[
         Literal["nccl", "ipc"] | None,
         Field(description="vLLM's own weight-transfer engine, beside HTTP"),

@@ -8,6 +8,9 @@ from fastapi import Depends, FastAPI
 from engine.protocol import Engine
 from service import problems
 from service.access import authorised
+from service.compat.app import create_compat
+from service.compat.names import Names
+from service.compat.weight_updates import WeightUpdates
 from service.edges import Edges
 from service.keyring import Keyring
 from service.requests import RequestScope
@@ -38,6 +41,18 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.add_middleware(Edges, limits=settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics)
     problems.install(app)
+    _add_compat(app, server)
     for part in (rollouts, score, weights, control, health, documents):
         app.include_router(part.router)
     return app
+
+
+def _add_compat(app: FastAPI, server: Server) -> None:
+    """Asked last, for addresses that are none of ours: a mount would swallow their 405 as well."""
+    compat = create_compat(server.settings.server.compat)
+    compat.state.server = server
+    compat.state.keyring = app.state.keyring
+    compat.state.names = Names()
+    compat.state.weight_updates = WeightUpdates(server)
+    app.state.compat = compat
+    app.router.default = compat

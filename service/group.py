@@ -37,6 +37,7 @@ class Group:
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    cache_salt: str | None = None
     exact_version: str | None = None
     enough: int | None = None
     deadline_seconds: float | None = None
@@ -78,6 +79,7 @@ class Group:
                 sampling=self.sampling,
                 seed=None if self.seed is None else _stream(self.seed, index),
                 priority=self.priority,
+                cache_salt=self.cache_salt,
             )
             for index, sample_id in enumerate(self.sample_ids)
         ]

@@ -36,6 +36,9 @@ class Metrics:
         )
         self.completion_tokens = self._counter("completion_tokens", "Tokens sampled")
         self.requests = self._counter("requests", "HTTP requests answered", "route", "code")
+        self.compat_fields = self._counter(
+            "compat_fields", "Fields of other servers' clients that were not used", "kind"
+        )
         self.activations = self._counter("activations", "Weights activated", "mode")
         self.request_seconds = Histogram(
             "coppice_request_duration_seconds",
@@ -75,6 +78,8 @@ class Metrics:
             self.groups.labels(outcome)
         for reason in get_args(FinishReason):
             self.samples.labels(reason)
+        for kind in ("dropped", "unknown"):
+            self.compat_fields.labels(kind)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
 

@@ -1,7 +1,7 @@
 """Turns every failure of a request into a problem document, the framework's own included."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -17,9 +17,15 @@ from service.failures import ENGINE_RETRY_SECONDS
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+Write = Callable[[Problem], str]
 
 
-def install(app: FastAPI) -> None:
+def as_json(problem: Problem) -> str:
+    return problem.model_dump_json(exclude_none=True)
+
+
+def install(app: FastAPI, write: Write = as_json) -> None:
+    app.state.write_problem = write
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(ClientDisconnect, _left)
@@ -27,11 +33,13 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def problem_response(problem: Problem, *, headers: Mapping[str, str] | None = None) -> Response:
+def problem_response(
+    problem: Problem, *, headers: Mapping[str, str] | None = None, write: Write = as_json
+) -> Response:
     retry = problem.retry_after_seconds
     sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
     return Response(
-        problem.model_dump_json(exclude_none=True),
+        write(problem),
         status_code=problem.status,
         media_type=MEDIA_TYPE,
         headers={**sent, **(headers or {})},
@@ -40,7 +48,7 @@ def problem_response(problem: Problem, *, headers: Mapping[str, str] | None = No
 
 async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return problem_response(error.problem(_request_id(request)), headers=error.headers)
+    return _response(request, error, error.headers)
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -48,7 +56,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = {"Allow": _allowed(request)} if isinstance(ours, MethodNotAllowed) else {}
-    return problem_response(ours.problem(_request_id(request)), headers=headers)
+    return _response(request, ours, headers)
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
@@ -70,7 +78,12 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error)
-    return problem_response(Internal().problem(_request_id(request)))
+    return _response(request, Internal(), {})
+
+
+def _response(request: Request, error: ServiceError, headers: Mapping[str, str]) -> Response:
+    write: Write = request.app.state.write_problem
+    return problem_response(error.problem(_request_id(request)), headers=headers, write=write)
 
 
 def _request_id(request: Request) -> str | None:

@@ -213,6 +213,7 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "rollback_refused": VersionConflict,
     "body_too_large": InvalidRequest,
     "unsupported_media_type": InvalidRequest,
+    "unsupported": InvalidRequest,
     "invalid_request": InvalidRequest,
     "prompt_too_long": InvalidRequest,
     "no_chat_template": InvalidRequest,

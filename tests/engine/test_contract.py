@@ -1,6 +1,7 @@
 """What the fake engine and the real one have in common: the protocol's contract."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,20 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.protocol import Completion, Engine, PauseMode, SampleRequest, Sampling
+from engine.protocol import (
+    Completion,
+    Conversation,
+    Engine,
+    PauseMode,
+    SampleRequest,
+    Sampling,
+)
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASKED = [{"role": "user", "content": "1+2"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 _COUNT = iter(range(10**9))
 
@@ -56,7 +67,7 @@ def _real() -> Subject:
     async def advance() -> None:
         await asyncio.sleep(0.05)
 
-    return Subject(VllmEngine(settings()), advance)
+    return Subject(VllmEngine(settings(tool_parser="hermes")), advance)
 
 
 def sample(max_tokens: int) -> SampleRequest:
@@ -179,3 +190,32 @@ async def test_text_becomes_tokens_and_back(subject: Subject) -> None:
     tokens = subject.engine.encode_text("1+2=3")
     assert max(tokens) < subject.engine.facts.vocab_size
     assert "1+2=3" in subject.engine.decode(tokens)
+
+
+async def test_a_conversation_is_rendered_by_the_models_own_template(subject: Subject) -> None:
+    plain = subject.engine.encode_messages(ASKED)
+    options = {"chat_template": "{{ 'other' }}", "tokenize": False, "enable_thinking": False}
+    asked = Conversation(messages=ASKED, template_options=options)
+    assert subject.engine.encode_conversation(asked) == plain
+
+
+async def test_a_call_of_a_tool_is_told_apart_from_text(subject: Subject) -> None:
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    tokens = subject.engine.encode_text(written)
+    with_tools = Conversation(messages=ASKED, tools=[ADD])
+    [call] = subject.engine.reply(tokens, with_tools).tool_calls
+    assert (call.name, type(json.loads(call.arguments))) == ("add", dict)
+    assert call.id
+    plain = subject.engine.reply(tokens, Conversation(messages=ASKED))
+    assert plain.tool_calls == ()
+    assert plain.content == subject.engine.decode(tokens)
+
+
+async def test_samples_run_on_after_prefixes_are_forgotten(subject: Subject) -> None:
+    running = await submitted(subject, sample(6))
+    await subject.engine.pause("keep")
+    await subject.engine.forget_prefixes()
+    await subject.engine.resume()
+    while not running.done():
+        await subject.advance()
+    assert len(running.result()[0].token_ids) == 6
