@@ -37,26 +37,17 @@ class Chat:
         )
         messages = [dict(message) for message in conversation.messages]
         try:
+            _request(conversation)  # a reply to it will be parsed by what it says
             _, prompt = self._renderer.render_messages(messages, params)
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's and raises what it likes
+        # A template is a program of the model's and raises what it likes.
+        except Exception as error:
             raise RequestRefused("the chat template does not render these messages") from error
         return list(prompt["prompt_token_ids"])
 
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         if self._parser is None:
             return Reply(content=self._text(token_ids, skip_special=True))
-        request = ChatCompletionRequest.model_validate(
-            {
-                "messages": [dict(message) for message in conversation.messages],
-                **(
-                    {"tools": [dict(tool) for tool in conversation.tools]}
-                    if conversation.tools
-                    else {}
-                ),
-            }
-        )
+        request = _request(conversation)
         parser = self._parser(
             self._tokenizer,
             request.tools,
@@ -95,6 +86,14 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
         )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StartFailed(f"the parser cannot be used: {error}") from error
+
+
+def _request(conversation: Conversation) -> ChatCompletionRequest:
+    """vLLM's parsers look at the request that they parse a response to."""
+    given: dict[str, Any] = {"messages": [dict(message) for message in conversation.messages]}
+    if conversation.tools:
+        given["tools"] = [dict(tool) for tool in conversation.tools]
+    return ChatCompletionRequest.model_validate(given)
 
 
 def _tool_calls(calls: Any) -> tuple[ToolCall, ...]:

@@ -68,12 +68,25 @@ class ChatMessage(ForeignModel):
         return "".join(part["text"] for part in self.content)
 
 
+class Function(ForeignModel):
+    """`parameters` is a JSON schema; the model's template shows it to the model."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(ForeignModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class ChatBody(SamplingFields):
     """`logprobs`: of the sampled tokens, which is all there are."""
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
@@ -90,7 +103,7 @@ class ChatBody(SamplingFields):
     def conversation(self) -> Conversation:
         return Conversation(
             messages=[message.rendered() for message in self.messages],
-            tools=self.tools or [],
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             template_options=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
         )

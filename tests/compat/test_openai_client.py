@@ -78,6 +78,14 @@ async def test_tools(tmp_path: Path) -> None:
     assert silent.choices[0].message.tool_calls is None
 
 
+async def test_a_tool_without_a_name_is_refused(tmp_path: Path) -> None:
+    tools: list[Any] = [{"type": "function", "function": {}}, {}, {"type": "custom"}]
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        for tool in tools:
+            with pytest.raises(openai.UnprocessableEntityError, match="tools.0"):
+                await speaker.chat.completions.create(model="fake", messages=ASKED, tools=[tool])
+
+
 async def test_streams(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
         chat = await speaker.chat.completions.create(
