@@ -13,6 +13,8 @@ PYTHON ?=
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
+# Each of the two may hold an engine: more of them would want more memory than a laptop has.
+in_two := --numprocesses 2 --dist loadfile
 
 serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (8000)
 	@$(setup) serve
@@ -20,15 +22,16 @@ serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (80
 		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
 
 test: check coverage ## everything: the checks, then all tests
-	$(python) -m pytest -m 'engine or gpu'
+	$(python) -m pytest -m 'engine and not alone and not gpu' $(in_two)
+	$(python) -m pytest -m 'alone or gpu'
 
 test-fast: ## the tests that start no engine and are not slow; under a minute
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu and not slow'
+	$(python) -m pytest -m 'not engine and not gpu and not slow' $(in_two)
 
 coverage: ## the tests that start no engine, and whether they reach 95 % of service/
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu' \
+	$(python) -m pytest -m 'not engine and not gpu' $(in_two) \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## format, lint, types, and the HTTP contract

@@ -40,7 +40,9 @@ class LiveEngine:
     ) -> None:
         os.environ.update(ENVIRONMENT)
         import torch
-        from vllm import LLM
+        from vllm import LLM, envs
+
+        envs.disable_envs_cache()  # an engine before this one may have settled its own variables
 
         torch.set_num_threads(1)  # as fast on such models, and steady beside other work
         core_methods.install()

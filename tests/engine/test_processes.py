@@ -22,7 +22,7 @@ from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
 from tests.engine.slow_load import LOAD_SECONDS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = 3.0

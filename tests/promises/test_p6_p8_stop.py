@@ -12,7 +12,7 @@ from engine.shared_memory import MIN_AGE_SECONDS
 from tests.promises.load import Load, load
 from tests.promises.process import Home, ServiceProcess, home, service, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 FRUGAL = ("--engine.cpu-threads", "1", "--engine.max-sequences", "16")
 STOP_SECONDS = 60.0

@@ -13,7 +13,7 @@ from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL
 from tests.engine.test_processes import one_sample, processes, started, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 SOON_SECONDS = 20.0
 
