@@ -67,7 +67,7 @@ lock: ## resolve requirements/*.txt anew
 	@scripts/lock.sh $(python)
 
 clean: ## remove the environment and everything that was built
-	rm -rf .venv build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -rf .venv .clients build dist client/build client/dist *.egg-info client/*.egg-info
 	rm -f kernels/shared_prefix/libshared_prefix.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -92,6 +92,7 @@ class SampleRequest:
     carry an export; it is written once, as soon as the prompt is computed.
 
     With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised.
+    Prefixes are shared among samples of the same `cache_salt`, and of none.
     """
 
     id: str
@@ -101,6 +102,35 @@ class SampleRequest:
     priority: int = 0
     export: ExportSlot | None = None
     entropy_over: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages as OpenAI writes them; `template_options` are the model's own template's."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """`arguments` is JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a response says: to whom it may concern, to itself, and to tools."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +205,9 @@ class Engine(Protocol):
         does the pulse. stop is idempotent and leaves no process and no shared memory behind.
     shared_prefix: what was counted at the last sign of life; a second old at most.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
+    encode_conversation: RequestRefused if the model's template does not render it.
+    reply: the parsers that the engine was given, on a response to that conversation; without a
+        parser, and without tools, a response is all content.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
@@ -186,6 +219,7 @@ class Engine(Protocol):
         was aborted by now, is written or never will be: then its slot may be given to another. Nor
         is any other write under way that began before: a word that is PENDING while the engine is
         paused will, if ever, be COMMITTED under the weights that it resumes with.
+    forget_prefixes: to be called while paused. No prefix that was computed so far is found again.
     pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
         wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
     check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
@@ -212,6 +246,10 @@ class Engine(Protocol):
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
+    def encode_conversation(self, conversation: Conversation) -> list[int]: ...
+
+    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply: ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
@@ -225,6 +263,8 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def forget_prefixes(self) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
 

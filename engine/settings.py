@@ -83,6 +83,14 @@ class EngineSettings(BaseModel):
     prompt_kv: Annotated[
         bool, Field(description="prompt keys and values can be exported as soon as computed")
     ] = False
+    tool_parser: Annotated[
+        str | None,
+        Field(description="vLLM's parser that finds tool calls in responses, such as hermes"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Field(description="vLLM's parser that finds reasoning in responses, such as qwen3"),
+    ] = None
     weight_transfer: Annotated[
         Literal["nccl", "ipc"] | None,
         Field(description="vLLM's own weight-transfer engine, beside HTTP"),

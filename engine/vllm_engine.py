@@ -24,6 +24,7 @@ from engine import shared_memory
 from engine.arguments import WORKER_EXTENSION
 from engine.attention.counts import over_ranks
 from engine.calls import answered
+from engine.chat import Chat
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts, kv_support
 from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
@@ -31,9 +32,11 @@ from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
     Completion,
+    Conversation,
     EngineFacts,
     PauseMode,
     Pulse,
+    Reply,
     SampleRequest,
     SharedPrefixCounts,
 )
@@ -75,6 +78,7 @@ class VllmEngine:
         self._scratch: Scratch | None = None
         self._llm: AsyncLLM | None = None
         self._facts: EngineFacts | None = None
+        self._chat: Chat
         self._first: Checkpoint | None = None
         self._serving_path: Path | None = None
 
@@ -120,6 +124,7 @@ class VllmEngine:
         await self._verify_plugin()
         kv = await kv_support(self.llm, self._settings)
         self._facts = gather_facts(self.llm, self._settings, self._serving_path, kv)
+        self._chat = Chat(self.llm, self._settings)
         await self._warm_up()
         await answered(self.llm, self.llm.update_weight_version(version))
         self._heart.enter("serving")
@@ -228,6 +233,12 @@ class VllmEngine:
             ) from error
         return list(tokens)
 
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        return self._chat.encode(conversation)
+
+    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+        return self._chat.reply(token_ids, conversation)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.llm.get_tokenizer().decode(list(token_ids), skip_special_tokens=True))
 
@@ -239,7 +250,7 @@ class VllmEngine:
             for sample in samples:
                 queue = await self.llm.add_request(
                     sample.id,
-                    tokens_input(list(sample.prompt_token_ids)),
+                    tokens_input(list(sample.prompt_token_ids), cache_salt=sample.cache_salt),
                     sampling_params(sample),
                     priority=sample.priority,
                 )
@@ -284,6 +295,9 @@ class VllmEngine:
     async def resume(self) -> None:
         await answered(self.llm, self.llm.resume_generation())
 
+    async def forget_prefixes(self) -> None:
+        await self._utility("coppice_forget_prefixes")
+
     # Weights
 
     def check_weights(self, path: Path) -> None:
@@ -300,7 +314,7 @@ class VllmEngine:
             self._heart.died("the weights are half loaded")
             raise EngineDead("loading failed and the previous weights could not be put back")
         # After a restore as well: what was computed in between must not be found.
-        await self._utility("coppice_forget_prefixes")
+        await self.forget_prefixes()
         if failed:
             self._heart.enter("serving")
             raise LoadFailed("loading broke off; the previous weights serve on")

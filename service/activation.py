@@ -58,6 +58,15 @@ class Activation:
             await self._engine.resume()
             self._paused = False
 
+    async def forget_prefixes(self) -> None:
+        """Samples that run keep what they hold."""
+        async with self._lock:
+            await self._engine.pause("keep")
+            try:
+                await self._engine.forget_prefixes()
+            finally:
+                await self._resume_unless_paused()
+
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:

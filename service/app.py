@@ -10,6 +10,9 @@ from starlette.types import Lifespan
 from engine.protocol import Engine
 from service import problems
 from service.access import authorised
+from service.compat.app import create_compat
+from service.compat.names import Names
+from service.compat.weight_updates import WeightUpdates
 from service.edges import Edges
 from service.keyring import Keyring
 from service.requests import RequestScope
@@ -50,6 +53,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     else:
         app = _app(server, keyring, CALLERS, lifespan)
         app.state.operators = _app(server, keyring, (*OPERATORS, status, health))
+    _add_compat(app, server)
     return app
 
 
@@ -76,3 +80,14 @@ def _app(
     for part in parts:
         app.include_router(part.router)
     return app
+
+
+def _add_compat(app: FastAPI, server: Server) -> None:
+    """Asked last, for addresses that are none of ours: a mount would swallow their 405 as well."""
+    compat = create_compat(server.settings.server.compat)
+    compat.state.server = server
+    compat.state.keyring = app.state.keyring
+    compat.state.names = Names()
+    compat.state.weight_updates = WeightUpdates(server)
+    app.state.compat = compat
+    app.router.default = compat

@@ -2,7 +2,7 @@
 
 ServiceError
 |- CallerError                        the request is at fault; sending it again changes nothing
-|  |- MalformedRequest, InvalidJson, InvalidRequest, PromptTooLong, NoChatTemplate
+|  |- MalformedRequest, InvalidJson, InvalidRequest, Unsupported, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
 |  |- NotFound, MethodNotAllowed, RolloutNotFound, SegmentNotFound, VersionNotFound
@@ -89,6 +89,12 @@ class PromptTooLong(CallerError):
 
 class NoChatTemplate(CallerError):
     code = "no_chat_template"
+
+
+class Unsupported(CallerError):
+    """For clients of other servers, which repeat what gets a 5xx: `detail` says what to use."""
+
+    code = "unsupported"
 
 
 class Unauthorized(CallerError):

@@ -69,6 +69,7 @@ class Group:
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    cache_salt: str | None = None
     exact_version: str | None = None
     enough: int | None = None
     rule: Enough | None = None
@@ -130,6 +131,7 @@ class Group:
             sampling=replace(self.sampling, max_tokens=max_tokens),
             seed=None if self.seed is None else stream(self.seed, place),
             priority=self.priority,
+            cache_salt=self.cache_salt,
             export=self.export.place if self.export and index == 0 else None,
         )
 

@@ -53,6 +53,9 @@ class Metrics:
         self.samples_stale = self._counter(
             "samples_stale", "Samples with tokens of a version that was not active at their end"
         )
+        self.compat_fields = self._counter(
+            "compat_fields", "Fields of other servers' clients that were not used", "kind"
+        )
         self.activations = self._counter("activations", "Weights activated", "mode")
         self.group_seconds = Histogram(
             "coppice_group_duration_seconds",
@@ -176,6 +179,8 @@ class Metrics:
             self.kv_exports.labels(kv_outcome)
         for finish in get_args(SegmentFinish):
             self.segments.labels(finish)
+        for kind in ("dropped", "unknown"):
+            self.compat_fields.labels(kind)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
         for skipped in get_args(SkipReason):

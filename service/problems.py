@@ -1,7 +1,7 @@
 """Turns every failure of a request into a problem document, the framework's own included."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -19,9 +19,15 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 NO_HEADERS: Mapping[str, str] = {}
+Write = Callable[[Problem], str]
 
 
-def install(app: FastAPI) -> None:
+def as_json(problem: Problem) -> str:
+    return problem.model_dump_json(exclude_none=True)
+
+
+def install(app: FastAPI, write: Write = as_json) -> None:
+    app.state.write_problem = write
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(ClientDisconnect, _left)
@@ -29,11 +35,13 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def problem_response(problem: Problem, *, headers: Mapping[str, str] | None = None) -> Response:
+def problem_response(
+    problem: Problem, *, headers: Mapping[str, str] | None = None, write: Write = as_json
+) -> Response:
     retry = problem.retry_after_seconds
     sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
     return Response(
-        problem.model_dump_json(exclude_none=True),
+        write(problem),
         status_code=problem.status,
         media_type=MEDIA_TYPE,
         headers={**sent, **(headers or {})},
@@ -46,7 +54,8 @@ def answered(
     """The answer to a request that failed, counted."""
     scope["app"].state.server.metrics.problems.labels(error.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
-    return problem_response(problem, headers={**error.headers, **headers})
+    write: Write = scope["app"].state.write_problem
+    return problem_response(problem, headers={**error.headers, **headers}, write=write)
 
 
 async def _service_error(request: Request, error: Exception) -> Response:

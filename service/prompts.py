@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from coppice.wire.rollouts import Prompt
 from engine.errors import RequestRefused
-from engine.protocol import Engine
+from engine.protocol import Conversation, Engine, Reply
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 
 Given = TypeVar("Given")
@@ -28,7 +28,25 @@ class Prompts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
-        tokens = await self._tokens(prompt)
+        return self._checked(await self._tokens(prompt))
+
+    async def conversation(self, conversation: Conversation) -> list[int]:
+        try:
+            tokens = await self._off_loop(self._engine.encode_conversation, conversation)
+        except RequestRefused as error:
+            raise NoChatTemplate() from error
+        return self._checked(tokens)
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        return await self._off_loop(self._engine.decode, token_ids)
+
+    async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+        def parse(given: Sequence[int]) -> Reply:
+            return self._engine.reply(given, conversation)
+
+        return await self._off_loop(parse, token_ids)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
         facts = self._engine.facts
         if not tokens:
             raise InvalidRequest("a prompt has no token")
@@ -40,9 +58,6 @@ class Prompts:
         if max(tokens) >= facts.vocab_size:
             raise InvalidRequest(f"token ids must be below {facts.vocab_size}")
         return tokens
-
-    async def text(self, token_ids: Sequence[int]) -> str:
-        return await self._off_loop(self._engine.decode, token_ids)
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:

@@ -95,13 +95,14 @@ class Rollouts:
         owner: str,
         detached: bool = False,
         claim: Claim | None = None,
+        cache_salt: str | None = None,
     ) -> Rollout:
         """Everything that can be refused is refused before the first sample enters the engine.
 
         With a claim, the rollout that this very request has started before, if there is one.
         """
         if claim is None:
-            return await self._start(request, owner=owner, detached=detached)
+            return await self._start(request, owner=owner, detached=detached, cache_salt=cache_salt)
         started = self._keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
@@ -112,7 +113,13 @@ class Rollouts:
             raise
 
     async def _start(
-        self, request: RolloutRequest, *, owner: str, detached: bool, claim: Claim | None = None
+        self,
+        request: RolloutRequest,
+        *,
+        owner: str,
+        detached: bool,
+        claim: Claim | None = None,
+        cache_salt: str | None = None,
     ) -> Rollout:
         asked.check(request, waits=not (detached or request.stream))
         num_samples = asked.num_samples(request)
@@ -130,6 +137,8 @@ class Rollouts:
         place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
             rollout = await self._admitted(request, prompts, owner, detached, claim)
+            for group in rollout.groups:
+                group.cache_salt = cache_salt
             return self._run(rollout, place)
         except BaseException:
             self._admission.release(place)
@@ -163,6 +172,12 @@ class Rollouts:
 
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
+
+    async def cancel_of(self, owner: str) -> None:
+        """All that this key has running."""
+        for rollout in list(self._running.values()):
+            if rollout.owner == owner:
+                await self.cancel(rollout)
 
     def left(self, rollout: Rollout) -> None:
         """Its caller has gone. What could not be come back for is ended, in a task of our own: in

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coppice.wire.control import EngineStatus, StatusAnswer
+from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
 from service import __version__
@@ -116,6 +117,16 @@ class Server:
             self.prompts.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
+
+    async def activate(
+        self, label: str, mode: ActivationMode, *, allow_rollback: bool
+    ) -> ActivationAnswer:
+        answer = await self.in_background(
+            self.activation.activate(label, mode, allow_rollback=allow_rollback)
+        )
+        self.metrics.activations.labels(mode).inc()
+        self.metrics.paused_seconds.observe(answer.paused_seconds)
+        return answer
 
     def pulse(self) -> Pulse:
         return self.engine.pulse()

@@ -27,8 +27,10 @@ from service.sources import (
     merged,
 )
 
+Shape = Literal["vllm", "sglang", "openai"]
 
-def _split_paths(value: object) -> object:
+
+def _split(value: object) -> object:
     return [part for part in value.split(":") if part] if isinstance(value, str) else value
 
 
@@ -74,6 +76,11 @@ class ServerSettings(Section):
     drain_seconds: Annotated[
         int, Field(ge=0, description="seconds that running requests may take to end at a stop")
     ] = 30
+    compat: Annotated[
+        tuple[Shape, ...],
+        BeforeValidator(_split),
+        Field(description="other servers' clients that are understood as well, separated by ':'"),
+    ] = ("vllm", "sglang", "openai")
 
     @model_validator(mode="after")
     def _refuse_open(self) -> Self:
@@ -97,7 +104,7 @@ class WeightsSettings(Section):
     )
     source_directories: Annotated[
         tuple[Path, ...],
-        BeforeValidator(_split_paths),
+        BeforeValidator(_split),
         Field(description="directories that POST /v1/weights may name paths in, separated by ':'"),
     ] = ()
     max_upload_bytes: Annotated[

@@ -13,14 +13,17 @@ from pathlib import Path
 from engine.errors import CheckpointRefused, EngineDead, EngineError, RequestRefused
 from engine.protocol import (
     Completion,
+    Conversation,
     EngineFacts,
     EngineFinish,
     EngineStage,
     ExportWord,
     PauseMode,
     Pulse,
+    Reply,
     SampleRequest,
     SharedPrefixCounts,
+    ToolCall,
     VersionSpan,
 )
 from tests.fake_export import FORMAT, write_export
@@ -35,7 +38,7 @@ class Running:
     done: asyncio.Future[Completion]
     limit: int
     computed: bool = False
-    ends: EngineFinish = "length"
+    ends: EngineFinish | None = None
     token_versions: list[str] = field(default_factory=list)
 
 
@@ -58,7 +61,9 @@ class FakeEngine:
         self.scored = 0
         self.scoring = 0
         self.alive = True
+        self.finish: EngineFinish = "length"
         self.calls: list[str] = []
+        self.submitted: list[SampleRequest] = []
         self.loaded: list[Path] = []
         self.running: dict[str, Running] = {}
         self.version = ""
@@ -116,9 +121,22 @@ class FakeEngine:
         return list(text.encode())
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if any(message["role"] not in ("system", "user", "assistant") for message in messages):
+        if any(
+            message["role"] not in ("system", "user", "assistant", "tool") for message in messages
+        ):
             raise RequestRefused("unknown role")
         return list("".join(message["content"] for message in messages).encode())
+
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        named = [str(tool["function"]["name"]) for tool in conversation.tools]
+        return self.encode_text("".join(named)) + self.encode_messages(conversation.messages)
+
+    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+        """With tools, every response calls the first one."""
+        if not conversation.tools:
+            return Reply(content=self.decode(token_ids))
+        name = conversation.tools[0]["function"]["name"]
+        return Reply(content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("latin-1")
@@ -126,6 +144,7 @@ class FakeEngine:
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         if not self.alive:
             raise EngineDead("dead")
+        self.submitted += samples
         loop = asyncio.get_running_loop()
         added = [
             Running(request=sample, done=loop.create_future(), limit=sample.sampling.max_tokens)
@@ -159,7 +178,7 @@ class FakeEngine:
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
             if len(sample.token_versions) == sample.limit:
-                self._finish(sample, sample.ends)
+                self._finish(sample, sample.ends or self.finish)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         for sample_id in sample_ids:
@@ -184,6 +203,10 @@ class FakeEngine:
         self.paused = False
         if self.instant:
             self.step(VOCAB_SIZE)
+
+    async def forget_prefixes(self) -> None:
+        assert self.paused, "prefixes are forgotten under a pause"
+        self.calls.append("forget")
 
     def check_weights(self, path: Path) -> None:
         if path.name in self.refused_weights:

@@ -238,6 +238,7 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "body_too_large": InvalidRequest,
     "unsupported_media_type": InvalidRequest,
     "range_not_satisfiable": InvalidRequest,
+    "unsupported": InvalidRequest,
     "invalid_request": InvalidRequest,
     "prompt_too_long": InvalidRequest,
     "no_chat_template": InvalidRequest,

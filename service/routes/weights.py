@@ -71,11 +71,7 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
 @needs("admin")
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_json(request, ActivateRequest, limit=server.settings.limits.max_body_bytes)
-    answer = await server.in_background(
-        server.activation.activate(label(version), body.mode, allow_rollback=body.allow_rollback)
-    )
-    server.metrics.activations.labels(body.mode).inc()
-    server.metrics.paused_seconds.observe(answer.paused_seconds)
+    answer = await server.activate(label(version), body.mode, allow_rollback=body.allow_rollback)
     return _json(answer)
 
 

@@ -123,6 +123,7 @@ class TreeGroup(Group):
             sampling=replace(self.sampling, max_tokens=path.reach.limit),
             seed=seed,
             priority=self.priority,
+            cache_salt=self.cache_salt,
             entropy_over=self.plan.entropy.k if topk else 0,
             export=self.export.place if self.export and path.name == FIRST_PATH else None,
         )

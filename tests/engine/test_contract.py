@@ -1,6 +1,7 @@
 """What the fake engine and the real one have in common: the protocol's contract."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from engine.protocol import (
     Completion,
+    Conversation,
     Engine,
     ExportSlot,
     ExportWord,
@@ -21,6 +23,9 @@ from tests.arena import TestArena
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASKED = [{"role": "user", "content": "1+2"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 _COUNT = iter(range(10**9))
 
@@ -65,7 +70,7 @@ def _real() -> Subject:
     async def advance() -> None:
         await asyncio.sleep(0.05)
 
-    return Subject(VllmEngine(settings(prompt_kv=True)), advance)
+    return Subject(VllmEngine(settings(prompt_kv=True, tool_parser="hermes")), advance)
 
 
 @pytest.fixture
@@ -282,3 +287,32 @@ async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
     assert arena.words(inside) == [ExportWord.FAILED]
     assert arena.untouched(inside)
     arena.check()
+
+
+async def test_a_conversation_is_rendered_by_the_models_own_template(subject: Subject) -> None:
+    plain = subject.engine.encode_messages(ASKED)
+    options = {"chat_template": "{{ 'other' }}", "tokenize": False, "enable_thinking": False}
+    asked = Conversation(messages=ASKED, template_options=options)
+    assert subject.engine.encode_conversation(asked) == plain
+
+
+async def test_a_call_of_a_tool_is_told_apart_from_text(subject: Subject) -> None:
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    tokens = subject.engine.encode_text(written)
+    with_tools = Conversation(messages=ASKED, tools=[ADD])
+    [call] = subject.engine.reply(tokens, with_tools).tool_calls
+    assert (call.name, type(json.loads(call.arguments))) == ("add", dict)
+    assert call.id
+    plain = subject.engine.reply(tokens, Conversation(messages=ASKED))
+    assert plain.tool_calls == ()
+    assert plain.content == subject.engine.decode(tokens)
+
+
+async def test_samples_run_on_after_prefixes_are_forgotten(subject: Subject) -> None:
+    running = await submitted(subject, sample(6))
+    await subject.engine.pause("keep")
+    await subject.engine.forget_prefixes()
+    await subject.engine.resume()
+    while not running.done():
+        await subject.advance()
+    assert len(running.result()[0].token_ids) == 6

@@ -233,3 +233,29 @@ async def test_a_model_that_is_not_there_is_said_in_one_sentence(
     with pytest.raises(StartFailed, match=said):
         await engine.start("v0")
     await engine.stop()
+
+
+async def cached(engine: VllmEngine, prompt: list[int], salt: str | None = None) -> int:
+    sample = SampleRequest(
+        id=f"t{next(_COUNT)}",
+        prompt_token_ids=prompt,
+        sampling=Sampling(max_tokens=1),
+        cache_salt=salt,
+    )
+    [pending] = await engine.submit([sample])
+    return (await pending).num_cached_tokens
+
+
+async def test_a_prefix_is_shared_within_a_salt_only(engine: VllmEngine) -> None:
+    prompt = prompt_of(3 * BLOCK + 1, first=41)
+    salts = [None, "a:1", "b:1", None, "a:1"]
+    assert [await cached(engine, prompt, salt) for salt in salts] == [0, 0, 0, *[3 * BLOCK] * 2]
+
+
+async def test_forgotten_prefixes_are_not_found(engine: VllmEngine) -> None:
+    prompt = prompt_of(3 * BLOCK + 1, first=42)
+    assert [await cached(engine, prompt) for _ in range(2)] == [0, 3 * BLOCK]
+    await engine.pause("keep")
+    await engine.forget_prefixes()
+    await engine.resume()
+    assert await cached(engine, prompt) == 0

@@ -46,7 +46,9 @@ def test_every_field_can_be_named_by_a_variable() -> None:
     environ = {}
     for section, name, field in settings_fields():
         value = field.get_default(call_default_factory=True, validated_data={})
-        text = "none" if value is None else ":".join(value) if value == () else str(value)
+        text = (
+            "none" if value is None else ":".join(value) if isinstance(value, tuple) else str(value)
+        )
         environ[variable_name(section, name)] = text
     assert load_settings(environ=environ) == Settings()
 

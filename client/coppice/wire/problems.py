@@ -64,6 +64,7 @@ _TABLE = (
     ProblemKind("body_too_large", 413, "The body is larger than this server takes"),
     ProblemKind("unsupported_media_type", 415, "The body's media type is not understood"),
     ProblemKind("range_not_satisfiable", 416, "The file has no such bytes"),
+    ProblemKind("unsupported", 422, "This server does not do that"),
     ProblemKind("invalid_request", 422, "The request does not say what it must"),
     ProblemKind("prompt_too_long", 422, "The prompt leaves no room for a token"),
     ProblemKind(

@@ -1,0 +1,15 @@
+"""What the versions of one training run are called."""
+
+import itertools
+import uuid
+
+
+class Labels:
+    """Two runs on one server never publish under the same label."""
+
+    def __init__(self) -> None:
+        self._run = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count(1)
+
+    def next(self) -> str:
+        return f"trl-{self._run}-{next(self._numbers)}"

@@ -1,0 +1,98 @@
+"""The `rollout_func` of GRPOTrainer: one group for each prompt, from the trainer's own weights.
+
+TRL's sampler repeats every prompt as often as there are generations of it, one after the other; a
+run of equal prompts becomes one group, whose prompt is computed once.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from coppice.client import Rollouts
+from coppice.results import Group
+from coppice.trl.labels import Labels
+from coppice.wire.rollouts import Policy
+
+# Of an argument of GRPOConfig, the values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {"min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+
+
+class RolloutFunc:
+    """Called by GRPOTrainer(rollout_func=...). Publishes the weights when they have changed."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+        self._labels = Labels()
+        self._step: int | None = None
+        self._version = ""
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        self._publish(trainer)
+        rows = [_token_ids(prompt, trainer) for prompt in prompts]
+        runs = [(row, len(list(same))) for row, same in groupby(rows)]
+        options = _sampling(trainer)
+        policy = Policy(exact_version=self._version) if self._version else None
+        pending = [self._rollouts.submit([row], n=n, policy=policy, **options) for row, n in runs]
+        groups = [waiting.wait().groups[0] for waiting in pending]
+        samples = [sample for group in groups for sample in _whole(group).samples]
+        return {
+            "prompt_ids": rows,
+            "completion_ids": [sample.token_ids.tolist() for sample in samples],
+            "logprobs": [sample.logprobs.tolist() for sample in samples],
+        }
+
+    def _publish(self, trainer: Any) -> None:
+        """On the main process; the others wait for it. Gathering the weights takes all of them."""
+        step = trainer.state.global_step
+        if step == self._step:
+            return
+        if hasattr(trainer.model, "merge_adapter"):
+            raise NotImplementedError("adapters: use coppice.trl.install(), which publishes merged")
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.accelerator.is_main_process:
+            self._version = self._labels.next()
+            self._rollouts.publish_weights(self._version, state)
+        trainer.accelerator.wait_for_everyone()
+        self._step = step
+
+
+def rollout_func(rollouts: Rollouts) -> RolloutFunc:
+    """For GRPOTrainer(rollout_func=...), with use_vllm=False."""
+    return RolloutFunc(rollouts)
+
+
+def _token_ids(prompt: Any, trainer: Any) -> list[int]:
+    """As TRL makes tokens of its own prompts."""
+    words = trainer.processing_class
+    if isinstance(prompt, str):
+        return list(words(text=prompt)["input_ids"])
+    options = getattr(trainer, "chat_template_kwargs", None) or {}
+    return list(
+        words.apply_chat_template(
+            prompt,
+            tools=getattr(trainer, "tools", None) or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    )
+
+
+def _sampling(trainer: Any) -> dict[str, Any]:
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(trainer.args, name)) not in neutral:
+            raise ValueError(f"{name}={value} is not sampled from: use top_p or top_k")
+    return {
+        "max_tokens": trainer.args.max_completion_length,
+        "temperature": trainer.args.temperature,
+        "top_p": trainer.args.top_p,
+        "top_k": trainer.args.top_k or 0,
+    }
+
+
+def _whole(group: Group) -> Group:
+    """TRL knows no groups with fewer samples than were asked for."""
+    if group.outcome != "done":
+        raise RuntimeError(f"a group ended as {group.outcome}; its samples are not all there")
+    return group

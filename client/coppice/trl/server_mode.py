@@ -1,0 +1,56 @@
+"""TRL's server mode, `GRPOConfig(use_vllm=True, vllm_mode="server")`, without NCCL.
+
+TRL's client makes its requests for samples as ever; only how weights travel is replaced. TRL
+itself gathers and renames them, and merges adapters.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from coppice.client import Rollouts
+from coppice.trl.labels import Labels
+
+
+def install() -> None:
+    """To be called before a trainer is made. Again changes nothing."""
+    from trl.generation import vllm_client, vllm_generation
+
+    if getattr(vllm_generation.VLLMClient, "over_http", False):
+        return
+    vllm_client.VLLMClient = vllm_generation.VLLMClient = _over_http(vllm_client.VLLMClient)
+
+
+def _over_http(base: Any) -> Any:
+    class HttpClient(base):  # type: ignore[misc]
+        """A VLLMClient whose weights are one safetensors file a version."""
+
+        over_http = True
+
+        def init_communicator(self, device: Any = 0) -> None:
+            """Without a group of ranks there is nothing to join."""
+            self._rollouts = Rollouts(self.base_url)
+            self._labels = Labels()
+
+        def update_named_params(
+            self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]
+        ) -> None:
+            """Copied while they are here: gathered parameters are gone after their turn."""
+            if not self._updating_weights:
+                self._start_weight_update()
+            for name, tensor in named_params:
+                self._pending[name] = tensor.detach().to("cpu", copy=True)
+            if not self._updating_weights:
+                self._finish_weight_update()
+
+        def _start_weight_update(self) -> None:
+            self._pending: dict[str, Any] = {}
+
+        def _finish_weight_update(self) -> None:
+            pending, self._pending = self._pending, {}
+            self._rollouts.publish_weights(self._labels.next(), pending)
+
+        def close_communicator(self) -> None:
+            self._rollouts.close()
+
+    HttpClient.__name__ = base.__name__
+    return HttpClient

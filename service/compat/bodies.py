@@ -1,0 +1,52 @@
+"""Bodies of clients that were written for other servers.
+
+They send more than is needed, so what nobody here knows is ignored and counted. What would change
+the samples is refused (service/compat/refused.py); what would reach into the engine is dropped.
+"""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict
+
+from service.bodies import read_json
+from service.compat import refused
+from service.metrics import Metrics
+from service.server import Server
+
+# Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
+DROPPED = frozenset({"kv_transfer_params", "vllm_xargs", "extra_args", "chat_template"})
+
+
+class ForeignModel(BaseModel):
+    """Part of a body; what it does not name is kept apart until `settle` has judged it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+
+Body = TypeVar("Body", bound=ForeignModel)
+
+
+async def read_foreign(request: Request, model: type[Body], server: Server) -> Body:
+    body = await read_json(request, model, limit=server.settings.limits.max_body_bytes)
+    settle(body, server.metrics)
+    return body
+
+
+def settle(body: ForeignModel, metrics: Metrics) -> None:
+    for part in _parts(body):
+        for name, value in (part.model_extra or {}).items():
+            if value is None or refused.check(name, value):
+                continue
+            metrics.compat_fields.labels("dropped" if name in DROPPED else "unknown").inc()
+
+
+def _parts(value: object) -> Iterator[ForeignModel]:
+    if isinstance(value, ForeignModel):
+        yield value
+        for name in type(value).model_fields:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, list) and value and isinstance(value[0], ForeignModel):
+        for item in value:
+            yield from _parts(item)

@@ -1,0 +1,40 @@
+"""The document of the sub-application, generated from its routes and its bodies' models."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
+
+from service import __version__
+
+_REFERENCE = "#/components/schemas/{model}"
+_BODIES: dict[str, type[BaseModel]] = {}
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's `openapi_extra=`: bodies are parsed by us, where FastAPI does not see it."""
+    _BODIES[model.__name__] = model
+    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    ours = [route for route in routes if isinstance(route, APIRoute)]
+    whole = get_openapi(title="Coppice for clients of others", version=__version__, routes=ours)
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (_BODIES[name], "validation") for name in sorted(set(_named(ours)))
+    ]
+    _, schemas = models_json_schema(models, ref_template=_REFERENCE)
+    whole["components"] = {"schemas": schemas.get("$defs", {})}
+    return whole
+
+
+def _named(routes: Sequence[APIRoute]) -> Iterator[str]:
+    for route in routes:
+        if route.openapi_extra is not None:
+            content = route.openapi_extra["requestBody"]["content"]
+            yield content["application/json"]["schema"]["$ref"].rpartition("/")[2]

@@ -1,0 +1,21 @@
+"""Problems with one member more, which is all that OpenAI's client shows of an error."""
+
+import json
+
+from coppice.wire.problems import Problem
+
+
+def with_message(problem: Problem) -> str:
+    return json.dumps(members(problem))
+
+
+def members(problem: Problem) -> dict[str, object]:
+    """`error` as OpenAI writes it, beside the members of every problem."""
+    faults = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
+    said = [text for text in (problem.detail or problem.title, *faults) if text]
+    error = {
+        "message": "; ".join(dict.fromkeys(said)),
+        "type": problem.code,
+        "code": problem.code,
+    }
+    return {**problem.model_dump(exclude_none=True), "error": error}

@@ -1,0 +1,115 @@
+"""Rollouts on behalf of clients that know nothing of rollouts.
+
+Prompts are token ids before anything starts, so what a client is told about its prompt is what the
+engine was given, and no token is ever made into text and back.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic_core import to_json
+
+from coppice.wire.rollouts import (
+    FinishReason,
+    GroupRequest,
+    Policy,
+    Prompt,
+    RolloutAnswer,
+    RolloutRequest,
+    SampleAnswer,
+    Sampling,
+)
+from service.connection import while_connected
+from service.errors import InvalidRequest
+from service.keys import Key
+from service.rollout import Rollout
+from service.server import Server
+
+FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
+ABORTED = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request of such a client: prompts, and n samples of each."""
+
+    prompts: Sequence[list[int]]
+    n: int
+    sampling: Sampling
+    seed: int | None = None
+    priority: int = 0
+    policy: Policy | None = None
+    cache_salt: str | None = None
+
+    def request(self) -> RolloutRequest:
+        groups = [
+            GroupRequest(prompt=Prompt(token_ids=prompt), n=self.n, seed=self.seed)
+            for prompt in self.prompts
+        ]
+        return RolloutRequest(
+            groups=groups, sampling=self.sampling, policy=self.policy, priority=self.priority
+        )
+
+
+def salt(caller: Key, given: str | None) -> str | None:
+    """A key's salts are its own: no key can look into the cache of another by guessing its salt."""
+    return None if given is None else f"{caller.name}:{given}"
+
+
+def check_model(server: Server, model: str | None) -> None:
+    served = server.engine.facts.model
+    if model not in (None, served):
+        raise InvalidRequest.of_parameter("model", f"this server serves {served!r}")
+
+
+async def start(server: Server, caller: Key, work: Work) -> Rollout:
+    return await server.rollouts.start(
+        work.request(), owner=caller.name, cache_salt=salt(caller, work.cache_salt)
+    )
+
+
+async def answered(request: Request, server: Server, rollout: Rollout) -> RolloutAnswer | None:
+    """None if the caller has gone; its rollout is ended then."""
+    try:
+        await while_connected(request, rollout.wait())
+    finally:
+        server.rollouts.left(rollout)
+    return await rollout.answer() if rollout.ended else None
+
+
+async def encoded(build: Callable[[], object]) -> Response:
+    """In a thread: large answers would hold up everybody else."""
+    content = await asyncio.to_thread(lambda: to_json(build()))
+    return Response(content, media_type="application/json")
+
+
+async def texts(server: Server, answer: RolloutAnswer) -> list[list[str]]:
+    """Of every sample, group by group."""
+    return [
+        [await server.prompts.text(sample.token_ids) for sample in group.samples]
+        for group in answer.groups
+    ]
+
+
+def finish_reason(sample: SampleAnswer) -> str:
+    return FINISH.get(sample.finish_reason, ABORTED)
+
+
+def spans(sample: SampleAnswer) -> list[dict[str, Any]]:
+    """Which weights version sampled which tokens."""
+    return [span.model_dump() for span in sample.versions]
+
+
+def usage(answer: RolloutAnswer) -> dict[str, Any]:
+    used = answer.usage
+    return {
+        "prompt_tokens": used.prompt_tokens,
+        "completion_tokens": used.completion_tokens,
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
+        },
+    }

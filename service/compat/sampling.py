@@ -1,0 +1,40 @@
+"""What other servers call the fields of a sampling distribution."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from coppice.wire.base import TokenIds
+from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Sampling
+from service.compat.bodies import ForeignModel
+
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Count = Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)]
+
+_SEED_MASK = 2**62 - 1  # trainers draw 63 bits
+
+
+class SamplingFields(ForeignModel):
+    """Shared by all; how many tokens there may be is called differently everywhere."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def sampling(self, max_tokens: int | None) -> Sampling:
+        """Both -1 and 0 mean that no token is cut off by its rank."""
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def seed(given: int | None) -> int | None:
+    return None if given is None else given & _SEED_MASK

@@ -1,0 +1,47 @@
+"""GET /server_info, which vLLM's and SGLang's clients both ask for and read different parts of."""
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from pydantic_core import to_json
+
+from engine.protocol import EngineFacts
+from service import __version__
+from service.access import any_key
+from service.answers import JSON, WHEN_READY, WITH_KEY, answers
+from service.compat.vllm_control import vllm_config
+from service.routes.dependencies import ReadyServer
+
+router = APIRouter()
+
+INFO = answers({200: JSON}, *WITH_KEY, *WHEN_READY)
+
+
+@router.get("/server_info", responses=INFO)
+@router.get("/get_server_info", responses=INFO)
+@any_key
+async def server_info(server: ReadyServer) -> Response:
+    facts = server.engine.facts
+    info = {
+        "vllm_config": vllm_config(facts),
+        **_sglang(facts),
+        "weight_version": server.versions.active.label,
+        "version": __version__,
+    }
+    return Response(to_json(info), media_type="application/json")
+
+
+def _sglang(facts: EngineFacts) -> dict[str, Any]:
+    return {
+        "model_path": facts.model,
+        "served_model_name": facts.model,
+        "dtype": facts.dtype,
+        "tp_size": facts.tensor_parallel_size,
+        "pp_size": facts.pipeline_parallel_size,
+        "dp_size": 1,
+        "ep_size": 1,
+        "disaggregation_mode": "null",
+        "context_length": facts.max_context_tokens,
+        "page_size": facts.block_size,
+        "max_running_requests": facts.max_sequences,
+    }

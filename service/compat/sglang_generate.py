@@ -1,0 +1,136 @@
+"""POST /generate: SGLang's way to sample, as slime and miles use it."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from coppice.wire.base import TokenIds
+from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
+from service.access import Caller, needs
+from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.compat.bodies import ForeignModel, read_foreign
+from service.compat.document import body_of
+from service.compat.names import Running
+from service.compat.running import Work, answered, encoded, finish_reason, spans, start, texts
+from service.compat.sampling import Count, MaxTokens, SamplingFields, seed
+from service.connection import NOBODY_READS
+from service.errors import InvalidRequest
+from service.routes.dependencies import ReadyServer
+
+router = APIRouter()
+
+SAMPLED = answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
+
+Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class SglangSampling(SamplingFields):
+    """Without max_new_tokens 128, as in SGLang."""
+
+    max_new_tokens: MaxTokens | None = 128
+    n: Count = 1
+    sampling_seed: int | None = None
+
+
+class SglangBody(ForeignModel):
+    """One prompt or a list of them, as text or as token ids."""
+
+    text: Text | list[Text] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: SglangSampling = SglangSampling()
+    rid: Name | None = None
+    return_logprob: bool = False
+    stream: Annotated[bool, Field(description="refused if true")] = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    extra_key: Name | None = None
+    policy: Policy | None = None
+
+    @property
+    def one(self) -> bool:
+        """Whether the answer is a single object: one prompt, and one sample of it."""
+        given = self.input_ids if self.text is None else self.text
+        nested = isinstance(given, list) and not (given and isinstance(given[0], int))
+        return not nested and self.sampling_params.n == 1
+
+    def prompts(self) -> list[Prompt]:
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest.of_parameter("input_ids", "give either input_ids or text")
+        if self.text is not None:
+            return [
+                Prompt(text=t) for t in ([self.text] if isinstance(self.text, str) else self.text)
+            ]
+        given: Any = self.input_ids
+        rows = given if given and isinstance(given[0], list) else [given]
+        if not all(rows):
+            raise InvalidRequest.of_parameter("input_ids", "a prompt has no token")
+        return [Prompt(token_ids=row) for row in rows]
+
+
+@router.post("/generate", responses=SAMPLED, openapi_extra=body_of(SglangBody))
+@needs("rollout")
+async def generate(
+    request: Request, server: ReadyServer, caller: Caller, running: Running
+) -> Response:
+    body = await read_foreign(request, SglangBody, server)
+    if body.stream:
+        raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
+    prompts = [await server.prompts.token_ids(prompt) for prompt in body.prompts()]
+    wanted = body.sampling_params
+    work = Work(
+        prompts=prompts,
+        n=wanted.n,
+        sampling=wanted.sampling(wanted.max_new_tokens),
+        seed=seed(wanted.seed if wanted.sampling_seed is None else wanted.sampling_seed),
+        priority=body.priority or 0,
+        policy=body.policy,
+        cache_salt=body.extra_key,
+    )
+    rollout = await start(server, caller, work)
+    with running.named(caller.name, body.rid or rollout.id, rollout):
+        answer = await answered(request, server, rollout)
+    if answer is None:
+        return NOBODY_READS
+    written = await texts(server, answer)
+
+    def build() -> object:
+        rows = [
+            _sample(body.rid or answer.id, group, sample, text, body.return_logprob)
+            for group, group_texts in zip(answer.groups, written, strict=True)
+            for sample, text in zip(group.samples, group_texts, strict=True)
+        ]
+        return rows[0] if body.one else rows
+
+    return await encoded(build)
+
+
+def _sample(
+    rid: str, group: GroupAnswer, sample: SampleAnswer, text: str, with_logprobs: bool
+) -> dict[str, Any]:
+    meta = {
+        "id": rid,
+        "finish_reason": _finish_reason(sample),
+        "prompt_tokens": group.num_prompt_tokens,
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": group.num_cached_tokens,
+        # A sample without a token was drawn from no version.
+        "weight_version": sample.versions[-1].version if sample.versions else None,
+        "weight_versions": spans(sample),
+    }
+    if with_logprobs:
+        pairs = zip(sample.logprobs, sample.token_ids, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
+
+
+def _finish_reason(sample: SampleAnswer) -> dict[str, Any]:
+    reason = finish_reason(sample)
+    match reason:
+        case "stop":
+            return {"type": "stop", "matched": sample.token_ids[-1]}
+        case "length":
+            return {"type": "length", "length": len(sample.token_ids)}
+        case "abort":
+            return {"type": "abort", "message": sample.finish_reason}
+    return {"type": "abort", "message": "the engine failed"}

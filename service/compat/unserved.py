@@ -1,0 +1,57 @@
+"""Routes that clients may ask for and that this server does not serve: each says what to do."""
+
+from fastapi import APIRouter, Response
+
+from service.access import needs
+from service.answers import WITH_KEY, answers
+from service.errors import Unsupported
+
+NCCL = (
+    "weights do not come over NCCL: publish them over HTTP (coppice.trl.install(), or PUT "
+    "/v1/weights), or name a directory of safetensors files as weight_dir"
+)
+TENSORS = (
+    "weights come neither over NCCL nor as pickled tensors: publish them over HTTP (PUT "
+    "/v1/weights), or name a directory with POST /update_weights_from_disk"
+)
+ADAPTERS = "adapters are not served: merge the adapter and publish whole weights"
+MEMORY = "memory is not given back: the engine has its device to itself"
+RENDER = "only text models are served: send token ids to /v1/completions or /inference/v1/generate"
+
+_VLLM = {
+    "/init_weight_transfer_engine": NCCL,
+    "/init_broadcaster": NCCL,
+    "/load_lora_adapter": ADAPTERS,
+    "/v1/load_lora_adapter": ADAPTERS,
+    "/v1/unload_lora_adapter": ADAPTERS,
+    "/sleep": MEMORY,
+    "/wake_up": MEMORY,
+    "/v1/chat/completions/render": RENDER,
+}
+_SGLANG = {
+    "/init_weights_update_group": TENSORS,
+    "/update_weights_from_distributed": TENSORS,
+    "/update_weights_from_tensor": TENSORS,
+    "/update_weights_from_ipc": TENSORS,
+    "/pull_weights": TENSORS,
+    "/release_memory_occupation": MEMORY,
+    "/resume_memory_occupation": MEMORY,
+}
+
+
+def _router(refusals: dict[str, str]) -> APIRouter:
+    router = APIRouter()
+    for path, instead in refusals.items():
+        _refuse(router, path, instead)
+    return router
+
+
+def _refuse(router: APIRouter, path: str, instead: str) -> None:
+    @router.post(path, responses=answers({}, *WITH_KEY, Unsupported))
+    @needs("admin")
+    async def refuse() -> Response:
+        raise Unsupported(instead)
+
+
+vllm = _router(_VLLM)
+sglang = _router(_SGLANG)

@@ -1,0 +1,157 @@
+"""vLLM's routes for a trainer: pause and resume, weights, and what the server is."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+from pydantic_core import to_json
+
+from coppice.wire.base import Label
+from engine.protocol import EngineFacts, PauseMode
+from service.access import any_key, needs, public
+from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.compat.bodies import ForeignModel, read_foreign
+from service.compat.document import body_of
+from service.compat.unserved import NCCL
+from service.compat.weight_updates import WeightUpdates
+from service.errors import (
+    ActivationFailed,
+    EngineGone,
+    InvalidRequest,
+    PathRefused,
+    RollbackRefused,
+    Unsupported,
+    VersionConflict,
+    VersionNotFound,
+    WeightsRefused,
+)
+from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
+
+router = APIRouter()
+
+MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+ADMIN = (*WITH_KEY, *WHEN_READY)
+CHANGED = answers(
+    {200: JSON},
+    *(*ADMIN, *OF_BODY, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
+    *(VersionConflict, VersionNotFound, RollbackRefused),
+)
+
+
+class EmptyBody(ForeignModel):
+    """Nothing that is sent here is needed."""
+
+
+class UpdateBody(ForeignModel):
+    """prime-rl names a directory, TRL announces tensors that it is about to broadcast."""
+
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    update_info: dict[str, Any] | None = None
+    weight_version: Label | None = None
+
+
+class FinishBody(ForeignModel):
+    weight_version: Label | None = None
+
+
+def _updates(request: Request) -> WeightUpdates:
+    updates: WeightUpdates = request.app.state.weight_updates
+    return updates
+
+
+Updates = Annotated[WeightUpdates, Depends(_updates)]
+
+
+@router.post("/pause", responses=answers({200: JSON}, *ADMIN, InvalidRequest))
+@needs("admin")
+async def pause(request: Request, server: ReadyServer) -> Response:
+    """No prefix is ever hit across versions, so there is nothing for `clear_cache` to decide."""
+    mode = request.query_params.get("mode", "abort")
+    if mode not in MODES:
+        raise InvalidRequest.of_parameter("mode", f"one of {', '.join(MODES)}")
+    await server.in_background(server.activation.pause(mode))
+    return _json({"status": "paused"})
+
+
+@router.post("/resume", responses=answers({200: JSON}, *ADMIN))
+@needs("admin")
+async def resume(server: ServingServer) -> Response:
+    await server.in_background(server.activation.resume())
+    return _json({"status": "resumed"})
+
+
+@router.get("/is_paused", responses=answers({200: JSON}, *ADMIN))
+@any_key
+async def is_paused(server: ReadyServer) -> Response:
+    return _json({"is_paused": server.activation.paused})
+
+
+@router.post("/start_weight_update", responses=CHANGED, openapi_extra=body_of(EmptyBody))
+@needs("admin")
+async def start(request: Request, server: ReadyServer, updates: Updates) -> Response:
+    await read_foreign(request, EmptyBody, server)
+    await server.in_background(updates.start())
+    return _json({"message": "started"})
+
+
+@router.post("/update_weights", responses=CHANGED, openapi_extra=body_of(UpdateBody))
+@needs("admin")
+async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
+    body = await read_foreign(request, UpdateBody, server)
+    if body.weight_dir is None:
+        raise Unsupported(NCCL)
+    version = await server.in_background(updates.update(body.weight_dir, body.weight_version))
+    return _json({"status": "ok", "weight_version": version.label, "state": version.state})
+
+
+@router.post("/finish_weight_update", responses=CHANGED, openapi_extra=body_of(FinishBody))
+@needs("admin")
+async def finish(request: Request, server: ReadyServer, updates: Updates) -> Response:
+    body = await read_foreign(request, FinishBody, server)
+    version = await server.in_background(updates.finish(body.weight_version))
+    return _json({"message": "finished", "weight_version": version.label})
+
+
+@router.post("/reset_prefix_cache", responses=answers({200: JSON}, *ADMIN))
+@needs("admin")
+async def reset_prefix_cache(server: ReadyServer) -> Response:
+    await server.in_background(server.activation.forget_prefixes())
+    return _json({"success": True})
+
+
+@router.get("/get_world_size", responses=answers({200: JSON}, *ADMIN))
+@any_key
+async def world_size(server: ReadyServer) -> Response:
+    facts = server.engine.facts
+    return _json({"world_size": facts.tensor_parallel_size * facts.pipeline_parallel_size})
+
+
+@router.get("/liveness", responses=answers({200: JSON}, EngineGone))
+@public
+async def liveness(server: AnyServer) -> Response:
+    server.check_alive()
+    return _json({"status": "ok"})
+
+
+def vllm_config(facts: EngineFacts) -> dict[str, Any]:
+    """Those parts of vLLM's configuration that clients read."""
+    return {
+        "model_config": {
+            "model": facts.model,
+            "dtype": f"torch.{facts.dtype}",
+            "max_model_len": facts.max_context_tokens,
+            "logprobs_mode": "processed_logprobs",
+        },
+        "parallel_config": {
+            "tensor_parallel_size": facts.tensor_parallel_size,
+            "pipeline_parallel_size": facts.pipeline_parallel_size,
+            "data_parallel_size": 1,
+        },
+        "cache_config": {"block_size": facts.block_size, "enable_prefix_caching": True},
+        "lora_config": None,
+        "weight_transfer_config": None,
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")

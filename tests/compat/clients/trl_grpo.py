@@ -1,0 +1,83 @@
+"""GRPO with TRL's trainer, twice: through `rollout_func`, and in server mode after `install`."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from coppice import Rollouts
+from coppice.trl import install, rollout_func
+from examples.seedling.arithmetic import reward
+
+MODEL = Path(__file__).parents[3] / "examples" / "seedling" / "model"
+PROMPTS = ["Compute 12+34.\n", "Compute 7*8.\n"]
+STEPS = 2
+SAMPLES = 4
+
+
+def rewards(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    """Never equal within a group, or there would be nothing to learn."""
+    pairs = enumerate(zip(prompts, completions, strict=True))
+    return [reward(prompt, completion) + 0.1 * (i % SAMPLES) for i, (prompt, completion) in pairs]
+
+
+def trained(folder: str, **route: Any) -> Any:
+    config = {"use_vllm": False, **route.pop("config", {})}
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[rewards],
+        args=GRPOConfig(
+            output_dir=folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=len(PROMPTS) * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=16,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,  # as the server computes here: its logprobs are compared with the trainer's
+            **config,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * STEPS}),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+        **route,
+    )
+    trainer.train()
+    return trainer
+
+
+def told(rollouts: Rollouts, trainer: Any) -> dict[str, Any]:
+    """What is served now, and how often its versions changed on the way."""
+    log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    score = rollouts.score([(PROMPTS[0], [[5, 6, 7]])])
+    return {
+        "version": rollouts.status().weights_version,
+        "sequence": rollouts.status().weights_sequence,
+        "grad_norms": [entry["grad_norm"] for entry in log],
+        "lengths": [entry["completions/mean_length"] for entry in log],
+        "ratios": [entry.get("sampling/importance_sampling_ratio/mean") for entry in log],
+        "scores": list(map(float, score[0].logprobs[0])),
+    }
+
+
+def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder, Rollouts(url) as rollouts:
+        yield "rollout_func", told(rollouts, trained(folder, rollout_func=rollout_func(rollouts)))
+        install()
+        install()
+        config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+        yield "server_mode", told(rollouts, trained(folder, config=config))
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(runs(sys.argv[1]))))

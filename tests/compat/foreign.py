@@ -1,0 +1,53 @@
+"""A server as clients of others see it: what it answers is not in openapi.yaml."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from service.server import Server
+from tests.fake_engine import FakeEngine
+from tests.serving import serving
+
+
+@dataclass(frozen=True)
+class Foreign:
+    http: httpx.AsyncClient
+    server: Server
+    engine: FakeEngine
+    url: str
+
+    async def post(self, path: str, body: object = None, **options: Any) -> Any:
+        """The body of a good answer."""
+        answer = await self.http.post(path, json=body, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def refused(self, path: str, body: object = None, **options: Any) -> tuple[int, Any]:
+        answer = await self.http.post(path, json=body, **options)
+        problem = answer.json()
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.status_code == problem["status"]
+        return answer.status_code, problem
+
+    def ignored(self, kind: str) -> float:
+        value = self.server.metrics.registry.get_sample_value(
+            "coppice_compat_fields_total", {"kind": kind}
+        )
+        assert value is not None
+        return value
+
+
+@asynccontextmanager
+async def foreign(
+    tmp_path: Path, engine: FakeEngine | None = None, **sections: dict[str, Any]
+) -> AsyncIterator[Foreign]:
+    engine = engine or FakeEngine()
+    async with (
+        serving(engine, tmp_path, wait=True, **sections) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=30) as http,
+    ):
+        yield Foreign(http=http, server=served.server, engine=engine, url=served.url)

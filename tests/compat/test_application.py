@@ -1,0 +1,129 @@
+"""Where the sub-application stands: behind ours, guarded like ours, described by itself."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from openapi_spec_validator import validate
+
+from service.access import declared
+from service.app import create_app
+from service.settings import Shape
+from tests.compat.foreign import foreign
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.serving import settings_for
+
+PUBLIC = {"/liveness", "/health_generate", "/compat/openapi.json"}
+ADMIN = [
+    *("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/reset_prefix_cache", "/flush_cache", "/pause_generation", "/continue_generation"),
+    *("/update_weights_from_disk", "/load_lora_adapter", "/init_weight_transfer_engine"),
+]
+ROLLOUT = [
+    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+    *("/generate", "/abort_request"),
+]
+
+
+def compat(tmp_path: Path, *shapes: Shape) -> tuple[FastAPI, list[APIRoute]]:
+    app = create_app(settings_for(tmp_path, server={"compat": shapes}), FakeEngine())
+    routes = app.state.compat.routes
+    assert all(isinstance(route, APIRoute) for route in routes)
+    return app, list(routes)
+
+
+def test_every_route_declares_who_may_use_it(tmp_path: Path) -> None:
+    _, routes = compat(tmp_path, "vllm", "sglang", "openai")
+    access = {route.path: declared(route.endpoint) for route in routes}
+    assert None not in access.values()
+    assert {path for path, found in access.items() if found and found.public} == PUBLIC
+
+
+def test_no_address_is_one_of_ours(tmp_path: Path) -> None:
+    app, routes = compat(tmp_path, "vllm", "sglang", "openai")
+    ours = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    assert ours.isdisjoint(route.path for route in routes)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "there", "missing"),
+    [
+        ((), [], ["/v1/models", "/generate", "/pause", "/v1/completions"]),
+        (("openai",), ["/v1/models", "/v1/completions"], ["/generate", "/pause"]),
+        (("vllm",), ["/v1/completions", "/pause", "/inference/v1/generate"], ["/generate"]),
+        (("sglang",), ["/generate", "/pause_generation"], ["/pause"]),
+    ],
+)
+def test_only_the_shapes_that_are_set_are_served(
+    tmp_path: Path, shapes: tuple[Shape, ...], there: list[str], missing: list[str]
+) -> None:
+    _, routes = compat(tmp_path, *shapes)
+    paths = {route.path for route in routes}
+    assert paths >= set(there)
+    assert paths.isdisjoint(missing)
+
+
+async def test_roles_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secrets = write_keys(file, trainer="rollout", operator="admin")
+    async with foreign(tmp_path, server={"keys_file": file}) as served:
+        for path in (*ADMIN, *ROLLOUT):
+            assert (await served.refused(path, {}))[0] == 401, path
+            wrong = secrets["trainer" if path in ADMIN else "operator"]
+            assert (await served.refused(path, {}, headers=bearer(wrong)))[0] == 403, path
+        assert (await served.http.get("/v1/models")).status_code == 401
+
+
+async def test_basic_credentials_in_the_address_are_taken(tmp_path: Path) -> None:
+    """TRL's client has no argument for a key, but keeps what stands in its base URL."""
+    file = tmp_path / "keys.yaml"
+    secret = write_keys(file, trainer="rollout")["trainer"]
+    async with foreign(tmp_path, server={"keys_file": file}) as served:
+        answer = await served.http.get("/v1/models", auth=("rollout", secret))
+    assert answer.status_code == 200
+
+
+async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        assert (await served.refused("/no/such/address"))[1]["code"] == "not_found"
+        wrong = await served.http.get("/v1/completions")
+        ours = await served.http.put("/v1/pause")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert (ours.status_code, ours.headers["allow"]) == (405, "POST")
+
+
+async def test_it_is_described_by_a_document_of_its_own(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        document: dict[str, Any] = (await served.http.get("/compat/openapi.json")).json()
+    validate(document)
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
+    assert body["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionBody"}
+    assert "prompt" in document["components"]["schemas"]["CompletionBody"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/init_weight_transfer_engine", "coppice.trl"),
+        ("/load_lora_adapter", "merge"),
+        ("/update_weights_from_tensor", "update_weights_from_disk"),
+    ],
+)
+async def test_what_cannot_work_says_what_to_use_instead(
+    tmp_path: Path, path: str, instead: str
+) -> None:
+    async with foreign(tmp_path) as served:
+        status, problem = await served.refused(path, {"init_info": {}})
+    assert (status, problem["code"]) == (422, "unsupported")
+    assert instead in problem["detail"]
+
+
+async def test_a_drain_reaches_these_clients_too(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        await served.server.drain(0)
+        answer: httpx.Response = await served.http.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["code"]) == (503, "draining")

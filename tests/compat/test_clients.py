@@ -1,0 +1,148 @@
+"""Other people's clients, as released, against a real server with the shipped model."""
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from examples.agent.rollout import rollout
+from examples.seedling.grow import SEEDLING
+from tests.promises.process import home, service
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".clients"
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    """Skips without a network only, and nowhere that calls itself CI."""
+    ran = subprocess.run([ROOT / "scripts" / "clients.sh", sys.executable], capture_output=True)
+    if ran.returncode and not _online() and "CI" not in os.environ:
+        pytest.skip("no network: the clients of requirements/clients.txt cannot be installed")
+    assert ran.returncode == 0, ran.stderr.decode()
+
+
+def _online() -> bool:
+    try:
+        socket.create_connection(("pypi.org", 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def url(installed: None) -> Iterator[str]:
+    with home() as place, service(place, "--engine.dtype", "float32") as served:
+        yield served.url
+
+
+def told(program: str, *arguments: str) -> Any:
+    """What a client's program prints."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", CLIENTS)))
+    ran = subprocess.run(
+        [sys.executable, "-m", f"tests.compat.clients.{program}", *arguments],
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()[-6000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def scored(url: str) -> list[float]:
+    items = [{"prompt": {"text": "Compute 12+34.\n"}, "responses": [[5, 6, 7]]}]
+    answer = httpx.post(f"{url}/v1/score", json={"items": items}).json()
+    logprobs: list[float] = answer["items"][0]["responses"][0]["logprobs"]
+    return logprobs
+
+
+def test_the_pinned_versions_are_those_that_are_tested(installed: None) -> None:
+    pinned = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
+    present = {d.name: d.version for d in importlib.metadata.distributions(path=[str(CLIENTS)])}
+    for line in pinned:
+        if not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert present[name] == version
+
+
+def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
+    answer = told("renderers_generate", url)
+    for turn in (answer["first"], answer["second"]):
+        assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
+    first, second = answer["first"], answer["second"]
+    sent = [*first["prompt_ids"], *first["completion_ids"], *first["prompt_ids"]]
+    assert second["prompt_ids"] == sent
+    known = len(first["prompt_ids"]) + len(first["completion_ids"])
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (known - 1) // 32 * 32 > 0, "whole blocks of the first turn, and all of them"
+    assert "maximum context length" in answer["overlong"]
+
+
+def test_trl_trains_and_what_is_served_changes(url: str) -> None:
+    """Both ways: a rollout_func, and server mode with the weights over HTTP."""
+    before = scored(url)
+    runs = told("trl_grpo", url)
+    assert runs["rollout_func"]["sequence"] == 2, "one version for each step"
+    assert runs["server_mode"]["sequence"] == 4
+    for run in runs.values():
+        assert all(norm > 0 for norm in run["grad_norms"]) and len(run["grad_norms"]) == 2
+        assert run["scores"] != pytest.approx(before, abs=1e-6)
+        assert run["version"].startswith("trl-")
+    # The trainer's own correction compares its logprobs with those of the server.
+    assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
+
+
+def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> None:
+    words = AutoTokenizer.from_pretrained(SEEDLING)
+    problem = "Compute 12+34+56+78-90+11+22+33+44+55.\n"
+    with httpx.Client(base_url=url, timeout=60) as http:
+        rows = [rollout(http, words, problem, session=f"t{i}") for i in range(4)]
+    row = max(rows, key=lambda row: len(row.cached_tokens))
+    assert len(row.cached_tokens) > 2, "the seedling writes most sums out, line by line"
+    # What a turn finds are whole blocks of all that the turns before had sent or drawn.
+    assert row.cached_tokens == sorted(row.cached_tokens)
+    assert row.cached_tokens[-1] >= len(row.prompt) // 32 * 32 > 0
+    assert len(row.response) == len(row.logprobs) == len(row.sampled)
+    assert not all(row.sampled)
+    told = [token for token, own in zip(row.response, row.sampled, strict=True) if not own]
+    assert words.decode(told).split("\n")[0] == "46", "the calculator's answer to 12+34="
+
+
+def test_a_session_of_sglangs_clients_finds_its_first_turn(url: str) -> None:
+    """Its key is for routers; here the prefix cache finds the turn by its tokens."""
+    headers = {"X-SMG-Routing-Key": "session-1"}
+    tokens = [11, 12, 13, 14, 15, 16, 17, 18] * 9
+    cached = []
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+        for _ in range(2):
+            sampling = {"max_new_tokens": 32, "ignore_eos": True}
+            body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
+            answer = http.post("/generate", json=body).json()
+            drawn = [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+            assert drawn == answer["output_ids"]
+            cached.append(answer["meta_info"]["cached_tokens"])
+            tokens = [*tokens, *drawn, 19]
+    assert cached == [0, (72 + 31) // 32 * 32]
+
+
+def test_openais_client_speaks_to_the_shipped_model(url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as speaker:
+        asked: Any = [{"role": "user", "content": "Compute 12+34."}]
+        answer = speaker.chat.completions.create(
+            model=speaker.models.list().data[0].id, messages=asked, temperature=0, max_tokens=64
+        )
+    assert answer.choices[0].finish_reason == "stop"
+    assert "answer: 46" in (answer.choices[0].message.content or "")

@@ -1,0 +1,132 @@
+"""Fields that other servers have: dropped, ignored and counted, or refused with advice."""
+
+import asyncio
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from engine.protocol import SampleRequest
+from service.compat.bodies import DROPPED
+from service.compat.refused import REFUSED
+from tests.compat.foreign import Foreign, foreign
+from tests.service.keyfile import bearer, write_keys
+
+COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+GENERATE = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
+SGLANG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/inference/v1/generate": GENERATE,
+    "/generate": SGLANG,
+}
+NESTED = [(path, "sampling_params") for path in ("/inference/v1/generate", "/generate")]
+PLACES: list[tuple[str, str | None]] = [*((path, None) for path in BODIES), *NESTED]
+
+
+def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    body = BODIES[path]
+    return {**body, inside: {**body[inside], **fields}} if inside else {**body, **fields}
+
+
+def nameless(samples: list[SampleRequest]) -> list[SampleRequest]:
+    return [replace(sample, id="") for sample in samples]
+
+
+async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[SampleRequest]:
+    served.engine.submitted.clear()
+    await served.post(path, body)
+    return nameless(served.engine.submitted)
+
+
+async def test_what_reaches_into_the_engine_is_dropped(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for (path, inside), name in product(PLACES, sorted(DROPPED)):
+            plain = await submitted(served, path, BODIES[path])
+            before = served.ignored("dropped")
+            dropped = placed(path, inside, {name: {"coppice_handle": "x"}})
+            assert await submitted(served, path, dropped) == plain
+            assert served.ignored("dropped") == before + 1
+
+
+async def test_what_nobody_knows_is_ignored_and_counted(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for path, inside in PLACES:
+            plain = await submitted(served, path, BODIES[path])
+            before = served.ignored("unknown")
+            extras = {"spaces_between_special_tokens": False, "no_such_field": 1, "nothing": None}
+            assert await submitted(served, path, placed(path, inside, extras)) == plain
+            assert served.ignored("unknown") == before + 2
+
+
+async def test_a_field_at_its_neutral_value_is_let_through(tmp_path: Path) -> None:
+    neutral = {name: refusal.neutral[0] for name, refusal in REFUSED.items() if refusal.neutral}
+    async with foreign(tmp_path) as served:
+        for path, inside in PLACES:
+            await served.post(path, placed(path, inside, neutral))
+        assert served.ignored("unknown") == 0
+
+
+async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
+    tmp_path: Path,
+) -> None:
+    async with foreign(tmp_path) as served:
+        for (path, inside), name in product(PLACES, sorted(REFUSED)):
+            status, problem = await served.refused(path, placed(path, inside, {name: ["a", 0.5]}))
+            assert (status, problem["code"]) == (422, "invalid_request")
+            assert problem["errors"] == [{"location": name, "message": REFUSED[name].instead}]
+        assert served.engine.submitted == []
+
+
+async def test_a_salt_is_its_keys_own(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secrets = write_keys(file, one="rollout", two="rollout")
+    async with foreign(tmp_path, server={"keys_file": file}) as served:
+        for secret in secrets.values():
+            body = {**GENERATE, "cache_salt": "7"}
+            await served.post("/inference/v1/generate", body, headers=bearer(secret))
+        await served.post("/inference/v1/generate", GENERATE, headers=bearer(secrets["one"]))
+        salts = [sample.cache_salt for sample in served.engine.submitted]
+    assert salts == ["one:7", "two:7", None]
+
+
+async def test_numbers_are_bounded_as_in_our_own_contract(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for field in ({"temperature": 3}, {"top_p": 0}, {"top_k": -2}, {"n": 5000}):
+            status, problem = await served.refused("/v1/completions", {**COMPLETION, **field})
+            assert (status, problem["code"]) == (422, "invalid_request")
+
+
+async def test_limits_and_metrics_hold(tmp_path: Path) -> None:
+    limits = {"max_samples_per_request": 2, "max_body_bytes": 1024}
+    async with foreign(tmp_path, limits=limits) as served:
+        await served.post("/v1/completions", {**COMPLETION, "n": 2})
+        status, _ = await served.refused("/v1/completions", {**COMPLETION, "n": 3})
+        large, _ = await served.refused("/v1/completions", {**COMPLETION, "user": "x" * 2000})
+        metric = served.server.metrics.registry.get_sample_value
+        labels = {"route": "/v1/completions", "code": "200"}
+        assert metric("coppice_requests_total", labels) == 1
+        assert metric("coppice_completion_tokens_total") == 8
+    assert (status, large) == (422, 413)
+
+
+async def test_a_client_that_leaves_ends_its_samples(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        served.engine.instant = False
+        asking = asyncio.create_task(served.http.post("/v1/completions", json=COMPLETION))
+        while not served.engine.running:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        while served.engine.running:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_version_can_be_asked_for(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for path, body in BODIES.items():
+            early = {**body, "policy": {"min_version": "v9"}}
+            status, problem = await served.refused(path, early)
+            assert (status, problem["code"]) == (503, "version_unavailable")
+            await served.post(path, {**body, "policy": {"exact_version": "v0"}})

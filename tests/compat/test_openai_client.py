@@ -1,0 +1,125 @@
+"""OpenAI's own client, as released, against a server on a socket."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.compat.foreign import Foreign, foreign
+from tests.service.keyfile import write_keys
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+}
+ASKED: Any = [{"role": "user", "content": "abc"}]
+
+
+def client(served: Foreign, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
+
+
+async def test_completions(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        [model] = (await speaker.models.list()).data
+        answer = await speaker.completions.create(
+            model=model.id, prompt="ab", n=2, max_tokens=3, logprobs=0, seed=7
+        )
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.choices[0].text == "\x02\x03\x04"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs == [-0.5] * 3
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 6)
+
+
+async def test_chat(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        answer = await speaker.chat.completions.create(
+            model="fake", messages=ASKED, max_completion_tokens=2, logprobs=True
+        )
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "\x03\x04")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content] == ["token_id:3", "token_id:4"]
+
+
+async def test_parts_of_text_are_text(tmp_path: Path) -> None:
+    parts: Any = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        messages: Any = [{"role": "user", "content": parts}]
+        await speaker.chat.completions.create(model="fake", messages=messages, max_tokens=1)
+        [sample] = served.engine.submitted
+        assert list(sample.prompt_token_ids) == [97, 98, 99]
+        messages[0]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+        with pytest.raises(openai.UnprocessableEntityError, match="only parts of type text"):
+            await speaker.chat.completions.create(model="fake", messages=messages)
+
+
+async def test_tools(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        served.engine.finish = "stop"
+        answer = await speaker.chat.completions.create(
+            model="fake", messages=ASKED, tools=[TOOL], max_tokens=2
+        )
+        call: Any = (answer.choices[0].message.tool_calls or [])[0]
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert (call.function.name, call.function.arguments) == ("add", "{}")
+        turns = [
+            *ASKED,
+            answer.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "46"},
+        ]
+        silent = await speaker.chat.completions.create(
+            model="fake", messages=turns, tools=[TOOL], tool_choice="none", max_tokens=2
+        )
+    assert silent.choices[0].message.tool_calls is None
+
+
+async def test_a_tool_without_a_name_is_refused(tmp_path: Path) -> None:
+    tools: list[Any] = [{"type": "function", "function": {}}, {}, {"type": "custom"}]
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        for tool in tools:
+            with pytest.raises(openai.UnprocessableEntityError, match="tools.0"):
+                await speaker.chat.completions.create(model="fake", messages=ASKED, tools=[tool])
+
+
+async def test_streams(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        chat = await speaker.chat.completions.create(
+            model="fake", messages=ASKED, tools=[TOOL], max_tokens=2, stream=True
+        )
+        chunks = [chunk async for chunk in chat]
+        plain = await speaker.completions.create(
+            model="fake", prompt=[1, 2], max_tokens=2, stream=True
+        )
+        texts = [chunk.choices[0].text async for chunk in plain]
+    [call] = chunks[0].choices[0].delta.tool_calls or []
+    assert call.index == 0 and call.function is not None and call.function.name == "add"
+    assert texts == ["\x02\x03"]
+
+
+async def test_problems_are_this_clients_own_errors(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secret = write_keys(file, trainer="rollout")["trainer"]
+    async with foreign(tmp_path, server={"keys_file": file}) as served:
+        async with client(served, secret) as speaker:
+            with pytest.raises(openai.UnprocessableEntityError, match="use stop_token_ids"):
+                await speaker.completions.create(model="fake", prompt="a", stop="\n")
+            with pytest.raises(openai.UnprocessableEntityError, match="this server serves"):
+                await speaker.completions.create(model="gpt", prompt="a")
+        async with client(served, "wrong") as speaker:
+            with pytest.raises(openai.AuthenticationError):
+                await speaker.models.list()
+
+
+async def test_a_stream_that_fails_says_so(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        served.engine.instant = False
+        stream = await speaker.completions.create(model="fake", prompt="a", stream=True)
+        served.engine.die()
+        with pytest.raises(openai.APIError, match="engine"):
+            async for _ in stream:
+                pass

@@ -1,0 +1,30 @@
+"""The table of docs/trainers.md says what is pinned, and names tests that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.compat.record import CLIENTS, PAGE, ROOT, named, written
+
+PINS = ("clients", "cpu")
+
+
+def pinned(name: str) -> str:
+    texts = [(ROOT / "requirements" / f"{file}.txt").read_text() for file in PINS]
+    [version] = [found[1] for t in texts for found in re.finditer(rf"(?m)^{name}==(\S+)$", t)]
+    return version
+
+
+def test_the_table_holds_the_pinned_versions_and_each_clients_tests() -> None:
+    rows = [row.strip("| ").split(" | ") for row in written(PAGE.read_text()).splitlines()[2:]]
+    said = {name: (version, tests) for name, version, _, tests in rows}
+    assert said == {client.name: (pinned(client.name), named(client)) for client in CLIENTS}
+
+
+@pytest.mark.parametrize("test", [test for client in CLIENTS for test in client.tests])
+def test_every_test_that_is_named_is_there(test: str) -> None:
+    path, _, function = test.partition("::")
+    assert (
+        f"def {function}(" in (ROOT / path).read_text() if function else Path(ROOT / path).exists()
+    )
