@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from coppice import AsyncRollouts, Branching, Policy, SampleRecord
+from coppice import AsyncRollouts, Branching, Kv, Policy, SampleRecord
 from coppice.results import RolloutResult
 from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
@@ -28,6 +28,11 @@ from tests.engine.models import make_models
 from tests.engine.seedling import MODEL as SEEDLING
 from tests.serving import Served, serving
 from tests.together.broken import broken_files
+from tests.together.prompt_kv import (
+    assert_all_are_the_models,
+    handles_outlive_an_activation_under_their_own_version,
+    release_all,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -71,12 +76,13 @@ async def scene(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> Asyn
         cache_bytes=3 * 2**19,
         tensor_parallel_size=num_ranks,
         cpu_threads=1,
+        prompt_kv=True,
     )
     attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
     engine = VllmEngine(settings, attention=attention)
     weights = {"initial_version": "v7"}
     async with (
-        serving(engine, tmp_path, weights=weights) as served,
+        serving(engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24}) as served,
         AsyncRollouts(served.url, timeout=300) as rollouts,
     ):
         yield Scene(served, rollouts, engine, models)
@@ -106,6 +112,7 @@ async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_r
         await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
         await scores_are_the_active_versions(at)
         await going_back_gives_the_first_answers_again(at, v7)
+        await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
         await nothing_is_left(at)
 
 
@@ -220,7 +227,16 @@ async def going_back_gives_the_first_answers_again(at: Scene, v7: Any) -> None:
         assert_whole_and_greedy(v7, prompt, group.samples[0], 30)
 
 
+async def prompt_kv_is_the_models_and_of_its_own_version(at: Scene, v7: Any, v8: Any) -> None:
+    result = await at.rollouts.rollout(PROMPTS, n=4, max_tokens=40, kv=Kv())
+    await assert_all_are_the_models(at.served, result.groups, PROMPTS, "v7", v7)
+    await handles_outlive_an_activation_under_their_own_version(
+        at.served, at.rollouts, ("v7", v7), ("v8", v8)
+    )
+
+
 async def nothing_is_left(at: Scene) -> None:
+    await release_all(at.served)
     pool = await at.engine.llm.engine_core.call_utility_async("coppice_check_pool")
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)

@@ -1,0 +1,69 @@
+"""Prompt KV in the scene: whose keys and values they are, and what is left of them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coppice import AsyncRollouts, Kv, KvSource, PromptKV
+from coppice.results import Group
+from tests.serving import Served
+
+# Float32 in two programs; a wrong place or version is off by whole units.
+CLOSE = 1e-4
+
+
+async def assert_all_are_the_models(
+    served: Served, groups: Sequence[Group], prompts: Sequence[list[int]], version: str, model: Any
+) -> None:
+    """Over either transport."""
+    for group, prompt in zip(groups, prompts, strict=True):
+        assert group.kv is not None, group.kv_reason
+        assert group.kv.version == version
+        for transport in ("http", "shm"):
+            source = KvSource(served.url, transports=[transport])
+            kv = await asyncio.to_thread(PromptKV.fetch, group.kv, source)
+            assert kv is not None, source.counts
+            assert_the_models(kv, prompt, model)
+    served.server.prompt_kv.check()
+
+
+def assert_the_models(kv: PromptKV, prompt: list[int], model: Any) -> None:
+    with torch.inference_mode():
+        cache = model(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
+    for (keys, values), layer in zip(kv.torch_layers(), cache.layers, strict=True):
+        assert (keys - layer.keys[0]).abs().max() < CLOSE
+        assert (values - layer.values[0]).abs().max() < CLOSE
+
+
+async def handles_outlive_an_activation_under_their_own_version(
+    served: Served,
+    rollouts: AsyncRollouts,
+    before: tuple[str, Any],
+    after: tuple[str, Any],
+) -> None:
+    """`before` is active. One prompt is computed before the activation, one waits for it."""
+    early, late = [9, *range(40, 90)], [8, *range(50, 120)]
+    old = await rollouts.rollout([early], n=2, max_tokens=4, kv=Kv())
+    await rollouts.pause("keep")
+    waiting = asyncio.create_task(rollouts.rollout([late], n=2, max_tokens=4, kv=Kv()))
+    while served.server.rollouts.num_samples_running < 2:
+        await asyncio.sleep(0.005)
+    await rollouts.activate_weights(after[0], mode="keep", allow_rollback=True)
+    await rollouts.resume()
+    new = await waiting
+    again = await rollouts.rollout([early], n=2, max_tokens=4, kv=Kv())
+    await assert_all_are_the_models(served, old.groups, [early], *before)
+    await assert_all_are_the_models(served, new.groups, [late], *after)
+    await assert_all_are_the_models(served, again.groups, [early], *after)
+
+
+async def release_all(served: Served) -> None:
+    """Every byte comes back."""
+    prompt_kv = served.server.prompt_kv
+    for handle in list(prompt_kv.handles._handles.values()):
+        prompt_kv.release(handle.id, handle.owner)
+    prompt_kv.check()
+    status = prompt_kv.status()
+    assert (status.free_bytes, status.handles) == (status.capacity_bytes, 0)
