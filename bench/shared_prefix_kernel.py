@@ -2,8 +2,8 @@
 
 The model's shape is that of the end-to-end benchmark: 8 query and 4 KV heads of 64, blocks of 32
 tokens, bfloat16. Both arms write the same outputs from the same cache, layer after layer, so that
-what one layer has left in the processor's caches does not serve the next. Both include what they
-compute once a step: vLLM its schedule; the plan of what is shared is the planner's, and not here.
+what one layer has left in the processor's caches does not serve the next. vLLM's schedule of a step
+is measured with it; the plan of what is shared is the planner's, and not here.
 """
 
 import argparse
@@ -25,10 +25,8 @@ from kernels.shared_prefix import cpu
 from kernels.shared_prefix.reference import Step, whole
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 4, 64, 32
-SCALE = SIZE**-0.5
-SUFFIX = 48
-LAYERS, MOST_BYTES = 8, 2**29
-CHECKED_ROWS = 8
+SCALE, SUFFIX = SIZE**-0.5, 48
+LAYERS, MOST_BYTES, CHECKED_ROWS = 8, 2**29, 8
 PEAK_FLAGS = {
     cpu.Isa.AVX2: ["-mavx2", "-mfma"],
     cpu.Isa.AVX512_BF16: ["-mavx512f", "-mavx512vl", "-mavx512bf16"],
