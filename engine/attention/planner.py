@@ -97,7 +97,7 @@ class _Growth:
         if len(rows) == 0:
             return rows, groups[:0], starts
         offsets = np.cumsum(sizes) - sizes
-        agreed = self._agreed(rows, np.repeat(rows[offsets], sizes), int(starts.min()))
+        agreed = self._agreed(rows, rows[offsets], sizes, int(starts.min()))
         ends = np.minimum.reduceat(np.minimum(agreed, self._depths[rows]), offsets)
         self._add_nodes(rows, sizes, rows[offsets], starts[offsets], ends)
         end_of = np.repeat(ends, sizes)
@@ -107,11 +107,11 @@ class _Growth:
         on = ~ended
         return rows[on], np.repeat(np.arange(len(sizes)), sizes)[on], end_of[on]
 
-    def _agreed(self, rows: Int64s, firsts: Int64s, start: int) -> Int32s:
+    def _agreed(self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int) -> Int32s:
         """For each row, the first column in which it differs from its group's first row."""
         stop = int(self._depths[rows].max())
         columns = self._table[:, start:stop]
-        differs = columns[rows] != columns[firsts]
+        differs = columns[rows] != columns[firsts].repeat(sizes, axis=0)
         first = differs.argmax(axis=1)
         none = ~differs[np.arange(len(rows)), first]
         first[none] = stop - start

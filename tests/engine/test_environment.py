@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import spawning, started_by_coppice
+from engine.environment import attention_settings, spawning, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
 SCRATCH = Path("/scratch")
@@ -25,6 +25,12 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
     assert dict(os.environ) == before
     assert os.sched_getaffinity(0) == affinity
     assert not started_by_coppice()
+
+
+def test_its_processes_are_told_how_attention_reads() -> None:
+    attention = AttentionSettings(shared_prefix="always", cache_directory=Path("/kept"))
+    with spawning(threads(), attention=attention, on_cpu=True, scratch=SCRATCH):
+        assert attention_settings() == attention
 
 
 def test_one_rank_gets_its_threads_through_openmp_itself() -> None:

@@ -176,3 +176,9 @@ def test_secrets_are_masked() -> None:
         key: SecretStr = SecretStr("hunter2")
 
     assert masked(Keys()) == {"key": "**********"}
+
+
+@pytest.mark.parametrize("text", ["off", "'off'", "auto", "always"])
+def test_off_is_a_mode_also_where_yaml_takes_it_for_false(tmp_path: Path, text: str) -> None:
+    file = written(tmp_path, f"attention:\n  shared_prefix: {text}\n")
+    assert load_settings(file=file, environ={}).attention.shared_prefix == text.strip("'")

@@ -37,17 +37,21 @@ INLINE typename F::Vector exp2_of(typename F::Vector t) {
   return F::shift_exponent(p, whole);
 }
 
+// Queries lie this far apart whatever their size, up to 256: a loop over some of them needs one address.
+constexpr int kQueryStride = 256 + 32;
+
 // What the queries of a unit have gathered so far; maxima are of the exponents of 2.
 template <class Weight>
 struct Gathered {
-  Weight* queries;  // [M, size]
+  Weight* queries;  // [M, kQueryStride]
   float* outputs;   // [M, size], in the order of the format's lanes
   float* maxima;
   float* sums;
 };
 
 // Where operands come from: packed by queries before these, or from the cache, and then packed or not.
-enum Source { kPacked, kPacking, kCache };
+// All but kQuiet, which is as kPacked, ask for the lines of the next tile meanwhile.
+enum Source { kPacked, kPacking, kCache, kQuiet };
 
 template <class F>
 class Attend {
@@ -69,14 +73,13 @@ class Attend {
   void run(const Tile<Element>& tile, const Gathered<Weight>& all, const Tile<Element>* ahead) {
     Prefetch prefetch;
     if (ahead) list(*ahead, prefetch);
-    Prefetch nothing;
     const bool one_pass = tile.num_queries <= kRows;
     for (int m = 0; m < tile.num_queries; m += kRows) {
       const int at = tile.query + m;
-      const Gathered<Weight> some{all.queries + at * size_, all.outputs + at * size_,
+      const Gathered<Weight> some{all.queries + at * kQueryStride, all.outputs + at * size_,
                                   all.maxima + at, all.sums + at};
-      const Source source = m > 0 ? kPacked : one_pass ? kCache : kPacking;
-      Pass pass{tile, some, m, source, one_pass, m < 2 * kRows ? prefetch : nothing};
+      const Source source = m >= 2 * kRows ? kQuiet : m > 0 ? kPacked : one_pass ? kCache : kPacking;
+      Pass pass{tile, some, m, source, one_pass, &prefetch};
       pass_of_some(std::min(kRows, tile.num_queries - m), pass);
     }
     prefetch.ask_for_the_rest();
@@ -89,7 +92,7 @@ class Attend {
     int query;  // the first one's place in the tile
     Source source;
     bool twice;  // prefetches two lines a step: no other pass will
-    Prefetch& prefetch;
+    Prefetch* prefetch;
   };
 
   void list(const Tile<Element>& tile, Prefetch& prefetch) const {
@@ -131,28 +134,34 @@ class Attend {
     Vector highest[M];
     float decay[M];
     UNROLL for (int m = 0; m < M; m++) highest[m] = F::set(-INFINITY);
-    for (int i = 0; i < pass.tile.tokens; i += kChunk) {
-      switch (pass.source) {
-        case kPacked: score<M, kPacked>(pass, i, scores + i, highest); break;
-        case kPacking: score<M, kPacking>(pass, i, scores + i, highest); break;
-        case kCache: score<M, kCache>(pass, i, scores + i, highest); break;
-      }
+    switch (pass.source) {
+      case kPacked: score_all<M, kPacked>(pass, scores, highest); break;
+      case kPacking: score_all<M, kPacking>(pass, scores, highest); break;
+      case kCache: score_all<M, kCache>(pass, scores, highest); break;
+      case kQuiet: score_all<M, kQuiet>(pass, scores, highest); break;
     }
     weigh<M>(scores, weights, highest, pass, decay);
     constexpr int kFirst = M > kHalf ? kHalf : M;
     const Source source = pass.source == kCache && M > kFirst ? kPacking : pass.source;
     gather<kFirst>(pass, source, weights, 0, decay);
     if constexpr (M > kFirst)
-      gather<M - kFirst>(pass, kPacked, weights + kFirst * kTile, kFirst, decay + kFirst);
+      gather<M - kFirst>(pass, pass.source == kQuiet ? kQuiet : kPacked, weights + kFirst * kTile, kFirst, decay + kFirst);
   }
 
   // The functions with the products are not inlined and hold what they use in variables of their own:
   // everything that a product needs has to stay in a register.
   template <int M, Source kSource>
-  __attribute__((noinline)) void score(const Pass& pass, int token, float* scores, Vector* highest) {
+  __attribute__((noinline)) void score_all(const Pass& pass, float* scores, Vector* highest) {
+    Prefetch* const prefetch = pass.prefetch;
+    for (int token = 0; token < pass.tile.tokens; token += kChunk)
+      score<M, kSource>(pass, token, scores + token, highest, prefetch);
+  }
+
+  template <int M, Source kSource>
+  INLINE void score(const Pass& pass, int token, float* scores, Vector* highest, Prefetch* prefetch) {
     // With few queries several sums side by side, or each product would wait for the one before.
     constexpr int kSide = M <= 2 ? 2 : 1;
-    const int size = size_, steps = size / F::kStep, stride = block_size_;
+    const int steps = size_ / F::kStep, stride = block_size_;
     const Weight* queries = pass.to.queries;
     const Element* from = pass.tile.keys[token / kSub] + token % kSub;
     Operand* packed = reinterpret_cast<Operand*>(keys_) + int64_t(token / kChunk) * steps * 2;
@@ -161,11 +170,15 @@ class Attend {
       UNROLL for (int m = 0; m < M; m++) sums[s][m][0] = sums[s][m][1] = F::set(0.f);
     for (int start = 0; start < steps; start += 32) {
       const int end = std::min(start + 32, steps);
-      Lines lines = pass.prefetch.take(32), more = pass.prefetch.take(pass.twice ? 32 : 0);
+      Lines lines{}, more{};
+      if (kSource != kQuiet) {
+        lines = prefetch->take(32);
+        more = pass.twice ? prefetch->take(32) : lines;
+      }
       for (int step = start; step < end; step += kSide) {
         UNROLL for (int s = 0; s < kSide; s++) {
           Operand low, high;
-          if (kSource == kPacked) {
+          if (kSource == kPacked || kSource == kQuiet) {
             low = F::get(packed);
             high = F::get(packed + 1);
           } else {
@@ -177,10 +190,12 @@ class Attend {
             F::put(packed + 1, high);
           }
           packed += 2;
-          Prefetch::ask(lines);
-          Prefetch::ask(more);
+          if (kSource != kQuiet) {
+            Prefetch::ask(lines);
+            Prefetch::ask(more);
+          }
           UNROLL for (int m = 0; m < M; m++) {
-            const Operand query = F::spread(queries + m * size);
+            const Operand query = F::spread(queries + m * kQueryStride);
             sums[s][m][0] = F::dot(sums[s][m][0], query, low);
             sums[s][m][1] = F::dot(sums[s][m][1], query, high);
           }
@@ -241,6 +256,7 @@ class Attend {
       case kPacked: return gather_all<M, kPacked>(pass, weights, first, decay);
       case kPacking: return gather_all<M, kPacking>(pass, weights, first, decay);
       case kCache: return gather_all<M, kCache>(pass, weights, first, decay);
+      case kQuiet: return gather_all<M, kQuiet>(pass, weights, first, decay);
     }
   }
 
@@ -255,10 +271,19 @@ class Attend {
         gather_columns<M, 2, kSource>(pass, weights, first, decay, column);
   }
 
+  template <int M, int C>
+  static INLINE void product(Vector (&sums)[M][C], const Operand* values, const Weight* weights) {
+    UNROLL for (int m = 0; m < M; m++) {
+      const Operand weight = F::spread(weights + m * kTile);
+      UNROLL for (int c = 0; c < C; c++) sums[m][c] = F::dot(sums[m][c], weight, values[c]);
+    }
+  }
+
   template <int M, int C, Source kSource>
   __attribute__((noinline)) void gather_columns(const Pass& pass, const Weight* weights, int first,
                                                 const float* decay, int column) {
     const Tile<Element>& tile = pass.tile;
+    Prefetch* const prefetch = pass.prefetch;
     const int size = size_;
     const Element* zeros = zeros_;
     float* outputs = pass.to.outputs + first * size + column;
@@ -267,32 +292,48 @@ class Attend {
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int c = 0; c < C; c++)
         sums[m][c] = F::mul(F::set(decay[m]), F::load(outputs + m * size + c * F::kWidth));
-    for (int start = 0; start < tile.tokens; start += kSub) {
-      constexpr int kSteps = kSub / F::kStep;
-      Lines lines = pass.prefetch.take(kSteps), more = pass.prefetch.take(pass.twice ? kSteps : 0);
-      const Element* from = tile.values[start / kSub] + column;
-      const int low = tile.low - start, high = tile.high - start;
-      // Memory outside of the run may hold anything, and nothing times that is not nothing.
-      const auto row = [=](int token) {
-        return token >= low && token < high ? from + token * size : zeros;
-      };
-      for (int step = 0; step < kSteps; step++) {
-        Operand values[C];
-        if (kSource == kPacked) {
+    constexpr int kSteps = kSub / F::kStep;
+    for (int start = 0; start < tile.tokens; start += 2 * kSub) {
+      Lines lines{}, more{};
+      if (kSource != kQuiet) {
+        lines = prefetch->take(2 * kSteps);
+        more = pass.twice ? prefetch->take(2 * kSteps) : lines;
+      }
+      const int end = std::min(start + 2 * kSub, tile.tokens);
+      if (kSource == kPacked || kSource == kQuiet) {
+        for (int step = start / F::kStep; step < end / F::kStep; step++) {
+          Operand values[C];
           UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + c);
-        } else {
+          product<M, C>(sums, values, weights);
+          packed += C;
+          weights += F::kStep;
+          if (kSource != kQuiet) {
+            Prefetch::ask(lines);
+            Prefetch::ask(more);
+          }
+        }
+        continue;
+      }
+      for (int sub = start; sub < end; sub += kSub) {
+        const Element* from = tile.values[sub / kSub] + column;
+        const int low = tile.low - sub, high = tile.high - sub;
+        // Memory outside of the run may hold anything, and nothing times that is not nothing.
+        const auto row = [=](int token) {
+          return token >= low && token < high ? from + token * size : zeros;
+        };
+        for (int step = 0; step < kSteps; step++) {
+          Prefetch::ask(lines);
+          Prefetch::ask(more);
           const int token = F::token_of(step);
-          F::template values<C>(row(token), row(token + F::kStep - 1), values);
+          if (kSource == kPacking || token < high) {
+            Operand values[C];
+            F::template values<C>(row(token), row(token + F::kStep - 1), values);
+            if (kSource == kPacking) UNROLL for (int c = 0; c < C; c++) F::put(packed + c, values[c]);
+            product<M, C>(sums, values, weights);
+          }
+          packed += C;
+          weights += F::kStep;
         }
-        if (kSource == kPacking) UNROLL for (int c = 0; c < C; c++) F::put(packed + c, values[c]);
-        packed += C;
-        Prefetch::ask(lines);
-        Prefetch::ask(more);
-        UNROLL for (int m = 0; m < M; m++) {
-          const Operand weight = F::spread(weights + m * kTile);
-          UNROLL for (int c = 0; c < C; c++) sums[m][c] = F::dot(sums[m][c], weight, values[c]);
-        }
-        weights += F::kStep;
       }
     }
     UNROLL for (int m = 0; m < M; m++)

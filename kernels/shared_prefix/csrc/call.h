@@ -26,7 +26,7 @@ struct Call {
   const int32_t* node_row_offsets;
   const int32_t* suffix_starts;  // [R]
 
-  int32_t num_nodes, num_rows, num_heads, num_kv_heads, head_size, block_size;
+  int32_t num_nodes, num_rows, num_heads, num_kv_heads, head_size, block_size;  // D <= 256
   int32_t element, isa, num_threads;
   float scale;
 

@@ -38,7 +38,7 @@ class Worker {
     const int most = most_queries();
     all_.outputs = reinterpret_cast<float*>(memory_ + Attend<F>::packed_bytes(size_));
     all_.queries = reinterpret_cast<Weight*>(all_.outputs + size_t(most) * size_);
-    all_.maxima = reinterpret_cast<float*>(all_.queries + size_t(most) * size_);
+    all_.maxima = reinterpret_cast<float*>(all_.queries + size_t(most) * kQueryStride);
     all_.sums = all_.maxima + most;
   }
 
@@ -70,7 +70,7 @@ class Worker {
   }
 
   char* memory() const {
-    const size_t each = size_ * (sizeof(float) + sizeof(Weight)) + 2 * sizeof(float);
+    const size_t each = (size_ + 2) * sizeof(float) + kQueryStride * sizeof(Weight);
     return kept_memory(Attend<F>::packed_bytes(size_) + most_queries() * each);
   }
 
@@ -124,8 +124,8 @@ class Worker {
     for (int i = 0; i < piece.num_rows; i++)
       for (int t = call_.query_starts[piece.rows[i]]; t < call_.query_starts[piece.rows[i] + 1]; t++) {
         const Element* from = static_cast<const Element*>(call_.query) + t * call_.query_stride;
-        F::queries(from + first_head * size_, to, heads_ * size_);
-        to += heads_ * size_;
+        for (int head = first_head; head < first_head + heads_; head++, to += kQueryStride)
+          F::queries(from + head * size_, to, size_);
       }
     std::fill_n(all_.outputs, size_t(piece.num_queries) * size_, 0.f);
     std::fill_n(all_.maxima, piece.num_queries, kNothing);
