@@ -1,16 +1,14 @@
 """What waiting for the longest costs, and what it does to lengths not to wait.
 
-First, groups of 16 of which 8 are enough, in turn with groups that are waited for to the end. Of
-the latter, whose lengths are all known, the length bias of each finish policy follows: which
-samples it would have taken. Then runs of 20 steps, each with new weights and a deadline that cuts
-the longest: what was cut is thrown away, or goes on in the next step.
+First, groups of 16 of which 8 are enough, in turn with groups that are waited for to the end. Then
+runs of 20 steps, each with new weights and a deadline that cuts the longest: what was cut is thrown
+away, or goes on in the next step. bench/length_bias.py says what else this does.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,22 +20,19 @@ from bench.harness.served import served
 from coppice import AsyncRollouts, Finish, GroupRequest, Prompt, Sample
 from engine.settings import EngineSettings
 from examples.seedling.arithmetic import draw
-from service.enough import Enough, FinishPolicy
 
 N, K, GROUPS = 16, 8, 8
 STEPS, DEADLINE_SHARE = 20, 0.3
 MAX_TOKENS = 400
 SEEDLING = Path(EngineSettings().model)
-POLICIES: Sequence[FinishPolicy] = ("first", "random_k", "balanced_length")
 
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds of each round, and the lengths of groups that were waited for."""
+    """Seconds of each round."""
 
     enough: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
-    lengths: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,52 +61,20 @@ class Prompts:
 async def wait_times(rollouts: AsyncRollouts, rounds: int) -> Waits:
     waits, prompts = Waits(), Prompts()
 
-    async def timed(finish: Finish | None) -> tuple[float, list[list[int]]]:
-        began = time.perf_counter()
-        asked = prompts.next(GROUPS)
-        result = await rollouts.rollout(asked, n=N, max_tokens=MAX_TOKENS, finish=finish)
-        lengths = [[len(s.token_ids) for s in group.samples] for group in result.groups]
-        return time.perf_counter() - began, lengths
+    async def timed(finish: Finish | None) -> float:
+        asked, began = prompts.next(GROUPS), time.perf_counter()
+        await rollouts.rollout(asked, n=N, max_tokens=MAX_TOKENS, finish=finish)
+        return time.perf_counter() - began
 
     async def enough() -> None:
-        waits.enough.append((await timed(Finish(samples=K)))[0])
+        waits.enough.append(await timed(Finish(samples=K)))
 
     async def whole() -> None:
-        seconds, lengths = await timed(None)
-        waits.whole.append(seconds)
-        waits.lengths += lengths
+        waits.whole.append(await timed(None))
 
     await in_turn([enough, whole], rounds=rounds)
     del waits.enough[0], waits.whole[0]  # the warm-up
     return waits
-
-
-def taken(policy: FinishPolicy, lengths: Sequence[int], seed: int) -> tuple[float, int]:
-    """Of a group whose samples run side by side: the mean length taken, and when it had enough."""
-    rule = Enough(policy, needed=K, n=len(lengths), seed=seed)
-    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if rule.ended(index, lengths[index]):
-            assert rule.chosen is not None
-            return statistics.mean(lengths[i] for i in rule.chosen), lengths[index]
-    raise AssertionError("a group that ended whole had never enough")
-
-
-def bias_rows(groups: Sequence[Sequence[int]]) -> list[Row]:
-    """Against all samples of the same groups, and against waiting for the last of them."""
-    mean = statistics.mean(length for lengths in groups for length in lengths)
-    last = statistics.mean(max(lengths) for lengths in groups)
-    rows = []
-    for policy in POLICIES:
-        found = [taken(policy, lengths, seed) for seed, lengths in enumerate(groups)]
-        bias = statistics.mean(length for length, _ in found) / mean - 1
-        steps = statistics.mean(at for _, at in found) / last
-        rows.append(
-            Row(
-                what=f"finish.policy {policy}",
-                value=f"mean length {bias:+.1%}, enough after {steps:.0%} of the longest's tokens",
-            )
-        )
-    return rows
 
 
 async def simulated_run(rollouts: AsyncRollouts, seconds_each: float, *, continued: bool) -> Run:
@@ -173,7 +136,6 @@ def record(waits: Waits, deadline: float, without: Run, with_it: Run) -> Record:
                 what=f"time, all {N} / first {K}",
                 value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
             ),
-            *bias_rows(waits.lengths),
             *(
                 Row(
                     what=f"{STEPS} steps of {deadline:.2f} s, what was cut is {name}",
@@ -188,7 +150,7 @@ def record(waits: Waits, deadline: float, without: Run, with_it: Run) -> Record:
                 value=f"{with_it.tokens_per_second / without.tokens_per_second:.2f} (one run each)",
             ),
         ],
-        raw={"enough": waits.enough, "whole": waits.whole, "lengths": waits.lengths},
+        raw={"enough": waits.enough, "whole": waits.whole},
     )
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import VersionSpan
 from coppice.wire.spans import cut_spans
+from engine.protocol import Completion
+from service.group import spans_until
+from service.trees.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,3 +31,20 @@ class Grown:
         """Between rising places, all of them inside."""
         borders = [0, *places, len(self.token_ids)]
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
+
+
+def grown_of(plan: Plan, result: Completion) -> Grown:
+    return Grown(
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        entropy=_entropy(plan, result),
+        versions=spans_until(result, len(result.token_ids)),
+    )
+
+
+def _entropy(plan: Plan, result: Completion) -> list[float] | None:
+    if not plan.wants_entropy:
+        return None
+    if plan.entropy.source == "chosen":
+        return [-logprob for logprob in result.logprobs]
+    return result.entropy

@@ -16,11 +16,11 @@ from coppice.wire.rollouts import (
     SegmentFinish,
 )
 from engine.protocol import Completion, Engine, SampleRequest
-from service.group import Group, PartDone, spans_until, stream
+from service.group import Group, PartDone, stream
 from service.trees.answer import WHOLE, outcome_of, row_answer
 from service.trees.budget import Budget
 from service.trees.cutter import deal, entropy_cuts
-from service.trees.grown import Grown
+from service.trees.grown import Grown, grown_of
 from service.trees.path import Path, Reach, reach_of
 from service.trees.plan import Plan, split
 from service.trees.tree import Segment, Tree
@@ -97,18 +97,27 @@ class TreeGroup(Group):
             reach=reach,
         )
 
-    async def _start(self, paths: Sequence[Path]) -> list[asyncio.Task[Segment | None]]:
+    async def _start(self, paths: Sequence[Path]) -> None:
         """Whatever begins together enters the engine together."""
         if self.ending or not paths:
             self._stunted |= bool(paths)
             for path in paths:
                 self._return_held(path, used=0)
-            return []
+            return
+        await self._submit(paths, self._entered(paths))
+
+    def _entered(self, paths: Sequence[Path]) -> list[SampleRequest]:
+        """From here on they count as growing."""
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
-        completions = await self._engine.submit([self._path_request(path) for path in paths])
-        if self.ending:
-            await self._engine.abort([path.id for path in paths])
+        return [self._path_request(path) for path in paths]
+
+    async def _submit(
+        self, paths: Sequence[Path], requests: Sequence[SampleRequest]
+    ) -> list[asyncio.Task[Segment | None]]:
+        completions = await self._engine.submit(requests)
+        unwanted = [path.id for path in paths if self.ending or path.id not in self._paths]
+        await self._engine.abort(unwanted)
         return [
             self._tasks.create_task(self._follow(path, completion))
             for path, completion in zip(paths, completions, strict=True)
@@ -137,7 +146,8 @@ class TreeGroup(Group):
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        segment, forks = self._placed(path, self._grown(result), self._finish_of(path, result))
+        grown = grown_of(self.plan, result).part(0, self._kept(result))
+        segment, forks = self._placed(path, grown, self._finish_of(path, result))
         await self._count_leaf(segment, forks)
         await self._start(self._forked(forks))
         return segment
@@ -163,22 +173,6 @@ class TreeGroup(Group):
         if path.reach.cut:
             return "cut" if not self.ending else self._ended_as()
         return "budget" if path.reach.short else "length"
-
-    def _grown(self, result: Completion) -> Grown:
-        whole = Grown(
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            entropy=self._entropy(result),
-            versions=spans_until(result, len(result.token_ids)),
-        )
-        return whole.part(0, self._kept(result))
-
-    def _entropy(self, result: Completion) -> list[float] | None:
-        if not self.plan.wants_entropy:
-            return None
-        if self.plan.entropy.source == "chosen":
-            return [-logprob for logprob in result.logprobs]
-        return result.entropy
 
     # Cuts
 

@@ -67,13 +67,11 @@ class OpenTree(TreeGroup):
         if claim is not None:
             self._claimed[claim.key] = _Claimed(claim.fingerprint)
         # In the tree's own task: what fails here fails for the tree, and is seen by all.
-        starting = self._tasks.create_task(self._start(paths))
+        starting = self._tasks.create_task(self._submit(paths, self._entered(paths)))
         try:
             tasks = await asyncio.shield(starting)
         except EngineError as error:
             raise service_error(ExceptionGroup("a branch", [error])) from error
-        if not tasks:
-            raise TreeClosed()
         for task in tasks:
             task.add_done_callback(lambda _: self._renew())
         growing = Growing(
@@ -148,7 +146,7 @@ class OpenTree(TreeGroup):
         self._changed.set()
 
     def _check_open(self) -> None:
-        if not self._is_open or self._is_closing:
+        if not self._is_open or self._is_closing or self.ending:
             raise TreeClosed()
 
     def _num_leaves_with(self, parent: Segment | None, n: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 from coppice import AsyncRollouts, Finish, Sample
 from tests.engine.seedling import BLOCK, MODEL, settings

@@ -14,7 +14,7 @@ from tests.serving import Served, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-LENGTHS = [5, BLOCK + 1, 3 * BLOCK + 7]
+LENGTHS = [BLOCK + 1, 3 * BLOCK + 7]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

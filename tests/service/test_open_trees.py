@@ -14,6 +14,7 @@ from coppice import BranchRequest
 from service.errors import EngineGone
 from service.trees.open_tree import OpenTree
 from tests.fake_engine import FakeEngine
+from tests.promises.hesitant import HesitantEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, check_cuts, check_tree
@@ -292,3 +293,20 @@ async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_p
         while tree.served.server.rollouts.num_running:
             await asyncio.sleep(0.001)
         assert tree.served.server.admission.num_samples == 0
+
+
+async def test_what_is_dropped_while_a_branch_enters_the_engine_does_not_grow(
+    tmp_path: Path,
+) -> None:
+    engine = HesitantEngine()
+    async with open_tree(tmp_path, engine) as tree:
+        [segment] = await tree.branch(max_tokens=20)
+        engine.instant = False
+        growing = asyncio.create_task(tree.branch(segment=segment["id"], n=3))
+        [rollout] = tree.served.server.rollouts.under_way
+        while not rollout.num_running:
+            await asyncio.sleep(0)
+        assert not engine.running, "they have entered already"
+        assert (await tree.drop(segment["id"])).status_code == 200
+        assert await growing == []
+        assert not engine.running

@@ -1,0 +1,83 @@
+"""What taking k of n samples does to their lengths, policy by policy.
+
+The lengths are of the seedling's own samples, from Hugging Face: nothing is timed here. The rule is
+the service's. Samples run side by side, a token a step, so they end in the order of their lengths.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from bench.harness.record import Record, Row
+from examples.seedling.measure import (
+    SAMPLES_PER_PROMPT,
+    SEED,
+    SEEDLING,
+    held_out_problems,
+    sample_groups,
+)
+from service.enough import Enough, FinishPolicy
+
+POLICIES: Sequence[FinishPolicy] = ("first", "random_k", "balanced_length")
+NEEDED = (4, 6)
+
+
+def lengths_of(num_prompts: int) -> list[list[int]]:
+    torch.manual_seed(SEED)
+    model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(SEEDLING, padding_side="left")
+    groups = sample_groups(model, words, held_out_problems(SEED, num_prompts))
+    return [[sample.num_tokens for sample in group] for group in groups]
+
+
+def taken(
+    policy: FinishPolicy, lengths: Sequence[int], *, needed: int, seed: int
+) -> tuple[float, int]:
+    """The mean length of what a group takes, and the tokens after which it had enough."""
+    rule = Enough(policy, needed=needed, n=len(lengths), seed=seed)
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if rule.ended(index, lengths[index]):
+            assert rule.chosen is not None
+            return statistics.mean(lengths[i] for i in rule.chosen), lengths[index]
+    raise AssertionError("a group that ended whole had never enough")
+
+
+def row(policy: FinishPolicy, needed: int, groups: Sequence[Sequence[int]]) -> Row:
+    found = [taken(policy, each, needed=needed, seed=i) for i, each in enumerate(groups)]
+    mean = statistics.mean(length for lengths in groups for length in lengths)
+    longest = statistics.mean(max(lengths) for lengths in groups)
+    bias = statistics.mean(length for length, _ in found) / mean - 1
+    wait = statistics.mean(tokens for _, tokens in found) / longest
+    return Row(
+        what=f"{policy}, {needed} of {SAMPLES_PER_PROMPT}",
+        value=f"mean length {bias:+.1%}, enough after {wait:.0%} of the tokens of the longest",
+    )
+
+
+def record(groups: Sequence[Sequence[int]]) -> Record:
+    mean = statistics.mean(length for lengths in groups for length in lengths)
+    return Record(
+        name="length_bias",
+        claim="The mean length of the samples that a finish policy takes against that of all, "
+        f"over {len(groups)} held-out problems (mean {mean:.1f} tokens).",
+        rows=[row(policy, needed, groups) for needed in NEEDED for policy in POLICIES],
+        raw={"lengths": groups},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    result = record(lengths_of(arguments.prompts))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()
