@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coppice.train.attention import shared_prompt_attention
+from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
 from coppice.train.prompt_kv import Layers
 
 
@@ -107,11 +108,19 @@ class ResponseContext(Context):
         super().__init__(num_layers, longest)
         self.prompt = prompt
         self.lengths = lengths
+        self._flex: FlexAttention | None = None
 
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
         prompt = self.prompt[layer] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
+        if wants_flex(q_1HTD):
+            prompt_k, prompt_v = prompt
+            self._flex = self._flex or FlexAttention(
+                response_layout(prompt_k.shape[2], self.lengths, q_1HTD.device)
+            )
+            keys, values = torch.cat([prompt_k, k_1KTD], 2), torch.cat([prompt_v, v_1KTD], 2)
+            return self._flex(q_1HTD, keys, values, scale)
         return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.lengths, scale)
 
 
@@ -123,11 +132,15 @@ class PackedContext(Context):
     ) -> None:
         super().__init__(num_layers, longest)
         self.groups = groups
+        self._flex: FlexAttention | None = None
         self.sizes = [prompt for prompt, _ in groups] + [sum(lengths) for _, lengths in groups]
 
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
+        if wants_flex(q_1HTD):
+            self._flex = self._flex or FlexAttention(packed_layout(self.groups, q_1HTD.device))
+            return self._flex(q_1HTD, k_1KTD, v_1KTD, scale)
         parts = list(
             zip(*(torch.split(x, self.sizes, 2) for x in (q_1HTD, k_1KTD, v_1KTD)), strict=True)
         )

@@ -1,0 +1,69 @@
+"""What FlexAttention computes on CUDA is what attention.py computes on CPU.
+
+Its kernel and its backward are not run here: on CPU it has an unfused forward only. The layouts and
+their masks are the same on both, and a mask is all that tells this attention from plain causal one.
+
+Shapes: T packed tokens, P prompt tokens, D head size.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from coppice.train.attention import shared_prompt_attention
+from coppice.train.contexts import PackedContext
+from coppice.train.flex import FlexAttention, Layout, packed_layout, response_layout
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+GROUPS = [(3, (2, 0, 4)), (1, (1,)), (0, (5, 5)), (130, (64, 200))]
+
+
+def random(tokens: int, heads: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, heads, tokens, 16, generator=generator)
+
+
+def flexed(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        return FlexAttention(layout)(q, k, v, 0.3)
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 1, 61, 300])
+@pytest.mark.parametrize("lengths", [(1,), (7, 1, 1, 3), (0, 2, 0, 2), (130, 130)], ids=str)
+def test_responses_read_the_prompt_and_themselves(
+    prompt_tokens: int, lengths: tuple[int, ...]
+) -> None:
+    T = sum(lengths)
+    q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
+    prompt_k, prompt_v = random(prompt_tokens, 2, 3), random(prompt_tokens, 2, 4)
+    layout = response_layout(prompt_tokens, lengths, CPU)
+    found = flexed(layout, q, torch.cat([prompt_k, k], 2), torch.cat([prompt_v, v], 2))
+    expected = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, lengths, 0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS[:2], GROUPS, GROUPS[::-1]], ids=str)
+def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Sequence[int]]]) -> None:
+    T = sum(prompt + sum(lengths) for prompt, lengths in groups)
+    q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
+    found = flexed(packed_layout(groups, CPU), q, k, v)
+    expected = PackedContext(1, T, groups).attend(0, q, k, v, 0.3)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_mask_of_a_small_group_is_the_one_on_paper() -> None:
+    mask = create_mask(packed_layout([(2, (1, 2))], CPU).visible, None, None, 5, 5, device="cpu")
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
