@@ -1,15 +1,16 @@
-# Every target sets up what it needs. Variables: PORT, MODEL, REVISION, DEVICE=cpu|gpu, PYTHON.
+# Every target sets up what it needs. Variables: PORT, MODEL, REVISION, DEVICE=cpu|gpu, PYTHON, SEED.
 
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve test test-fast coverage check bench soak lock clean help
+.PHONY: serve demo test test-fast coverage check bench soak lock clean help
 
 PORT ?= 8000
 MODEL ?=
 REVISION ?=
 DEVICE ?=
 PYTHON ?=
+SEED ?= 1
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
@@ -20,6 +21,10 @@ serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (80
 	@$(setup) serve
 	@exec .venv/bin/coppice serve --port '$(PORT)' \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
+
+demo: ## see it learn: GRPO on the seedling for minutes, and build/demo/demo.png
+	@$(setup) dev
+	@PYTHONPATH=.:client $(python) -m examples.grpo --seed '$(SEED)' --out build/demo
 
 test: check coverage ## everything: the checks, then all tests
 	$(python) -m pytest -m 'engine and not alone and not gpu' $(in_two)
@@ -47,9 +52,11 @@ bench: ## every benchmark, one after the other, and docs/benchmarks.md
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
 	$(python) -m bench.harness.report
 
-soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md
+soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md; two demos more
 	@$(setup) dev
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
+	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
 
 lock: ## resolve requirements/*.txt anew
 	@$(setup) dev

@@ -1,0 +1,1 @@
+"""A GRPO loop that learns on two cores in minutes: `make demo`."""

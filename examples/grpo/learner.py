@@ -1,0 +1,42 @@
+"""The policy in the trainer: float32 weights, exact gradients with each prompt computed once."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from coppice.train import Totals, TrainingGroup, advantages, grouped_backward, grpo_loss, token_mean
+from examples.seedling.grow import SEEDLING
+
+MAX_NORM = 1.0
+
+
+class Learner:
+    """One step is gradients, then update. The served weights are the same, in bfloat16."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self.model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).train()
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def gradients(self, groups: Sequence[TrainingGroup], rewards: Sequence[Tensor]) -> None:
+        weights = token_mean(Totals.of(groups))
+        for group, rewards_G in zip(groups, rewards, strict=True):
+            gains = advantages(rewards_G)
+            if not gains.any():
+                continue  # all right or all wrong: its gradient is zero
+            loss = partial(grpo_loss, advantages=gains, weights=weights, sampled=group.logprobs)
+            grouped_backward(self.model, group, loss)
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """By the names of a checkpoint; tied ones once."""
+        parameters = self.model.named_parameters()
+        return {name: parameter.detach().bfloat16() for name, parameter in parameters}

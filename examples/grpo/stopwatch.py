@@ -1,0 +1,20 @@
+"""Where the time of a step goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PARTS = ("samples", "rewards", "gradients", "weights")
+
+
+class Stopwatch:
+    """seconds has one number for each of PARTS."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - began
