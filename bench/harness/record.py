@@ -25,17 +25,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """`claim` is what the benchmark is there to test, in one sentence."""
+    """`claim` is what the benchmark is there to test, in one sentence.
+
+    `bench` is its file, where that is not the name.
+    """
 
     name: str
     claim: str
     rows: list[Row]
     raw: dict[str, Any] = field(default_factory=dict)
+    bench: str = ""
 
     def write(self) -> Path:
         RECORDS.mkdir(exist_ok=True)
         path = RECORDS / f"{self.name}.json"
-        path.write_text(json.dumps(asdict(self) | _circumstances(self.name), indent=2) + "\n")
+        path.write_text(
+            json.dumps(asdict(self) | circumstances(self.bench or self.name), indent=2) + "\n"
+        )
         return path
 
     def show(self) -> None:
@@ -46,9 +52,9 @@ class Record:
             print(f"  {row.what:<{width}}  {row.value}{goal}")
 
 
-def _circumstances(name: str) -> dict[str, Any]:
+def circumstances(bench: str) -> dict[str, Any]:
     return {
-        "command": " ".join(["python", "-m", f"bench.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {
             "processor": _processor(),

@@ -9,11 +9,22 @@ from torch import Tensor
 
 from coppice.train.attention import blocks_of, shared_prompt_attention
 from coppice.train.reference import reference_attention
+from coppice.train.spans import Branch, Spans
 
 pytestmark = pytest.mark.slow
 
 # Of the same lengths and others, in one block and in many, with rows of nothing between them.
-ROWS = [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130)]
+ROWS = [
+    Spans(lengths=lengths)
+    for lengths in [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130)]
+]
+# Two below one, the second of which has two more below it, and a last one that stands alone.
+ROWS.append(
+    Spans(
+        lengths=(4, 3, 70, 2, 0, 2, 5),
+        branches=(Branch(start=0, stop=4, end=81), Branch(start=7, stop=77, end=81)),
+    )
+)
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -37,16 +48,16 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("lengths", ROWS, ids=str)
+@pytest.mark.parametrize("spans", ROWS, ids=str)
 @pytest.mark.parametrize("P", [0, 1, 61, 300])
 def test_two_parts_are_the_whole(
-    P: int, lengths: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype
+    P: int, spans: Spans, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
-    q, prompt_k, prompt_v, k, v = given = tensors(num_kv_heads, P, sum(lengths), dtype)
+    q, prompt_k, prompt_v, k, v = given = tensors(num_kv_heads, P, spans.num_tokens, dtype)
     exact_given = [tensor.detach().double().requires_grad_() for tensor in given]
-    found = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, lengths, 0.3)
+    found = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, 0.3)
     eq, eprompt_k, eprompt_v, ek, ev = exact_given
-    exact = reference_attention(eq, (eprompt_k, eprompt_v), ek, ev, lengths, 0.3)
+    exact = reference_attention(eq, (eprompt_k, eprompt_v), ek, ev, spans, 0.3)
     upstream = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found_grads = torch.autograd.grad(found, given, upstream)
     exact_grads = torch.autograd.grad(exact, exact_given, upstream.double())

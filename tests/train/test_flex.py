@@ -17,11 +17,21 @@ from torch.nn.attention.flex_attention import create_mask
 from coppice.train.attention import shared_prompt_attention
 from coppice.train.contexts import PackedContext
 from coppice.train.flex import FlexAttention, Layout, packed_layout, response_layout
+from coppice.train.spans import Branch, Spans
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-GROUPS = [(3, (2, 0, 4)), (1, (1,)), (0, (5, 5)), (130, (64, 200))]
+TREE = Spans(
+    lengths=(4, 3, 70, 2, 0, 2, 5),
+    branches=(Branch(start=0, stop=4, end=81), Branch(start=7, stop=77, end=81)),
+)
+GROUPS = [
+    (3, Spans(lengths=(2, 0, 4))),
+    (1, TREE),
+    (0, Spans(lengths=(5, 5))),
+    (130, Spans(lengths=(64, 200))),
+]
 
 
 def random(tokens: int, heads: int, seed: int) -> Tensor:
@@ -36,22 +46,22 @@ def flexed(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 1, 61, 300])
-@pytest.mark.parametrize("lengths", [(1,), (7, 1, 1, 3), (0, 2, 0, 2), (130, 130)], ids=str)
-def test_responses_read_the_prompt_and_themselves(
-    prompt_tokens: int, lengths: tuple[int, ...]
-) -> None:
-    T = sum(lengths)
+@pytest.mark.parametrize(
+    "spans", [*(Spans(lengths=of) for of in [(1,), (0, 2, 0, 2), (130, 130)]), TREE], ids=str
+)
+def test_responses_read_the_prompt_and_themselves(prompt_tokens: int, spans: Spans) -> None:
+    T = spans.num_tokens
     q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
     prompt_k, prompt_v = random(prompt_tokens, 2, 3), random(prompt_tokens, 2, 4)
-    layout = response_layout(prompt_tokens, lengths, CPU)
+    layout = response_layout(prompt_tokens, spans, CPU)
     found = flexed(layout, q, torch.cat([prompt_k, k], 2), torch.cat([prompt_v, v], 2))
-    expected = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, lengths, 0.3)
+    expected = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, 0.3)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS[:2], GROUPS, GROUPS[::-1]], ids=str)
-def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Sequence[int]]]) -> None:
-    T = sum(prompt + sum(lengths) for prompt, lengths in groups)
+def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Spans]]) -> None:
+    T = sum(prompt + spans.num_tokens for prompt, spans in groups)
     q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
     found = flexed(packed_layout(groups, CPU), q, k, v)
     expected = PackedContext(1, T, groups).attend(0, q, k, v, 0.3)
@@ -59,7 +69,9 @@ def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Sequenc
 
 
 def test_the_mask_of_a_small_group_is_the_one_on_paper() -> None:
-    mask = create_mask(packed_layout([(2, (1, 2))], CPU).visible, None, None, 5, 5, device="cpu")
+    mask = create_mask(
+        packed_layout([(2, Spans(lengths=(1, 2)))], CPU).visible, None, None, 5, 5, device="cpu"
+    )
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

@@ -23,6 +23,7 @@ from coppice.train.ranks import reduce_gradients
 from coppice.train.reference import naive_backward, naive_logprobs
 from coppice.train.rows import LossFunction, RowLogprobs
 from coppice.train.schedules import Schedule
+from coppice.train.tree import TrainingTree
 
 __all__ = [
     "BackwardReport",
@@ -34,6 +35,7 @@ __all__ = [
     "TokenWeights",
     "Totals",
     "TrainingGroup",
+    "TrainingTree",
     "UnsupportedModel",
     "advantages",
     "attending",

@@ -1,8 +1,9 @@
 """Attention of packed responses to one shared prompt and causally to themselves.
 
-Two flash calls, one of all queries over the prompt and one causal call for the rows, are merged
-by their log-sum-exps. Softmax's gradient needs only the final output and log-sum-exp, so handing
-the merged ones to each part's own backward kernel gives the exact gradient of the whole.
+Flash calls are merged by their log-sum-exps: one of all queries over the prompt, a causal one for
+the rows, and for each branch of a tree one of all that follows on it. Softmax's gradient needs only
+the final output and log-sum-exp, so handing the merged ones to each part's own backward kernel
+gives the exact gradient of the whole.
 
 Shapes: N rows of R tokens each, T packed tokens of all rows, P prompt tokens, H query heads,
 K key and value heads, D head size.
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coppice.train.reference import reference_attention
+from coppice.train.spans import Branch, Spans
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,14 +29,14 @@ def shared_prompt_attention(
     prompt: tuple[Tensor, Tensor],
     k_1KTD: Tensor,
     v_1KTD: Tensor,
-    lengths: Sequence[int],
+    spans: Spans,
     scale: float,
 ) -> Tensor:
     """o_1HTD. The prompt's keys and values are [1, K, P, D]."""
     if q_1HTD.device.type != "cpu" or q_1HTD.shape[-1] != v_1KTD.shape[-1]:
-        return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, lengths, scale)
+        return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]
-        q_1HTD, *prompt, k_1KTD, v_1KTD, lengths, scale
+        q_1HTD, *prompt, k_1KTD, v_1KTD, spans, scale
     )
     return output
 
@@ -64,6 +66,14 @@ def blocks_of(lengths: Sequence[int]) -> Iterator[Block]:
             first = row
 
 
+def _inside(branch: Branch, packed_1HTD: Tensor) -> Tensor:
+    return packed_1HTD[:, :, branch.start : branch.stop]
+
+
+def _below(branch: Branch, packed_1HTD: Tensor) -> Tensor:
+    return packed_1HTD[:, :, branch.stop : branch.end]
+
+
 class _SharedPrompt(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,15 +83,19 @@ class _SharedPrompt(torch.autograd.Function):
         prompt_v_1KPD: Tensor,
         k_1KTD: Tensor,
         v_1KTD: Tensor,
-        lengths: Sequence[int],
+        spans: Spans,
         scale: float,
     ) -> Tensor:
         o_1HTD, lse_1HT = _over_prompt(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, scale)
-        for block in blocks_of(lengths):
+        for block in blocks_of(spans.lengths):
             q, k, v = (block.of(packed) for packed in (q_1HTD, k_1KTD, v_1KTD))
             _merge(block.of(o_1HTD), block.of(lse_1HT), *_flash(q, k, v, 0.0, True, scale=scale))
+        for branch in spans.branches:
+            q, o, lse = (_below(branch, packed) for packed in (q_1HTD, o_1HTD, lse_1HT))
+            k, v = (_inside(branch, packed) for packed in (k_1KTD, v_1KTD))
+            _merge(o, lse, *_flash(q, k, v, 0.0, False, scale=scale))
         ctx.save_for_backward(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, k_1KTD, v_1KTD, o_1HTD, lse_1HT)
-        ctx.lengths, ctx.scale = lengths, scale
+        ctx.spans, ctx.scale = spans, scale
         return o_1HTD
 
     @staticmethod
@@ -92,12 +106,19 @@ class _SharedPrompt(torch.autograd.Function):
             do_1HTD, q, prompt_k, prompt_v, o, lse, ctx.scale
         )
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for block in blocks_of(ctx.lengths):
+        for block in blocks_of(ctx.spans.lengths):
             given = [block.of(packed) for packed in (do_1HTD, q, k, v, o)]
             grads = _flash_backward(*given, block.of(lse), 0.0, True, scale=ctx.scale)
             block.of(dq).add_(grads[0])
             block.of(dk).copy_(grads[1])
             block.of(dv).copy_(grads[2])
+        for branch in ctx.spans.branches:
+            below = [_below(branch, packed) for packed in (do_1HTD, q, o, lse)]
+            inside = [_inside(branch, packed) for packed in (k, v)]
+            grads = _flash_backward(*below[:2], *inside, *below[2:], 0.0, False, scale=ctx.scale)
+            _below(branch, dq).add_(grads[0])
+            _inside(branch, dk).add_(grads[1])
+            _inside(branch, dv).add_(grads[2])
         return dq, dprompt_k, dprompt_v, dk, dv, None, None
 
 

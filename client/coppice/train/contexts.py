@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from coppice.train.attention import shared_prompt_attention
 from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
 from coppice.train.prompt_kv import Layers
+from coppice.train.spans import Spans
 
 
 class UnsupportedModel(ValueError):
@@ -102,12 +103,10 @@ class InjectingContext(PromptContext):
 class ResponseContext(Context):
     """Packed responses to one prompt, whose keys and values are given; none are of no tokens."""
 
-    def __init__(
-        self, num_layers: int, longest: int, prompt: Layers, lengths: Sequence[int]
-    ) -> None:
+    def __init__(self, num_layers: int, longest: int, prompt: Layers, spans: Spans) -> None:
         super().__init__(num_layers, longest)
         self.prompt = prompt
-        self.lengths = lengths
+        self.spans = spans
         self._flex: FlexAttention | None = None
 
     def attend(
@@ -117,23 +116,21 @@ class ResponseContext(Context):
         if wants_flex(q_1HTD):
             prompt_k, prompt_v = prompt
             self._flex = self._flex or FlexAttention(
-                response_layout(prompt_k.shape[2], self.lengths, q_1HTD.device)
+                response_layout(prompt_k.shape[2], self.spans, q_1HTD.device)
             )
             keys, values = torch.cat([prompt_k, k_1KTD], 2), torch.cat([prompt_v, v_1KTD], 2)
             return self._flex(q_1HTD, keys, values, scale)
-        return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.lengths, scale)
+        return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.spans, scale)
 
 
 class PackedContext(Context):
-    """All prompts, then all responses, in one row. For each group: prompt tokens, and lengths."""
+    """All prompts, then all responses, in one row. For each group: prompt tokens, and spans."""
 
-    def __init__(
-        self, num_layers: int, longest: int, groups: Sequence[tuple[int, Sequence[int]]]
-    ) -> None:
+    def __init__(self, num_layers: int, longest: int, groups: Sequence[tuple[int, Spans]]) -> None:
         super().__init__(num_layers, longest)
         self.groups = groups
         self._flex: FlexAttention | None = None
-        self.sizes = [prompt for prompt, _ in groups] + [sum(lengths) for _, lengths in groups]
+        self.sizes = [prompt for prompt, _ in groups] + [spans.num_tokens for _, spans in groups]
 
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
@@ -147,8 +144,8 @@ class PackedContext(Context):
         num_groups = len(self.groups)
         prompts = [_causal(q, k, v, scale) for q, k, v in parts[:num_groups]]
         responses = [
-            shared_prompt_attention(q, (prompt_k, prompt_v), k, v, lengths, scale)
-            for (_, prompt_k, prompt_v), (q, k, v), (_, lengths) in zip(
+            shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, scale)
+            for (_, prompt_k, prompt_v), (q, k, v), (_, spans) in zip(
                 parts[:num_groups], parts[num_groups:], self.groups, strict=True
             )
         ]

@@ -7,13 +7,16 @@ Shapes: T queries, S keys, H query heads, K key and value heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from coppice.train.spans import Spans
 
 
 def wants_flex(q_1HTD: Tensor) -> bool:
@@ -26,61 +29,71 @@ Visible: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """The row that each key is of, and the row that its query reads beside its own.
+    """What reads each key: queries behind it, up to its end, and those that read its prompt.
 
+    prompt_S numbers the prompt that a key is of, or is -1; reads_S the one that its query reads.
     The first num_before keys have no query.
     """
 
-    row_S: Tensor
+    end_S: Tensor
+    prompt_S: Tensor
     reads_S: Tensor
     num_before: int
 
     @property
     def visible(self) -> Visible:
-        """Prompts lie before their rows."""
-        row_S, reads_S, num_before = self.row_S, self.reads_S, self.num_before
+        """Prompts lie before all else."""
+        end_S, prompt_S, reads_S = self.end_S, self.prompt_S, self.reads_S
+        num_before = self.num_before
 
         # FlexAttention counts the parameters, and would count a method's self.
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             place = query + num_before
-            row = row_S[key]
-            return (key <= place) & ((row == row_S[place]) | (row == reads_S[place]))
+            return (key <= place) & ((place < end_S[key]) | (prompt_S[key] == reads_S[place]))
 
         return visible
 
 
-def response_layout(prompt_tokens: int, lengths: Sequence[int], device: torch.device) -> Layout:
-    """Of the prompt's keys, then the responses: row 0 is the prompt."""
-    rows = torch.tensor([prompt_tokens, *lengths], device=device)
-    row_S = torch.arange(len(rows), device=device).repeat_interleave(rows)
-    return Layout(row_S=row_S, reads_S=torch.zeros_like(row_S), num_before=prompt_tokens)
+def response_layout(prompt_tokens: int, spans: Spans, device: torch.device) -> Layout:
+    """Of the prompt's keys, then the responses."""
+    layout = packed_layout([(prompt_tokens, spans)], device)
+    return replace(layout, num_before=prompt_tokens)
 
 
-def packed_layout(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Layout:
-    """Of all prompts, then all responses; row i is the prompt of group i."""
+def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> Layout:
+    """Of all prompts, then all responses."""
     prompts = [prompt for prompt, _ in groups]
-    lengths = [length for _, lengths in groups for length in lengths]
-    owners = [group for group, (_, lengths) in enumerate(groups) for _ in lengths]
-    rows = torch.tensor([*prompts, *lengths], device=device)
-    reads = torch.tensor([*range(len(prompts)), *owners], device=device)
-    row_S = torch.arange(len(rows), device=device).repeat_interleave(rows)
-    return Layout(row_S=row_S, reads_S=reads.repeat_interleave(rows), num_before=0)
+    responses = [spans.num_tokens for _, spans in groups]
+    starts = [0, *accumulate([*prompts, *responses])]
+    own = torch.arange(len(groups)).repeat_interleave(torch.tensor(prompts))
+    reads = torch.arange(len(groups)).repeat_interleave(torch.tensor(responses))
+    ends = torch.tensor(starts[1 : len(groups) + 1]).repeat_interleave(torch.tensor(prompts))
+    below = [
+        spans.ends() + start
+        for (_, spans), start in zip(groups, starts[len(groups) :], strict=False)
+    ]
+    return Layout(
+        end_S=torch.cat([ends, *below]).to(device),
+        prompt_S=torch.cat([own, torch.full_like(reads, -1)]).to(device),
+        reads_S=torch.cat([own, reads]).to(device),
+        num_before=0,
+    )
 
 
 class FlexAttention:
     """Of one forward: its layers share the mask."""
 
     def __init__(self, layout: Layout) -> None:
-        keys = len(layout.row_S)
-        device = layout.row_S.device
+        keys = len(layout.end_S)
+        device = layout.end_S.device
         self._compiled = device.type == "cuda"
-        make: Callable[..., BlockMask] = _compiled_mask() if self._compiled else create_block_mask
-        self._mask = make(layout.visible, None, None, keys - layout.num_before, keys, device=device)
+        self._mask: BlockMask = _mask_maker(self._compiled)(
+            layout.visible, None, None, keys - layout.num_before, keys, device=device
+        )
 
     def __call__(self, q_1HTD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float) -> Tensor:
         """o_1HTD."""
-        attend: Callable[..., Any] = _compiled_attention() if self._compiled else flex_attention
-        output: Tensor = attend(
+        output: Tensor = _attention(self._compiled)(
             q_1HTD, k_1KSD, v_1KSD, block_mask=self._mask, scale=scale, enable_gqa=True
         )
         return output
@@ -88,11 +101,15 @@ class FlexAttention:
 
 # Dynamic: otherwise every new length of a row is compiled anew.
 @cache
-def _compiled_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
+def _attention(compiled: bool) -> Callable[..., Any]:
+    if compiled:
+        return torch.compile(flex_attention, dynamic=True)
+    return flex_attention
 
 
 # Uncompiled, this makes the dense mask on its way.
 @cache
-def _compiled_mask() -> Callable[..., Any]:
-    return torch.compile(create_block_mask, dynamic=True)
+def _mask_maker(compiled: bool) -> Callable[..., Any]:
+    if compiled:
+        return torch.compile(create_block_mask, dynamic=True)
+    return create_block_mask

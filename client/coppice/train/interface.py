@@ -45,13 +45,13 @@ def check_model(model: Any) -> None:
 
 
 def forward(model: Any, inputs: Inputs, context: Context) -> Tensor | None:
-    """logits_TV of the positions that predict targets; none where the context ended it before."""
+    """logits_TV of the places that predict targets; none where the context ended it before."""
     try:
         logits_1TV = model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=max(len(inputs.targets), 1),
+            logits_to_keep=inputs.logits_to_keep,
             coppice=context,
         ).logits
     except PromptDone:

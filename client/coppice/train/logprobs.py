@@ -1,6 +1,7 @@
 """Logprobs of responses, each prompt computed once: without a graph, or in one pass with one."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from coppice.train.passes import joined, prompt_inputs, response_inputs
 from coppice.train.prompt_kv import PromptKV, prompt_kv_of
 from coppice.train.prompts import compute_layers, no_grad_layers
 from coppice.train.ranks import is_sharded, unwrapped
-from coppice.train.responses import PASS_TOKENS, longest, passes_of, response_logprobs, whole
+from coppice.train.responses import PASS_TOKENS, part_of, passes_of, response_logprobs, whole
 from coppice.train.rows import RowLogprobs, token_logprobs
 from coppice.train.traits import traits_of
+from coppice.train.tree import families_of, longest
 
 
 def compute_prompt_kv(model: Any, group: TrainingGroup) -> PromptKV:
@@ -36,14 +38,16 @@ def group_logprobs(
     """Of all responses, without a graph. A given prompt_kv must be of this model's weights."""
     model = unwrapped(model)
     if not group.num_tokens and not is_sharded(model):
-        return whole(group, torch.zeros(0))
+        return whole(group, [])
     with attending(model):
         prompt = no_grad_layers(model, group, prompt_kv)
-        computed = [
-            (each, response_logprobs(model, group, each.rows, prompt, temperature).logprobs)
-            for each in passes_of(model, group, pass_tokens)
-        ]
-    return whole(group, torch.cat([logprobs for each, logprobs in computed if not each.idle]))
+        return whole(
+            group,
+            [
+                response_logprobs(model, group, each.rows, prompt, temperature)
+                for each in passes_of(model, group, pass_tokens)
+            ],
+        )
 
 
 def packed_logprobs(
@@ -60,7 +64,7 @@ def packed_logprobs(
         raise ValueError("no response has a token")
     if traits.checkpointed and torch.is_grad_enabled() and not is_attending(model):
         raise ValueError("checkpointed: call this, and the backward, inside attending(model)")
-    rows = [range(len(group.responses)) for group in groups]
+    rows = [tuple(chain.from_iterable(families_of(group))) for group in groups]
     prompts = [prompt_inputs(group, traits.device) for group in groups]
     responses = [
         response_inputs(group, all_rows, traits.device)
@@ -69,7 +73,10 @@ def packed_logprobs(
     context = PackedContext(
         traits.num_layers,
         max(longest(group) for group in groups),
-        [(len(group.prompt) - 1, group.lengths) for group in groups],
+        [
+            (len(group.prompt) - 1, inputs.spans)
+            for group, inputs in zip(groups, responses, strict=True)
+        ],
     )
     inputs = joined([*prompts, *responses])
     with attending(model):
@@ -77,4 +84,7 @@ def packed_logprobs(
     assert logits_TV is not None, "a packed forward runs to its end"
     logprobs_T = token_logprobs(logits_TV, inputs.targets, temperature)
     parts = torch.split(logprobs_T, [group.num_tokens for group in groups])
-    return [whole(group, part) for group, part in zip(groups, parts, strict=True)]
+    return [
+        whole(group, [part_of(group, all_rows, part)])
+        for group, all_rows, part in zip(groups, rows, parts, strict=True)
+    ]

@@ -1,27 +1,38 @@
-"""How responses are packed into rows without padding, and what a model is asked to compute.
-
-The last prompt token belongs to the responses: it predicts the first token of each. So the shared
-prompt is its first P-1 tokens, and every response is fed as the last prompt token and all its own
-tokens but the last, from position P-1 on.
-"""
+"""Which responses are computed together, and what a model is asked to compute."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from coppice.train.groups import TrainingGroup
+from coppice.train.packed_row import PackedRow
+from coppice.train.spans import Spans
+from coppice.train.tree import families_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """One row of a model's input, and the targets, the tokens that its last positions predict."""
+    """One row of a model's input, and the targets, each predicted at a place of the row.
+
+    The places lie on the CPU.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
     targets: Tensor
+    places: Tensor
+    spans: Spans
+
+    @property
+    def logits_to_keep(self) -> int | Tensor:
+        """As models take it. They slice for a number, and copy for anything else."""
+        count = len(self.places)
+        last = torch.arange(count) + self.input_ids.shape[1] - count
+        return max(count, 1) if torch.equal(self.places, last) else self.places
 
 
 def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...]]:
@@ -47,46 +58,44 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
     return [*passes, tuple(rows)] if rows else passes
 
 
+def plan_families(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
+    """Rows of each pass, depth first; what begins at the prompt is together with all below it."""
+    families = families_of(group)
+    tokens = [sum(group.lengths[row] for row in family) for family in families]
+    planned = plan_passes(tokens, pass_tokens)
+    return [tuple(chain.from_iterable(families[i] for i in chosen)) for chosen in planned]
+
+
 def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
     prompt = group.prompt[:-1]
-    return _inputs([prompt], [torch.arange(len(prompt))], [prompt[:0]], device)
-
-
-def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.device) -> Inputs:
-    responses = [group.responses[row] for row in rows]
-    return _inputs(
-        [_fed(group, response) for response in responses],
-        [_positions(group, response) for response in responses],
-        responses,
-        device,
+    return Inputs(
+        input_ids=prompt.to(device).unsqueeze(0),
+        position_ids=torch.arange(len(prompt), device=device).unsqueeze(0),
+        targets=torch.zeros(0, dtype=torch.int64, device=device),
+        places=torch.zeros(0, dtype=torch.int64),
+        spans=Spans(lengths=(len(prompt),)),
     )
 
 
-def _fed(group: TrainingGroup, response: Tensor) -> Tensor:
-    return torch.cat([group.prompt[-1:], response])[:-1]
-
-
-def _positions(group: TrainingGroup, response: Tensor) -> Tensor:
-    return torch.arange(len(response)) + len(group.prompt) - 1
+def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.device) -> Inputs:
+    """Of whole families, each depth first."""
+    packed = PackedRow(group, rows)
+    return Inputs(
+        input_ids=torch.cat(packed.fed).to(device).unsqueeze(0),
+        position_ids=torch.cat(packed.positions).to(device).unsqueeze(0),
+        targets=torch.cat([group.responses[row] for row in rows]).to(device),
+        places=torch.cat(packed.places),
+        spans=packed.spans(),
+    )
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
     """All of them in one row."""
+    starts = [0, *accumulate(part.spans.num_tokens for part in parts)]
     return Inputs(
         input_ids=torch.cat([part.input_ids for part in parts], 1),
         position_ids=torch.cat([part.position_ids for part in parts], 1),
         targets=torch.cat([part.targets for part in parts]),
-    )
-
-
-def _inputs(
-    fed: Sequence[Tensor],
-    positions: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    device: torch.device,
-) -> Inputs:
-    return Inputs(
-        input_ids=torch.cat(list(fed)).to(device).unsqueeze(0),
-        position_ids=torch.cat(list(positions)).to(device).unsqueeze(0),
-        targets=torch.cat(list(targets)).to(device),
+        places=torch.cat([p.places + start for p, start in zip(parts, starts, strict=False)]),
+        spans=Spans(lengths=tuple(part.spans.num_tokens for part in parts)),
     )

@@ -4,7 +4,6 @@ Shapes: G rows padded to R tokens each, T packed tokens of all rows, P prompt to
 heads, K key and value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from coppice.train.groups import TrainingGroup
 from coppice.train.rows import LossFunction, RowLogprobs, token_logprobs
+from coppice.train.spans import Spans
+from coppice.train.tree import TrainingTree
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:
-    """Differentiable, with the prompt repeated in every row of a padded batch."""
+    """Differentiable, with the prompt repeated in every row of a padded batch.
+
+    Of a tree's segments: each is a row of its own, with all before it repeated.
+    """
+    if isinstance(group, TrainingTree):
+        return _naive_segments(model, group, temperature)
     rows = [torch.cat([group.prompt, response])[:-1] for response in group.responses]
     # Padding stands right of everything that reads it not, so a causal model needs no mask.
     padded_GR = pad_sequence(rows, batch_first=True).to(model.device)
@@ -31,6 +37,16 @@ def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0
         rows=tuple(range(len(group.responses))),
         lengths=group.lengths,
     )
+
+
+def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLogprobs:
+    paths = [tree.path(segment) for segment in range(len(tree.responses))]
+    alone = [torch.cat([tree.responses[at] for at in path]) for path in paths]
+    flat = TrainingGroup(prompt=tree.prompt, responses=tuple(alone))
+    rows = naive_logprobs(model, flat, temperature=temperature).split()
+    parts = [row[len(row) - length :] for row, length in zip(rows, tree.lengths, strict=True)]
+    segments = tuple(range(len(tree.responses)))
+    return RowLogprobs(logprobs=torch.cat(parts), rows=segments, lengths=tree.lengths)
 
 
 def naive_backward(
@@ -47,14 +63,21 @@ def reference_attention(
     prompt: tuple[Tensor, Tensor],
     k_1KTD: Tensor,
     v_1KTD: Tensor,
-    lengths: Sequence[int],
+    spans: Spans,
     scale: float,
 ) -> Tensor:
-    """o_1HTD, row by row over the concatenated prompt and row, with a mask."""
-    rows = zip(
-        *(torch.split(packed, list(lengths), 2) for packed in (q_1HTD, k_1KTD, v_1KTD)), strict=True
-    )
-    return torch.cat([_row_attention(q, prompt, k, v, scale) for q, k, v in rows], 2)
+    """o_1HTD, row by row over the concatenated prompt, branches and row, with a mask."""
+    outputs = [q_1HTD[:, :, :0]]
+    start = 0
+    for length in spans.lengths:
+        own = slice(start, start + length)
+        above = [slice(b.start, b.stop) for b in spans.branches if b.stop <= start < b.end]
+        before_k = torch.cat([prompt[0], *(k_1KTD[:, :, part] for part in above)], 2)
+        before_v = torch.cat([prompt[1], *(v_1KTD[:, :, part] for part in above)], 2)
+        q, k, v = (packed[:, :, own] for packed in (q_1HTD, k_1KTD, v_1KTD))
+        outputs.append(_row_attention(q, (before_k, before_v), k, v, scale))
+        start += length
+    return torch.cat(outputs, 2)
 
 
 def _row_attention(

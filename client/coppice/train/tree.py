@@ -1,0 +1,93 @@
+"""A prompt and the segments that were sampled from it, as a tree of tensors."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coppice.train.groups import TrainingGroup
+from coppice.train.rows import RowLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingTree(TrainingGroup):
+    """A group whose responses are segments: each begins where its parent ends.
+
+    parents are places of earlier segments, none for what begins at the prompt. leaves are the
+    places of those in which paths end.
+    """
+
+    parents: tuple[int | None, ...]
+    leaves: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        TrainingGroup.__post_init__(self)
+        if len(self.parents) != len(self.responses):
+            raise ValueError("the parents are not as many as the segments")
+        if not all(parent is None or 0 <= parent < at for at, parent in enumerate(self.parents)):
+            raise ValueError("a segment's parent stands before it")
+        if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
+            raise ValueError("a leaf is the place of a segment")
+
+    def path(self, segment: int) -> tuple[int, ...]:
+        """From the prompt to the segment, itself included."""
+        path = [segment]
+        while (parent := self.parents[path[-1]]) is not None:
+            path.append(parent)
+        return tuple(path[::-1])
+
+    def flattened(self) -> TrainingGroup:
+        """One response a leaf, which repeats what paths share."""
+
+        def rows(by_segment: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            paths = map(self.path, self.leaves)
+            return tuple(torch.cat([by_segment[at] for at in path]) for path in paths)
+
+        return TrainingGroup(
+            prompt=self.prompt,
+            responses=rows(self.responses),
+            logprobs=None if self.logprobs is None else rows(self.logprobs),
+        )
+
+    def by_leaf(self, rows: RowLogprobs) -> RowLogprobs:
+        """Of a pass's segments, its paths as the rows of the flattened group."""
+        by_segment = dict(zip(rows.rows, rows.split(), strict=True))
+        paths = [self.path(leaf) for leaf in self.leaves]
+        whole = [leaf for leaf, path in enumerate(paths) if by_segment.keys() >= set(path)]
+        parts = [torch.cat([by_segment[at] for at in paths[leaf]]) for leaf in whole]
+        return RowLogprobs(
+            logprobs=torch.cat([rows.logprobs[:0], *parts]),
+            rows=tuple(whole),
+            lengths=tuple(len(part) for part in parts),
+        )
+
+
+def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
+    """The responses of a group that is no tree all begin at the prompt."""
+    if isinstance(group, TrainingTree):
+        return group.parents
+    return (None,) * len(group.responses)
+
+
+def families_of(group: TrainingGroup) -> list[tuple[int, ...]]:
+    """Of each response that begins at the prompt: itself and all below it, depth first."""
+    children: dict[int | None, list[int]] = {}
+    for row, parent in enumerate(parents_of(group)):
+        children.setdefault(parent, []).append(row)
+
+    def below(row: int) -> tuple[int, ...]:
+        family, open_rows = [], [row]
+        while open_rows:
+            family.append(open_rows.pop())
+            open_rows += reversed(children.get(family[-1], []))
+        return tuple(family)
+
+    return [below(root) for root in children[None]]
+
+
+def longest(group: TrainingGroup) -> int:
+    """Tokens of the longest row, prompt included."""
+    ends: list[int] = []
+    for length, parent in zip(group.lengths, parents_of(group), strict=True):
+        ends.append(length + (0 if parent is None else ends[parent]))
+    return len(group.prompt) + max(ends)
