@@ -13,7 +13,7 @@ from service.access import authorised
 from service.edges import Edges
 from service.keyring import Keyring
 from service.requests import RequestScope
-from service.routes import control, documents, health, metrics, rollouts, score, status, weights
+from service.routes import control, documents, health, metrics, rollouts, score, status, ui, weights
 from service.server import Server
 from service.settings import Settings
 
@@ -33,12 +33,13 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         async with server.running():
             yield
 
+    operators = (*OPERATORS, ui) if settings.server.ui else OPERATORS
     if settings.server.operators_port is None:
-        app = _app(server, keyring, (*CALLERS, *OPERATORS), lifespan)
+        app = _app(server, keyring, (*CALLERS, *operators), lifespan)
         app.state.operators = None
     else:
         app = _app(server, keyring, CALLERS, lifespan)
-        app.state.operators = _app(server, keyring, (*OPERATORS, status, health))
+        app.state.operators = _app(server, keyring, (*operators, status, health))
     return app
 
 

@@ -56,6 +56,10 @@ class Rollouts:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def in_flight(self) -> list[Rollout]:
+        """The newest first."""
+        return list(reversed(self._running.values()))
+
     @property
     def num_running(self) -> int:
         return len(self._running)

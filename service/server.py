@@ -93,6 +93,10 @@ class Server:
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     def pulse(self) -> Pulse:
         return self.engine.pulse()
 
