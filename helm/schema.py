@@ -81,6 +81,7 @@ def schema() -> Schema:
             type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=LABELS
         ),
         containerPort=PORT,
+        ui=SWITCH,
         operatorsPort={"type": "integer", "minimum": 0, "maximum": 65535},
         gpu=tree(count=COUNT, resourceName=TEXT),
         resources=tree(requests=ANYTHING, limits=ANYTHING, claims=LIST),

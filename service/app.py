@@ -26,6 +26,7 @@ from service.routes import (
     score,
     status,
     trees,
+    ui,
     weights,
 )
 from service.server import Server
@@ -47,12 +48,13 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         async with server.running():
             yield
 
+    operators = (*OPERATORS, ui) if settings.server.ui else OPERATORS
     if settings.server.operators_port is None:
-        app = _app(server, keyring, (*CALLERS, *OPERATORS), lifespan)
+        app = _app(server, keyring, (*CALLERS, *operators), lifespan)
         app.state.operators = None
     else:
         app = _app(server, keyring, CALLERS, lifespan)
-        app.state.operators = _app(server, keyring, (*OPERATORS, status, health))
+        app.state.operators = _app(server, keyring, (*operators, status, health))
     _add_compat(app, server)
     return app
 

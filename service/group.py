@@ -81,6 +81,7 @@ class Group:
     export: Export | None = None
     ending: Ending | None = None
     num_done: int = 0
+    ended: list[SampleAnswer] = field(default_factory=list)
     sample_ids: list[str] = field(default_factory=list)
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
@@ -162,6 +163,7 @@ class Group:
             self._unfinished.discard(self.sample_ids[index])
             await self._count(engine, index, result)
             answer = await self._sample(index, result)
+            self.ended.append(answer)
             done(answer)
             return answer, result.num_cached_tokens
 

@@ -66,6 +66,10 @@ class Rollouts:
         self._gate.set()
         self._over = False
 
+    def in_flight(self) -> list[Rollout]:
+        """The newest first."""
+        return list(reversed(self._running.values()))
+
     @property
     def num_running(self) -> int:
         return len(self._running)

@@ -128,6 +128,10 @@ class Server:
         self.metrics.paused_seconds.observe(answer.paused_seconds)
         return answer
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     def pulse(self) -> Pulse:
         return self.engine.pulse()
 

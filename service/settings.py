@@ -73,6 +73,9 @@ class ServerSettings(Section):
             "on no other; none: they are on server.port",
         ),
     ] = None
+    ui: Annotated[
+        bool, Field(description="true: a page at /ui that watches, for keys with the role watch")
+    ] = False
     drain_seconds: Annotated[
         int, Field(ge=0, description="seconds that running requests may take to end at a stop")
     ] = 30

@@ -97,6 +97,8 @@ def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
     assert {
         "service/cli.py",
         "service/py.typed",
+        "service/ui/page.html",
+        "service/ui/page.js",
         "engine/protocol.py",
         "engine/py.typed",
         "kernels/__init__.py",

@@ -66,6 +66,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* The settings file: what the user set, and what follows from the rest of the values. */}}
 {{- define "coppice.settings" -}}
 {{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
+{{- if .Values.ui -}}
+{{- $_ := set $server "ui" true -}}
+{{- end -}}
 {{- if gt (int .Values.operatorsPort) 0 -}}
 {{- $_ := set $server "operators_host" "0.0.0.0" -}}
 {{- $_ := set $server "operators_port" (int .Values.operatorsPort) -}}

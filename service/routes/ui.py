@@ -1,0 +1,66 @@
+"""/ui: a page that watches the server, and the events that it is drawn from.
+
+The page itself holds nothing, so everybody may load it; the events need the role watch. It is no
+part of the contract: only the page of the same version reads them.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+
+from service.access import needs, public
+from service.answers import WITH_KEY, answers
+from service.live import snapshot
+from service.routes.dependencies import AnyServer
+from service.server import Server
+
+router = APIRouter(prefix="/ui")
+
+SECONDS = 1.0
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+@router.get("", responses=answers({200: ["text/html"]}))
+@public
+async def page() -> Response:
+    return Response(_file("page.html"), media_type="text/html", headers=HEADERS)
+
+
+@router.get("/page.js", responses=answers({200: ["text/javascript"]}))
+@public
+async def script() -> Response:
+    return Response(_file("page.js"), media_type="text/javascript", headers=HEADERS)
+
+
+@router.get("/page.css", responses=answers({200: ["text/css"]}))
+@public
+async def style() -> Response:
+    return Response(_file("page.css"), media_type="text/css", headers=HEADERS)
+
+
+@router.get("/events", responses=answers({200: ["text/event-stream"]}, *WITH_KEY))
+@needs("watch")
+async def events(server: AnyServer) -> Response:
+    return StreamingResponse(_events(server), media_type="text/event-stream", headers=HEADERS)
+
+
+async def _events(server: Server) -> AsyncIterator[str]:
+    """Until the reader leaves, or the server stops taking requests."""
+    while not server.draining:
+        yield f"data: {json.dumps(snapshot(server))}\n\n"
+        await asyncio.sleep(SECONDS)
+
+
+@cache
+def _file(name: str) -> bytes:
+    return (Path(__file__).parents[1] / "ui" / name).read_bytes()

@@ -1,0 +1,167 @@
+"""The live page: off by default, read-only, behind a role; and what a browser makes of it."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from service.app import create_app
+from service.live import MAX_GROUPS, MAX_ROLLOUTS
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.service.test_rollouts import body, group, running_samples
+from tests.serving import Served, serving, settings_for
+from tests.ui.browser import tab
+
+ON: dict[str, Any] = {"ui": True}
+PAGES = ("/ui", "/ui/page.js", "/ui/page.css")
+
+
+def plain(served: Served) -> httpx.AsyncClient:
+    """The page is no part of the contract, which every answer to `served.http` is held against."""
+    return httpx.AsyncClient(base_url=served.url, timeout=20)
+
+
+async def first_event(served: Served, **headers: str) -> dict[str, Any]:
+    async with plain(served) as http, http.stream("GET", "/ui/events", headers=headers) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line:
+                told: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                return told
+    raise AssertionError("no event came")
+
+
+async def test_there_is_no_page_unless_it_is_asked_for(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        statuses = [(await served.http.get(p)).status_code for p in (*PAGES, "/ui/events")]
+    assert statuses == [404] * 4
+
+
+def test_the_page_can_only_be_read(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, server={**ON, "operators_port": 0})
+    operators = create_app(settings, FakeEngine()).state.operators
+    routes = [r for r in operators.routes if isinstance(r, APIRoute) and r.path.startswith("/ui")]
+    assert len(routes) == 4
+    assert {method for route in routes for method in route.methods} == {"GET"}
+
+
+async def test_the_page_is_for_everybody_and_its_events_for_who_may_watch(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    keys = write_keys(file, guest="watch", trainer="rollout")
+    async with (
+        serving(FakeEngine(), tmp_path, server={**ON, "keys_file": file}) as served,
+        plain(served) as http,
+    ):
+        for path in PAGES:
+            answer = await http.get(path)
+            assert answer.status_code == 200
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert (await http.get("/ui/events")).status_code == 401
+        refused = await http.get("/ui/events", headers=bearer(keys["trainer"]))
+        assert refused.status_code == 403
+        assert (await first_event(served, **bearer(keys["guest"])))["stage"] == "serving"
+
+
+async def test_events_tell_groups_in_flight_and_no_token_of_theirs(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, server=ON) as served:
+        asked = body(group(7, 7, 7, n=3), {"prompt": {"text": "secret words"}, "n": 1})
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 4)
+        engine.running[next(iter(engine.running))].limit = 2
+        engine.step(2)
+        while not served.server.rollouts.in_flight()[0].groups[0].ended:
+            await asyncio.sleep(0.001)
+        told = await first_event(served)
+        engine.step(9)
+        await answer
+        after = await first_event(served)
+    [rollout] = told["rollouts"]
+    first, second = rollout["groups"]
+    assert (first["n"], first["running"], first["prompt_tokens"]) == (3, 2, 3)
+    [sample] = first["ended"]
+    assert (sample["tokens"], sample["versions"]) == (2, [{"version": "v0", "tokens": 2}])
+    assert second["ended"] == []
+    assert told["samples"]["running"] == 3
+    assert "secret" not in json.dumps(told)
+    assert after["rollouts"] == []
+
+
+async def test_events_are_bounded_whatever_is_under_way(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, server=ON) as served:
+        many = body(*[group(1) for _ in range(MAX_GROUPS + 6)])
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(MAX_ROLLOUTS + 5):
+                tasks.create_task(served.http.post("/v1/rollouts", json=many))
+            await running_samples(served, (MAX_ROLLOUTS + 5) * (MAX_GROUPS + 6))
+            told = await first_event(served)
+            engine.step(9)
+    assert told["num_rollouts"] == MAX_ROLLOUTS + 5
+    assert len(told["rollouts"]) == MAX_ROLLOUTS
+    assert told["rollouts"][0]["num_groups"] == MAX_GROUPS + 6
+    assert len(told["rollouts"][0]["groups"]) == MAX_GROUPS
+
+
+async def test_events_end_when_the_server_drains(tmp_path: Path) -> None:
+    async with (
+        serving(FakeEngine(), tmp_path, server=ON) as served,
+        plain(served) as http,
+        http.stream("GET", "/ui/events") as answer,
+    ):
+        await served.server.drain(1)
+        async with asyncio.timeout(20):
+            async for _ in answer.aiter_lines():
+                pass
+
+
+@pytest.mark.slow
+async def test_a_browser_draws_the_groups_and_the_versions(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, server=ON) as served:
+        asked = body(group(1, 2, 3, n=6), group(4, n=4))
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 10)
+        for position, sample in enumerate(list(engine.running.values())[:4]):
+            sample.limit = position + 1
+        engine.step(2)
+        engine.version = "v1"  # as an activation leaves it
+        engine.step(1)
+        async with tab(f"{served.url}/ui", tmp_path / "profile") as seen:
+            await seen.shown("document.querySelectorAll('.group').length")
+            await seen.photograph(tmp_path / "page.png")
+            page = await seen.value("document.documentElement.outerHTML")
+        engine.step(9)
+        await answer
+    assert re.search(r'id="state"[^>]*>serving<', page)
+    assert "group 0: 6 samples, 3 running, prompt of 3" in page
+    assert "group 1: 4 samples, 4 running, prompt of 1" in page
+    assert page.count('class="sample"') == 3
+    assert page.count('class="sample running"') == 7
+    assert "<polyline" in page
+    assert re.search(r"<td[^>]*>v0</td><td[^>]*>0</td><td[^>]*>active</td>", page)
+    assert (tmp_path / "page.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+async def test_a_browser_is_asked_for_a_key_where_one_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    keys = write_keys(file, guest="watch")
+    async with (
+        serving(FakeEngine(), tmp_path, server={**ON, "keys_file": file}) as served,
+        tab(f"{served.url}/ui", tmp_path / "profile") as seen,
+    ):
+        await seen.shown("!document.getElementById('key').hidden")
+        assert await seen.value("document.getElementById('state').textContent") == (
+            "a key is needed"
+        )
+        await seen.value(f"document.getElementById('secret').value = '{keys['guest']}'")
+        await seen.value("document.querySelector('button').click()")
+        await seen.shown("document.getElementById('state').textContent == 'serving'")
+        assert await seen.value("document.getElementById('key').hidden")
