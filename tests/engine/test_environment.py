@@ -71,9 +71,11 @@ def test_a_gpu_engine_is_left_its_threads() -> None:
 def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    with spawning(EngineSettings(eager=False), on_cpu=True, scratch=SCRATCH):
+    with spawning(
+        EngineSettings(eager=False), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
+    ):
         assert "TORCHDYNAMO_DISABLE" not in os.environ
 
 
@@ -82,5 +84,5 @@ def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
     compiler.touch(mode=0o755)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with spawning(threads(), on_cpu=True, scratch=SCRATCH):
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert "TORCHDYNAMO_DISABLE" not in os.environ

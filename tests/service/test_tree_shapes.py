@@ -72,6 +72,8 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "enough": None,
         "deadline_seconds": None,
         "decode": None,
+        "owner": "",
+        "kv_lease_seconds": None,
     }
     tree = tree_group(branching, given_, block_size=BLOCK, longest_lease=1.0)
     engine = Whimsical(seed)
@@ -92,7 +94,7 @@ def test_every_bound_is_kept(asked: dict[str, Any], prompt: int, most: int, seed
     assert answer.leaves is not None
     assert 1 <= len(answer.leaves) <= branching.max_leaves
     assert answer.num_completion_tokens <= branching.max_new_tokens_total
-    ends = {}
+    ends: dict[str, int] = {}
     for segment in segments.values():
         start = prompt if segment.parent is None else ends[segment.parent]
         ends[segment.id] = start + len(segment.token_ids)
