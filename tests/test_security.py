@@ -206,7 +206,7 @@ async def test_nothing_is_served_but_the_contract(tmp_path: Path) -> None:
         "/v1/completions", "/v1/chat/completions", "/collective_rpc", "/run_script", "/sleep",
         "/reset_prefix_cache", "/update_weights", "/server_info", "/metrics/", "/static/x",
     ]  # fmt: skip
-    async with serving(FakeEngine(), tmp_path) as served:
+    async with serving(FakeEngine(), tmp_path, server={"compat": ()}) as served:
         answers = await asyncio.gather(*(served.http.get(path) for path in guesses))
     assert set(guesses).isdisjoint(paths)
     assert {answer.json()["code"] for answer in answers} == {"not_found"}

@@ -1,7 +1,7 @@
 """TRL's server mode, `GRPOConfig(use_vllm=True, vllm_mode="server")`, without NCCL.
 
 TRL's client makes its requests for samples as ever; only how weights travel is replaced. TRL
-itself gathers and renames them, and merges adapters.
+itself gathers and renames them.
 """
 
 from collections.abc import Iterable, Iterator
