@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from coppice.results import Group
 from coppice.train import (
     RowLogprobs,
     Schedule,
@@ -21,6 +23,7 @@ from coppice.train import (
 )
 from coppice.train.passes import plan_families, response_inputs
 from coppice.train.tree import families_of, longest
+from coppice.tree import Segment, Tree
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -159,6 +162,50 @@ def test_paths_join_segments() -> None:
     assert rows.logprobs is not None and tree.logprobs is not None
     assert torch.equal(rows.responses[0], torch.cat([tree.responses[at] for at in (0, 2, 4)]))
     assert torch.equal(rows.logprobs[3], torch.cat([tree.logprobs[at] for at in (1, 7)]))
+
+
+def answered(tree: Tree | None) -> Group:
+    return Group(
+        id="g",
+        index=0,
+        outcome="done",
+        exact=True,
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        samples=(),
+        tree=tree,
+    )
+
+
+def segment(name: str, parent: str | None, token_ids: list[int]) -> Segment:
+    return Segment(
+        id=name,
+        parent=parent,
+        depth=0,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        logprobs=-np.array(token_ids, dtype=np.float32),
+        entropy=None,
+        finish_reason="stop",
+        num_leaves=1,
+        versions=(),
+    )
+
+
+def test_a_tree_is_read_from_what_a_rollout_answered() -> None:
+    segments = (segment("a", None, [1, 2]), segment("b", "a", [3]), segment("c", "a", [4, 5]))
+    answer = Tree(segments=segments, leaves=("c", "b"))
+    tree = TrainingTree.of([7, 8, 9], answered(answer))
+    assert (tree.parents, tree.leaves) == ((None, 0, 0), (2, 1))
+    rows = tree.flattened()
+    assert rows.logprobs is not None
+    for row, sample in enumerate(answer.rows()):
+        assert rows.responses[row].tolist() == sample.token_ids.tolist()
+        assert rows.logprobs[row].tolist() == sample.logprobs.tolist()
+
+
+def test_a_group_without_a_tree_is_no_training_tree() -> None:
+    with pytest.raises(ValueError, match="the group is no tree"):
+        TrainingTree.of([7, 8, 9], answered(None))
 
 
 @pytest.mark.parametrize(

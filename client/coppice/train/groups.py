@@ -42,13 +42,18 @@ class TrainingGroup:
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
         """Of the prompt's token ids (a list, an array or a tensor) and what a rollout answered."""
-        prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
-        if len(prompt_ids) != group.num_prompt_tokens:
-            raise ValueError(
-                f"the server saw {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
-            )
         return cls(
-            prompt=prompt_ids,
+            prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
             logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
         )
+
+
+def prompt_of(prompt: Any, group: Group) -> Tensor:
+    """ValueError where the server saw another number of tokens."""
+    prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
+    if len(prompt_ids) != group.num_prompt_tokens:
+        raise ValueError(
+            f"the server saw {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
+        )
+    return prompt_ids

@@ -1,11 +1,13 @@
 """A prompt and the segments that were sampled from it, as a tree of tensors."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coppice.train.groups import TrainingGroup
+from coppice.results import Group
+from coppice.train.groups import TrainingGroup, prompt_of
 from coppice.train.rows import RowLogprobs
 
 
@@ -28,6 +30,21 @@ class TrainingTree(TrainingGroup):
             raise ValueError("a segment's parent stands before it")
         if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
             raise ValueError("a leaf is the place of a segment")
+
+    @classmethod
+    def of(cls, prompt: Any, group: Group) -> "TrainingTree":
+        """Of the prompt's token ids and the tree of what a rollout answered, in its order."""
+        if group.tree is None:
+            raise ValueError("the group is no tree")
+        segments = group.tree.segments
+        places = {segment.id: place for place, segment in enumerate(segments)}
+        return cls(
+            prompt=prompt_of(prompt, group),
+            responses=tuple(torch.from_numpy(segment.token_ids) for segment in segments),
+            logprobs=tuple(torch.from_numpy(segment.logprobs) for segment in segments),
+            parents=tuple(None if s.parent is None else places[s.parent] for s in segments),
+            leaves=tuple(places[leaf] for leaf in group.tree.leaves),
+        )
 
     def path(self, segment: int) -> tuple[int, ...]:
         """From the prompt to the segment, itself included."""
