@@ -92,7 +92,7 @@ def test_every_bound_is_kept(asked: dict[str, Any], prompt: int, most: int, seed
     assert answer.leaves is not None
     assert 1 <= len(answer.leaves) <= branching.max_leaves
     assert answer.num_completion_tokens <= branching.max_new_tokens_total
-    ends = {}
+    ends: dict[str, int] = {}
     for segment in segments.values():
         start = prompt if segment.parent is None else ends[segment.parent]
         ends[segment.id] = start + len(segment.token_ids)
