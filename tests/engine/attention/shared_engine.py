@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.attention import installed
 from engine.attention.counts import COUNTS, Counted
 from engine.settings import AttentionSettings, SharedPrefixMode
@@ -18,6 +20,8 @@ class SharedEngine:
         self.live = live
         runner = live.core.model_executor.driver_worker.worker.model_runner
         self.builder: Any = runner.attn_groups[0][0].get_metadata_builder()
+        if self.builder.isa != "vec":
+            pytest.skip(f"vLLM packs the cache for {self.builder.isa} on this machine")
 
     @contextmanager
     def mode(self, mode: SharedPrefixMode) -> Iterator[Counted]:
