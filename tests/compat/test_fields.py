@@ -32,7 +32,8 @@ def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, A
 
 
 def nameless(samples: list[SampleRequest]) -> list[SampleRequest]:
-    return [replace(sample, id="") for sample in samples]
+    """Without what differs from one request to the next: the name, and the rank of its arrival."""
+    return [replace(sample, id="", priority=0) for sample in samples]
 
 
 async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[SampleRequest]:

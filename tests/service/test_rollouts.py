@@ -226,13 +226,16 @@ async def test_every_sample_has_a_stream_of_its_own_and_priority_reaches_the_eng
 ) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
+        plain = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(3))))
+        await running_samples(served, 1)
         asked = body(group(1, n=3, seed=7), group(1, n=3, seed=8), group(2), priority=-5)
-        request = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
-        await running_samples(served, 7)
-        requests = [sample.request for sample in engine.running.values()]
+        urgent = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 8)
+        first, *requests = [sample.request for sample in engine.running.values()]
         engine.step(4)
-        await request
+        await asyncio.gather(plain, urgent)
     seeds = [request.seed for request in requests]
     assert seeds.pop() is None
     assert len(set(seeds)) == 6, "neighbouring seeds share no stream"
-    assert {request.priority for request in requests} == {-5}
+    assert all(request.priority < first.priority for request in requests)
+    assert len({request.priority for request in requests}) == 3, "samples of a group share a rank"
