@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.settings import EngineSettings
-from service.settings import LimitsSettings, LogSettings, Section, TraceSettings, WeightsSettings
+from pydantic import BaseModel
+
+from engine.settings import AttentionSettings, EngineSettings
+from service.kv.settings import KvSettings
+from service.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]
@@ -23,7 +26,10 @@ QUANTITY: Schema = {"type": "string", "pattern": "^[0-9]+([KMGT]i?|k)?$"}
 DURATION: Schema = {"type": "string", "pattern": "^[0-9]+s$"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 # What the chart itself sets, from other values.
-SET_BY_THE_CHART = {"model", "revision", "start_seconds", "directory"}
+SET_BY_THE_CHART = {
+    *("model", "revision", "start_seconds", "prompt_kv"),
+    *("directory", "cache_directory", "capacity_bytes"),
+}
 
 
 def one_of(*values: str) -> Schema:
@@ -34,7 +40,7 @@ def tree(**properties: Schema) -> Schema:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def settings(model: type[Section] | type[EngineSettings]) -> Schema:
+def settings(model: type[BaseModel]) -> Schema:
     """A section of the settings, without what the chart sets."""
     schema = model.model_json_schema()
     fields = {
@@ -72,6 +78,8 @@ def schema() -> Schema:
             mountPath={"type": "string", "pattern": "^/."},
         ),
         engine=settings(EngineSettings),
+        attention=settings(AttentionSettings),
+        kv=settings(KvSettings),
         limits=settings(LimitsSettings),
         weights=settings(WeightsSettings),
         log=settings(LogSettings),

@@ -80,7 +80,9 @@ def test_every_value_has_a_type(path: tuple[str, ...]) -> None:
 def test_every_setting_of_the_server_is_a_value_or_set_by_the_chart() -> None:
     by_the_chart = {
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
-        "engine": {"model", "revision", "start_seconds"},
+        "engine": {"model", "revision", "start_seconds", "prompt_kv"},
+        "attention": {"cache_directory"},
+        "kv": {"directory", "capacity_bytes"},
         "weights": {"directory"},
     }
     known = defaults()

@@ -54,6 +54,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (include "coppice.bytes" .Values.shm.engine | int64) (include "coppice.bytes" .Values.shm.arena | int64) -}}
 {{- end -}}
 
+{{/* The mount is larger: the server takes no more than half of what is left of it. Only what is used counts as memory. */}}
+{{- define "coppice.shmMount" -}}
+{{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) -}}
+{{- end -}}
+
 {{- define "coppice.graceSeconds" -}}
 {{- add (int .Values.drain.endpointSeconds) (int .Values.drain.requestSeconds) (int .Values.drain.teardownSeconds) -}}
 {{- end -}}
@@ -85,8 +90,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- with .Values.model.revision -}}
 {{- $_ := set $engine "revision" . -}}
 {{- end -}}
+{{- $kv := merge (dict) .Values.kv -}}
+{{- $arena := include "coppice.bytes" .Values.shm.arena | int64 -}}
+{{- if gt $arena 0 -}}
+{{- $_ := set $engine "prompt_kv" true -}}
+{{- $_ := set $kv "capacity_bytes" $arena -}}
+{{- end -}}
+{{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
 {{- $weights := merge (dict "directory" "/cache/weights") .Values.weights -}}
-{{- toYaml (dict "server" $server "engine" $engine "weights" $weights "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
+{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "kv" $kv "weights" $weights "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules name job="coppice"; here they are narrowed to this release. */}}

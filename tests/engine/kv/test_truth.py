@@ -84,7 +84,10 @@ def test_in_bfloat16_exports_are_as_near_as_hugging_face(tmp_path: Path) -> None
     """Both round on their way; docs/models.md has the figures that this prints."""
     config = AutoConfig.from_pretrained(SEEDLING)
     form = kv_format(
-        config.num_key_value_heads, num_layers=config.num_hidden_layers, dtype="bfloat16"
+        config.num_key_value_heads,
+        num_layers=config.num_hidden_layers,
+        head_dim=config.head_dim,
+        dtype="bfloat16",
     )
     arena, prompt = TestArena(tmp_path / "arena", form), [5 + i % 200 for i in range(300)]
     slot = arena.slot(len(prompt) - 1)
