@@ -48,6 +48,7 @@ class GroupFields(TypedDict):
     deadline_seconds: float | None
     decode: Decode | None
     owner: str
+    cache_salt: str | None
     kv_lease_seconds: float | None
 
 

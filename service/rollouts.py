@@ -11,21 +11,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
-from engine.protocol import Engine, Sampling
+from coppice.wire.rollouts import RolloutRequest
+from engine.protocol import Engine
 from service import asked
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
-from service.continued import check_continued, started_of
+from service.continued import check_continued
 from service.errors import Draining, InvalidRequest, RolloutNotFound
-from service.group import Group, GroupFields
+from service.group import Group
+from service.grouping import Grouping, Terms
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.kv.prompt_kv import PromptKv
 from service.prompts import Prompts
-from service.ranks import Ranks
 from service.rollout import Rollout
-from service.trees.kinds import tree_group
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -45,8 +44,7 @@ class Rollouts:
         max_samples_per_request: int,
         keep_seconds: float,
         keep_bytes: int,
-        longest_lease: float,
-        ranks: Ranks,
+        grouping: Grouping,
         ended: Ended,
     ) -> None:
         self._engine = engine
@@ -55,8 +53,7 @@ class Rollouts:
         self._prompt_kv = prompt_kv
         self._admission = admission
         self._max_samples = max_samples_per_request
-        self._longest_lease = longest_lease
-        self._ranks = ranks
+        self._grouping = grouping
         self._ended = ended
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(max_seconds=keep_seconds)
@@ -73,10 +70,6 @@ class Rollouts:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def under_way(self) -> list[Rollout]:
-        return list(self._running.values())
 
     @property
     def num_samples_running(self) -> int:
@@ -140,28 +133,24 @@ class Rollouts:
         num_tokens = sum(map(len, prompts)) + asked.num_continued(request)
         place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
-            rollout = await self._admitted(request, prompts, owner, detached, claim)
-            for group in rollout.groups:
-                group.cache_salt = cache_salt
+            groups = await self._groups(request, prompts, owner, cache_salt)
+            rollout = self._made(groups, owner, detached, claim)
             return self._run(rollout, place)
         except BaseException:
             self._admission.release(place)
             raise
 
-    async def _admitted(
-        self,
-        request: RolloutRequest,
-        prompts: list[list[int]],
-        owner: str,
-        detached: bool,
-        claim: Claim | None,
-    ) -> Rollout:
+    async def _groups(
+        self, request: RolloutRequest, prompts: list[list[int]], owner: str, salt: str | None
+    ) -> list[Group]:
         await self.gate_open()
         exact_version = self._versions.admit(request.policy)
-        groups = [
-            self._group(request, group, index, prompts[index], exact_version, owner)
-            for index, group in enumerate(request.groups)
-        ]
+        terms = Terms(owner=owner, exact_version=exact_version, cache_salt=salt)
+        return self._grouping.groups(request, prompts, terms)
+
+    def _made(
+        self, groups: list[Group], owner: str, detached: bool, claim: Claim | None
+    ) -> Rollout:
         rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
         if claim is not None:
             self._keys.bind(claim, rollout.id)
@@ -243,53 +232,6 @@ class Rollouts:
     def check(self) -> None:
         """The books balance."""
         self._kept.check()
-
-    def _group(
-        self,
-        request: RolloutRequest,
-        group: GroupRequest,
-        index: int,
-        prompt_token_ids: list[int],
-        exact_version: str | None,
-        owner: str,
-    ) -> Group:
-        finish = request.finish or Finish()
-        given: GroupFields = {
-            "id": group.id or str(index),
-            "index": index,
-            "n": asked.num_samples_of(request, group),
-            "prompt_token_ids": prompt_token_ids,
-            "sampling": self._sampling(request, len(prompt_token_ids)),
-            "seed": group.seed,
-            "enough": finish.samples,
-            "deadline_seconds": finish.deadline_seconds,
-            "priority": self._ranks.rank(request.priority),
-            "exact_version": exact_version,
-            "owner": owner,
-            "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
-            "decode": None if group.prompt.token_ids is not None else self._prompts.text,
-        }
-        if request.branching is None:
-            started = started_of(request, index)
-            return Group(rule=asked.rule_of(finish, group), started=started, **given)
-        return tree_group(
-            request.branching,
-            given,
-            block_size=self._engine.facts.block_size,
-            longest_lease=self._longest_lease,
-        )
-
-    def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
-        room = self._engine.facts.max_context_tokens - num_prompt_tokens
-        wanted = request.sampling
-        return Sampling(
-            max_tokens=min(wanted.max_tokens or room, room),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            stop_token_ids=tuple(wanted.stop_token_ids),
-            ignore_eos=wanted.ignore_eos,
-        )
 
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"

@@ -18,6 +18,7 @@ from service.activation import Activation
 from service.admission import DRAINING_RETRY_SECONDS, Admission
 from service.checkpoints import Checkpoints
 from service.errors import Draining, EngineGone, NotReady, ServiceError
+from service.grouping import Grouping
 from service.kv.prompt_kv import PromptKv
 from service.kv.sending import Sending
 from service.lag import watch_lag
@@ -71,8 +72,12 @@ class Server:
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
-            longest_lease=settings.limits.max_tree_lease_seconds,
-            ranks=Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
+            grouping=Grouping(
+                engine,
+                self.prompts,
+                Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
+                longest_lease=settings.limits.max_tree_lease_seconds,
+            ),
             ended=self._count,
         )
         self.open_trees = OpenTrees(self.rollouts)

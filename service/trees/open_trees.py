@@ -34,7 +34,7 @@ class OpenTrees:
             tree.close()
 
     def _running(self) -> Iterator[OpenTree]:
-        for rollout in self._rollouts.under_way:
+        for rollout in self._rollouts.in_flight():
             for group in rollout.groups:
                 if isinstance(group, OpenTree):
                     yield group

@@ -73,6 +73,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "deadline_seconds": None,
         "decode": None,
         "owner": "",
+        "cache_salt": None,
         "kv_lease_seconds": None,
     }
     tree = tree_group(branching, given_, block_size=BLOCK, longest_lease=1.0)

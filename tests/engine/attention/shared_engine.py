@@ -44,6 +44,7 @@ class SharedEngine:
 def shared_engine(
     model: Path, cache: Path, *, mode: SharedPrefixMode = "always", **settings: Any
 ) -> Iterator[SharedEngine]:
+    take_out()  # an engine before this one, in the same process, may have chosen the stock backend
     installed.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
     try:
         with live_engine(model, **settings) as live:

@@ -1,0 +1,86 @@
+"""From a request to its groups: each with its prompt, its sampling, its rank and its rules."""
+
+from dataclasses import dataclass
+
+from coppice.wire.rollouts import Finish, RolloutRequest
+from engine.protocol import Engine, Sampling
+from service import asked
+from service.continued import started_of
+from service.group import Group, GroupFields
+from service.prompts import Prompts
+from service.ranks import Ranks
+from service.trees.kinds import tree_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What all groups of a rollout have in common, beside what it asks for."""
+
+    owner: str
+    exact_version: str | None
+    cache_salt: str | None
+
+
+class Grouping:
+    """Makes groups; starts none."""
+
+    def __init__(
+        self, engine: Engine, prompts: Prompts, ranks: Ranks, *, longest_lease: float
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._ranks = ranks
+        self._longest_lease = longest_lease
+
+    def groups(
+        self, request: RolloutRequest, prompts: list[list[int]], terms: Terms
+    ) -> list[Group]:
+        return [
+            self._group(request, self._fields(request, index, prompt, terms))
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _group(self, request: RolloutRequest, given: GroupFields) -> Group:
+        index = given["index"]
+        if request.branching is None:
+            rule = asked.rule_of(request.finish or Finish(), request.groups[index])
+            return Group(rule=rule, started=started_of(request, index), **given)
+        return tree_group(
+            request.branching,
+            given,
+            block_size=self._engine.facts.block_size,
+            longest_lease=self._longest_lease,
+        )
+
+    def _fields(
+        self, request: RolloutRequest, index: int, prompt: list[int], terms: Terms
+    ) -> GroupFields:
+        group, finish = request.groups[index], request.finish or Finish()
+        return {
+            "id": group.id or str(index),
+            "index": index,
+            "n": asked.num_samples_of(request, group),
+            "prompt_token_ids": prompt,
+            "sampling": self._sampling(request, len(prompt)),
+            "seed": group.seed,
+            "enough": finish.samples,
+            "deadline_seconds": finish.deadline_seconds,
+            "priority": self._ranks.rank(request.priority),
+            "exact_version": terms.exact_version,
+            "owner": terms.owner,
+            "cache_salt": terms.cache_salt,
+            "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
+            "decode": None if group.prompt.token_ids is not None else self._prompts.text,
+        }
+
+    def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
+        room = self._engine.facts.max_context_tokens - num_prompt_tokens
+        wanted = request.sampling
+        return Sampling(
+            max_tokens=min(wanted.max_tokens or room, room),
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            stop_token_ids=tuple(wanted.stop_token_ids),
+            ignore_eos=wanted.ignore_eos,
+        )
