@@ -1,7 +1,8 @@
 """What a tree saves: the same number of leaves, of the same length, as a tree and as plain samples.
 
-Both arms ask one service for the same prompts in the same process. What is counted: tokens that
-were sampled, tokens of prompts that no cache had, and the time from request to answer.
+Both arms ask one service for the same prompts in the same process, once with shared-prefix
+attention and once without. What is counted: tokens that were sampled, tokens of prompts that no
+cache had, and the time from request to answer.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from bench.harness.served import computed_prompt_tokens, served
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
 from coppice.results import RolloutResult
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings, SharedPrefixMode
 
 GROUPS, PROMPT, LEAVES, TOKENS, INTERVAL = 4, 200, 16, 256, 64
 BRANCHING = Branching(mode="interval", interval=INTERVAL, max_depth=4, max_leaves=LEAVES)
@@ -34,6 +35,27 @@ class Arm:
     leaves: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    attention: SharedPrefixMode
+    tree: Arm
+    flat: Arm
+
+    def rows(self) -> list[Row]:
+        ratio = Pairs(a=self.flat.seconds, b=self.tree.seconds).ratio()
+        times = [statistics.median(arm.seconds) for arm in (self.tree, self.flat)]
+        return [
+            Row(
+                what=f"time, flat / tree, shared-prefix attention {self.attention}",
+                value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+            ),
+            Row(
+                what=f"time, shared-prefix attention {self.attention}",
+                value=f"tree {times[0]:.1f}, flat {times[1]:.1f} s",
+            ),
+        ]
+
+
 def prompts(number: int) -> list[list[int]]:
     """Every run has its own: nothing is found in the cache of an earlier one."""
     return [
@@ -42,11 +64,12 @@ def prompts(number: int) -> list[list[int]]:
     ]
 
 
-async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
+async def measure(model: str, rounds: int, attention: SharedPrefixMode) -> Measured:
     tree, flat = Arm(), Arm()
     numbers = iter(range(1, 10**6))
     settings = EngineSettings(model=model, max_sequences=GROUPS * LEAVES)
-    async with served(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
+    shared = AttentionSettings(shared_prefix=attention)
+    async with served(settings, shared) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
 
         async def ask(arm: Arm, **options: object) -> None:
             before, began = computed_prompt_tokens(), time.perf_counter()
@@ -67,7 +90,7 @@ async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
     for arm in (tree, flat):
         for values in (arm.seconds, arm.sampled, arm.computed, arm.leaves):
             del values[0]  # the warm-up
-    return tree, flat
+    return Measured(attention=attention, tree=tree, flat=flat)
 
 
 def independent(result: RolloutResult) -> float:
@@ -76,28 +99,30 @@ def independent(result: RolloutResult) -> float:
     return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
 
 
-def record(tree: Arm, flat: Arm) -> Record:
-    ratio = Pairs(a=flat.seconds, b=tree.seconds).ratio()
+def record(without: Measured, shared: Measured) -> Record:
+    tree, flat = without.tree, without.flat
 
-    def both(what: str, unit: str, one: list[float], other: list[float]) -> Row:
+    def both(what: str, one: list[float], other: list[float]) -> Row:
         medians = [f"{statistics.median(side):,.1f}" for side in (one, other)]
-        return Row(what=what, value=f"tree {medians[0]}, flat {medians[1]} {unit}")
+        return Row(what=what, value=f"tree {medians[0]}, flat {medians[1]}")
 
     return Record(
         name="trees",
         claim=f"{GROUPS} groups of {LEAVES} leaves, {TOKENS} tokens each, as trees that split "
-        f"every {INTERVAL} tokens and as plain samples. Without shared-prefix attention.",
+        f"every {INTERVAL} tokens and as plain samples, in turn; without shared-prefix attention, "
+        "and in a second server with it.",
         rows=[
-            Row(
-                what="time, flat / tree",
-                value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
-            ),
-            both("time", "s", tree.seconds, flat.seconds),
-            both("tokens sampled", "", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
-            both("prompt tokens computed", "", tree.computed, flat.computed),
-            both("independent leaves a group is worth", "", tree.leaves, flat.leaves),
+            *without.rows(),
+            *shared.rows(),
+            both("tokens sampled", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
+            both("prompt tokens computed", tree.computed, flat.computed),
+            both("independent leaves a group is worth", tree.leaves, flat.leaves),
         ],
-        raw={"tree": tree.seconds, "flat": flat.seconds},
+        raw={
+            f"{arm}, {measured.attention}": getattr(measured, arm).seconds
+            for measured in (without, shared)
+            for arm in ("tree", "flat")
+        },
     )
 
 
@@ -106,7 +131,9 @@ def main() -> None:
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
+    modes: tuple[SharedPrefixMode, ...] = ("off", "auto")
+    runs = [uvloop.run(measure(arguments.model, arguments.rounds, mode)) for mode in modes]
+    result = record(*runs)
     result.show()
     print(f"\nwrote {result.write().name}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import REGISTRY
 
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.bounded_protocol import bounded_by
@@ -17,8 +17,10 @@ from service.settings import Settings, WeightsSettings
 
 
 @asynccontextmanager
-async def served(engine_settings: EngineSettings) -> AsyncIterator[tuple[VllmEngine, str]]:
-    engine = VllmEngine(engine_settings)
+async def served(
+    engine_settings: EngineSettings, attention: AttentionSettings | None = None
+) -> AsyncIterator[tuple[VllmEngine, str]]:
+    engine = VllmEngine(engine_settings, attention=attention or AttentionSettings())
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
         config = uvicorn.Config(
