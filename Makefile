@@ -46,7 +46,7 @@ check: ## format, lint, types, and the HTTP contract
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
 
-bench: ## every benchmark, one after the other, and docs/benchmarks.md
+bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
 	@$(setup) dev
 	@set -e; for file in bench/[!_]*.py; do \
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
