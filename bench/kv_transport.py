@@ -2,7 +2,8 @@
 
 The server is a process of its own over an engine that only writes bytes, as many a token as
 Qwen3-8B has; the bare socket's sender is one as well, of the same bytes in the same pieces. Every
-arm reads into memory that is already there.
+arm reads into memory that is already there, but for NIXL, which is measured where it is installed:
+into fresh memory, over what UCX chooses for one machine.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.kv.connection import Download
+from coppice.kv.nixl import installed
 from engine.settings import EngineSettings
 from tests.promises.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
 from tests.promises.kv_server import BYTES_PER_TOKEN, kv_server
@@ -31,6 +33,9 @@ from tests.promises.kv_server import BYTES_PER_TOKEN, kv_server
 TOKENS = 1024
 PIECE_BYTES = 2**20
 ARMS = ("bare socket", "HTTP", "HTTP, checked", "shared memory, checked", "first layer, HTTP")
+NIXL = "NIXL, checked"
+
+Arms = dict[str, Callable[[], Callable[[], None] | None]]
 
 # Qwen3-8B: 2 FLOP a parameter and token, attention left out, at 40 % of an H200's dense bf16 peak.
 H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
@@ -67,11 +72,12 @@ class Reader:
     """Reads one handle's bytes in every way; seconds by arm, round by round."""
 
     def __init__(self, url: str, handle: KvHandle, port: int) -> None:
-        self.seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        self.seconds: dict[str, list[float]] = {}
         self._handle = handle
         self._port = port
         self._http = KvSource(url, transports=["http"])
         self._shm = KvSource(url, transports=["shm"])
+        self._nixl = KvSource(url, transports=["nixl"]) if installed() else None
         self._buffer = memoryview(bytearray(handle.num_bytes))
 
     def bare(self) -> None:
@@ -81,7 +87,7 @@ class Reader:
                 at += connection.recv_into(self._buffer[at:])
 
     def http(self) -> None:
-        path = self._handle.locators[1].url
+        path = self._handle.locators[-1].url
         assert path is not None
         download = Download(self._http.endpoint, path, self._handle.num_bytes)
         download.readinto(self._buffer)
@@ -93,6 +99,10 @@ class Reader:
     def shm_checked(self) -> None:
         assert PromptKV.fetch(self._handle, self._shm) is not None
 
+    def nixl_checked(self) -> None:
+        assert self._nixl is not None
+        assert PromptKV.fetch(self._handle, self._nixl) is not None, self._nixl.counts
+
     def first_layer(self) -> Callable[[], None]:
         """What is left to do after the time was taken: the rest."""
         kv = PromptKV.fetch(self._handle, self._http, buffer=self._buffer, wait=False)
@@ -102,7 +112,11 @@ class Reader:
 
     async def run(self, rounds: int) -> None:
         ways = (self.bare, self.http, self.http_checked, self.shm_checked, self.first_layer)
-        await in_turn([self._timed(*pair) for pair in zip(ARMS, ways, strict=True)], rounds=rounds)
+        arms: Arms = dict(zip(ARMS, ways, strict=True))
+        if self._nixl is not None:
+            arms[NIXL] = self.nixl_checked
+        self.seconds |= {arm: [] for arm in arms}
+        await in_turn([self._timed(*arm) for arm in arms.items()], rounds=rounds)
         for values in self.seconds.values():
             del values[0]  # the warm-up
 
@@ -136,8 +150,11 @@ def forward_tokens_per_second(model_path: str) -> tuple[float, int]:
 
 
 def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
-    with kv_server() as url:
+    with kv_server(nixl=installed()) as url:
         handle = handle_of(url, TOKENS)
+        while installed() and not any(at.transport == "nixl" for at in handle.locators):
+            time.sleep(0.1)  # its agent starts beside the server
+            handle = handle_of(url, TOKENS)
         with bare_sender(handle) as port:
             reader = Reader(url, handle, port)
             asyncio.run(reader.run(rounds))
@@ -192,13 +209,14 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
         ),
         *(
             Row(what=arm, value=f"{per_second[arm] / 1e9:.2f} GB/s")
-            for arm in ARMS
+            for arm in seconds
             if not arm.startswith("first")
         ),
         Row(
             what="first layer usable over HTTP",
             value=f"{1000 * first:.1f} ms; all 36 after {1000 * whole:.1f} ms, unchecked",
         ),
+        *_beside_http(seconds),
         *rows,
         *(_worth(arm, per_second[arm], speed, small_bytes, needed) for arm in ARMS[2:4]),
     ]
@@ -209,6 +227,18 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
         rows=measured,
         raw=seconds,
     )
+
+
+def _beside_http(seconds: dict[str, list[float]]) -> list[Row]:
+    if NIXL not in seconds:
+        return []
+    ratio = Pairs(a=seconds["HTTP, checked"], b=seconds[NIXL]).ratio()
+    return [
+        Row(
+            what="time of HTTP, checked / time of NIXL, checked",
+            value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+        )
+    ]
 
 
 def _worth(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coppice.wire.control import KvStatus
-from coppice.wire.kv import KvHandle, KvLayout, KvLocator, KvReason
+from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
 from engine.protocol import Engine
 from service.admission import DRAINING_RETRY_SECONDS
 from service.errors import Draining, KvNotFound
@@ -23,6 +23,7 @@ from service.kv.exports import Exports
 from service.kv.handles import Handle, Handles
 from service.kv.layout import Layouts
 from service.kv.leases import Leases
+from service.kv.nixl import Nixl
 from service.kv.settings import KvSettings
 from service.kv.slots import Slots, State
 
@@ -50,6 +51,7 @@ class PromptKv:
         self.reason: KvReason | None = "disabled"
         self._closing = False
         self.arena: Arena | None = None
+        self._nixl: Nixl | None = None
         self._exports: Exports | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
@@ -88,6 +90,9 @@ class PromptKv:
             asyncio.create_task(self._supervised(work))
             for work in (self._exports.run, self._keep_books)
         ]
+        if self._settings.nixl:
+            self._nixl = Nixl(self.arena)
+            self._tasks.append(asyncio.create_task(self._nixl.run()))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -146,6 +151,11 @@ class PromptKv:
             self.handles.sweep()
             await asyncio.sleep(0.05)
 
+    @property
+    def agent(self) -> KvAgent | None:
+        """Whom one-sided reads are from, while there is somebody."""
+        return None if self._nixl is None else self._nixl.agent
+
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
         """The whole lease, as a group's answer has it, unless another is given."""
         assert self.arena is not None, "a handle has an arena"
@@ -156,11 +166,15 @@ class PromptKv:
             num_tokens=slot.layout.num_tokens,
             num_bytes=slot.layout.file_bytes,
             lease_seconds=handle.lease_seconds if lease_seconds is None else lease_seconds,
-            locators=[
-                KvLocator(transport="shm", path=str(self.arena.path), offset=slot.file_offset),
-                KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data"),
-            ],
+            locators=self._locators(handle, self.arena),
         )
+
+    def _locators(self, handle: Handle, arena: Arena) -> list[KvLocator]:
+        offset = handle.slot.file_offset
+        locators = [KvLocator(transport="shm", path=str(arena.path), offset=offset)]
+        if self.agent is not None:
+            locators.append(KvLocator(transport="nixl", agent=self.agent.agent, offset=offset))
+        return [*locators, KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data")]
 
     def layout(self, handle: Handle) -> KvLayout:
         layout, form = handle.slot.layout, handle.slot.layout.format

@@ -32,6 +32,9 @@ class KvSettings(BaseModel):
     max_transfers: Annotated[
         int, Field(ge=1, description="downloads at a time; others wait their turn")
     ] = 4
+    nixl: Annotated[
+        bool, Field(description="one-sided reads over NIXL are offered; needs the extra nixl")
+    ] = False
     max_bytes_per_second: Annotated[
         float | None,
         Field(gt=0, description="most bytes a second of all downloads together; none: no bound"),

@@ -1,4 +1,4 @@
-"""/v1/kv: what a handle is of, its bytes, its lease, its end."""
+"""/v1/kv: what a handle is of, its bytes, who else has them, its lease, its end."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -47,6 +47,16 @@ async def data(handle: str, request: Request, server: AnyServer, caller: Caller)
         range_header=request.headers.get("range"),
         if_range=request.headers.get("if-range"),
     )
+
+
+@router.get("/agent", responses=answers({200: JSON}, *HELD))
+@needs("kv")
+async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
+    server.prompt_kv.get(handle, caller.name)
+    known = server.prompt_kv.agent
+    if known is None:
+        raise KvNotFound("there are no one-sided reads here")
+    return _json(known)
 
 
 @router.post("/lease", responses=answers({200: JSON}, *HELD, *OF_BODY))

@@ -1,6 +1,6 @@
 """A server in a process of its own whose prompts' keys and values are as large as a real model's.
 
-    python -m tests.promises.kv_server MAX_BYTES_PER_SECOND
+    python -m tests.promises.kv_server MAX_BYTES_PER_SECOND [nixl]
 
 It prints its address and serves until its standard input ends. The engine is the fake one: of the
 transports only the bytes matter. They are those of Qwen3-8B, 144 KiB a token.
@@ -49,8 +49,9 @@ class LargeEngine(FakeEngine):
 
 
 @contextmanager
-def kv_server(max_bytes_per_second: float | None = None) -> Iterator[str]:
+def kv_server(max_bytes_per_second: float | None = None, *, nixl: bool = False) -> Iterator[str]:
     command = [sys.executable, "-m", "tests.promises.kv_server", str(max_bytes_per_second or "")]
+    command += ["nixl"] if nixl else []
     with Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin and process.stdout
         try:
@@ -60,8 +61,12 @@ def kv_server(max_bytes_per_second: float | None = None) -> Iterator[str]:
             process.wait(timeout=30)
 
 
-async def serve(max_bytes_per_second: float | None) -> None:
-    kv = {"capacity_bytes": 2**29, "max_bytes_per_second": max_bytes_per_second}
+async def serve(max_bytes_per_second: float | None, *, nixl: bool) -> None:
+    kv = {
+        "capacity_bytes": 2**29,
+        "max_bytes_per_second": max_bytes_per_second,
+        "nixl": nixl,
+    }
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings.model_validate({"weights": {"directory": folder}, "kv": kv})
         app = create_app(settings, LargeEngine(prompt_kv=True, max_context_tokens=4096))
@@ -80,4 +85,4 @@ async def serve(max_bytes_per_second: float | None) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(float(sys.argv[1]) if sys.argv[1] else None))
+    uvloop.run(serve(float(sys.argv[1]) if sys.argv[1] else None, nixl="nixl" in sys.argv[2:]))

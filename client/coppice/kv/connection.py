@@ -35,6 +35,10 @@ class Endpoint:
         self._timeout = timeout
         self._authorization = address.authorization
 
+    def patience(self, most: float) -> float:
+        """Seconds: the timeout, or `most` if that is less."""
+        return most if self._timeout is None else min(self._timeout, most)
+
     def ask(self, method: str, path: str, body: object = None) -> Reply:
         """The whole answer; its problem is raised."""
         headers = {} if body is None else {"Content-Type": "application/json"}

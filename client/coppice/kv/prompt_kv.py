@@ -1,4 +1,4 @@
-"""A prompt's keys and values in this process: fetched over HTTP, or mapped where they lie."""
+"""A prompt's keys and values in this process: fetched, or mapped where they lie."""
 
 import threading
 import time
@@ -50,9 +50,10 @@ class PromptKV:
         """None: compute the prompt yourself; `source.counts` says how often and why.
 
         Over HTTP the bytes are read into `buffer`, any writable memory of at least
-        `handle.num_bytes` (a pinned tensor's, say), or into fresh memory. Without `wait` it comes
-        back with the first bytes: layers are waited for when they are asked for, and KvLost is
-        raised where they cannot be had any more.
+        `handle.num_bytes` (a pinned tensor's, say), or into fresh memory; over NIXL always into
+        fresh memory, because a read that was given up may still write there. Without `wait` it
+        comes back with the first bytes: layers are waited for when they are asked for, and KvLost
+        is raised where they cannot be had any more.
         """
         if handle is None:
             return None
@@ -78,6 +79,8 @@ class PromptKV:
     ) -> "PromptKV | None":
         if transport == "shm":
             return cls._mapped(handle, at, source)
+        if transport == "nixl":
+            return cls._read(handle, at, source)
         return cls._downloaded(handle, at, source, buffer)
 
     @classmethod
@@ -92,6 +95,26 @@ class PromptKV:
         layout = layout_of(head, handle)
         source.fetched("shm", handle.num_bytes, began)
         return cls(handle, source, layout, Arrival(room, handle.num_bytes), "shm")
+
+    @classmethod
+    def _read(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
+        """Checked at once. If the read itself goes wrong, the next transport is tried."""
+        began = time.monotonic()
+        lease = source.renew(handle.handle, handle.lease_seconds or 1.0)
+        try:
+            room = source.one_sided.file_of(handle, at, began + source.endpoint.patience(lease))
+            if room is None:
+                return None
+            head = bytes(room[: header_bytes(bytes(room[:LENGTH_BYTES]), handle)])
+            found = cls(
+                handle, source, layout_of(head, handle), Arrival(room, handle.num_bytes), "nixl"
+            )
+            found.wait()
+        except CoppiceError:
+            source.count("nixl_failed")
+            return None
+        source.fetched("nixl", handle.num_bytes, began)
+        return found
 
     @classmethod
     def _downloaded(

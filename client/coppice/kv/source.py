@@ -14,17 +14,20 @@ from coppice.http.address import address_of
 from coppice.kv.break_even import BreakEven
 from coppice.kv.connection import Endpoint
 from coppice.kv.mapping import Mappings
+from coppice.kv.nixl import installed
+from coppice.kv.one_sided import OneSided
 from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer
 
-TRANSPORTS = ("shm", "http")
+TRANSPORTS = ("shm", "nixl", "http")
 """From the fastest on."""
 
 
 class KvSource:
     """A Coppice server as a source of prompt KV; takes what Rollouts takes for its address.
 
-    `transports` are those that may be used, the best first. May be shared by threads. `counts` has
-    the fetches by their transport, and those that came to nothing by the reason.
+    `transports` are those that may be used, the best first; None: all that can be here. May be
+    shared by threads. `counts` has the fetches by their transport, and those that came to nothing
+    by the reason.
     """
 
     def __init__(
@@ -33,13 +36,12 @@ class KvSource:
         *,
         api_key: str | None = None,
         timeout: float | None = 60.0,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] | None = None,
     ) -> None:
-        if unknown := sorted(set(transports) - set(TRANSPORTS)):
-            raise ValueError(f"no such transport: {', '.join(unknown)}")
         self.endpoint = Endpoint(address_of(base_url, api_key), timeout)
-        self.transports = tuple(transports)
+        self.transports = _usable(transports)
         self.mappings = Mappings()
+        self.one_sided = OneSided(self.endpoint)
         self.break_even = BreakEven()
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -79,3 +81,14 @@ class KvSource:
     def fetched(self, transport: str, num_bytes: int, began: float) -> None:
         self.break_even.fetched(transport, num_bytes, time.monotonic() - began)
         self.count(transport)
+
+
+def _usable(transports: Sequence[str] | None) -> tuple[str, ...]:
+    """What is asked for by name and cannot be had is a mistake; what is not, is left out."""
+    if transports is None:
+        return tuple(known for known in TRANSPORTS if known != "nixl" or installed())
+    if unknown := sorted(set(transports) - set(TRANSPORTS)):
+        raise ValueError(f"no such transport: {', '.join(unknown)}")
+    if "nixl" in transports and not installed():
+        raise ValueError("the transport nixl needs NIXL: pip install 'coppice-client[nixl]'")
+    return tuple(transports)

@@ -51,13 +51,24 @@ class KvLocator(AnswerModel):
     """One way to the bytes; newer servers may know others.
 
     `http`: at `url`. `shm`: from `offset` of `path` on, which a process of the server's user on
-    its host can map.
+    its host can map. `nixl`: from `offset` of the memory of `agent` on, see KvAgent.
     """
 
     transport: str
     url: str | None = None
     path: str | None = None
     offset: int | None = None
+    agent: str | None = None
+
+
+class KvAgent(AnswerModel):
+    """The answer of GET /v1/kv/{handle}/agent: the NIXL agent to read from. Its memory begins at
+    `address`; `metadata` is what NIXL has to know of it, in base64.
+    """
+
+    agent: str
+    address: int
+    metadata: str
 
 
 class KvHandle(AnswerModel):

@@ -1,0 +1,118 @@
+"""One-sided reads of prompt KV: out of another process, refused, broken off, not what they were."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coppice import KvHandle, KvSource, PromptKV
+from coppice.kv import source as source_module
+from tests.client.test_kv import assert_right, fetched, handle_from, server
+from tests.nixl_agent import agent_process, eventually, needs_nixl
+
+WAYS = ["nixl", "http"]
+
+
+@pytest.fixture(autouse=True)
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that needs the owner's process for every read, and a network for none."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
+def handle_with_nixl(url: str) -> KvHandle:
+    """From the moment on that there is an agent."""
+    found: list[KvHandle] = []
+
+    def offered() -> bool:
+        found.append(handle_from(url))
+        return any(locator.transport == "nixl" for locator in found[-1].locators)
+
+    eventually(offered)
+    return found[-1]
+
+
+@needs_nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("transports", ["tcp", "all"])
+def test_the_bytes_are_those_of_the_other_transports(
+    tmp_path: Path, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    with server(tmp_path, nixl=True) as url:
+        handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
+        for _ in range(2):
+            kv = fetched(handle, source)
+            assert kv.transport == "nixl"
+            assert_right(kv)
+        assert source.counts == {"nixl": 2}
+        assert KvSource(url).transports == ("shm", "nixl", "http")
+        source.release(handle.handle)
+        assert PromptKV.fetch(handle, source) is None
+        assert source.counts == {"nixl": 2, "kv_gone": 1}
+        owner = agent_process()
+    assert not owner.is_running(), "it ends with its server"
+
+
+@needs_nixl
+@pytest.mark.slow
+def test_an_owner_killed_in_the_middle_of_a_read_is_done_without(tmp_path: Path) -> None:
+    with server(tmp_path, nixl=True) as url:
+        handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
+        assert fetched(handle, source).transport == "nixl"
+        owner = agent_process()
+        owner.suspend()  # so that the read is under way for certain
+        killer = threading.Timer(0.5, owner.kill)
+        killer.start()
+        began = time.monotonic()
+        kv = fetched(handle, source)
+        killer.join()
+        assert time.monotonic() - began < 50, "not the timeout: the end of the owner was noticed"
+        assert kv.transport == "http"
+        assert_right(kv)
+        assert source.counts == {"nixl": 1, "nixl_failed": 1, "http": 1}
+        eventually(lambda: len(handle_from(url).locators) == 2)
+        assert fetched(handle, source).transport == "http"
+        assert source.counts["nixl_failed"] == 1, "who failed is not asked again"
+
+
+@needs_nixl
+@pytest.mark.slow
+def test_an_owner_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    with server(tmp_path, nixl=True) as url:
+        handle = handle_with_nixl(url)
+        source = KvSource(url, transports=WAYS, timeout=3)
+        agent_process().suspend()
+        for _ in range(2):
+            kv = fetched(handle, source)
+            assert kv.transport == "http"
+            assert_right(kv)
+        assert source.counts == {"nixl_failed": 1, "http": 2}
+
+
+@needs_nixl
+@pytest.mark.slow
+def test_what_is_not_what_was_sealed_is_not_taken(tmp_path: Path) -> None:
+    with server(tmp_path, nixl=True) as url:
+        handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
+        shm, nixl, http = handle.locators
+        assert shm.path is not None and shm.offset is not None
+        elsewhere = nixl.model_copy(update={"offset": shm.offset + 4096})
+        kv = fetched(handle.model_copy(update={"locators": [elsewhere, http]}), source)
+        assert kv.transport == "http"
+        assert_right(kv)
+        with open(shm.path, "r+b") as arena:
+            arena.seek(shm.offset + handle.num_bytes - 5)
+            arena.write(b"?")
+        assert PromptKV.fetch(handle, source) is None
+        assert source.counts == {"nixl_failed": 2, "http": 2, "KvLost": 1}
+
+
+def test_without_nixl_it_is_left_out_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(source_module, "installed", lambda: False)
+    assert KvSource("http://x").transports == ("shm", "http")
+    with pytest.raises(ValueError, match=r"pip install 'coppice-client\[nixl\]'"):
+        KvSource("http://x", transports=WAYS)

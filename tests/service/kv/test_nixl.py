@@ -1,0 +1,100 @@
+"""The agent of the arena: who hears of it, what it has, when it ends, and a server without it."""
+
+import asyncio
+import base64
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coppice.wire.kv import KvAgent
+from service.kv import nixl
+from tests.fake_engine import FakeEngine
+from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
+from tests.service.keyfile import bearer, write_keys
+from tests.service.kv.asked import asking, handle
+from tests.serving import Served, serving
+
+
+async def with_agent(served: Served) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while served.server.prompt_kv.agent is None:
+            await asyncio.sleep(0.02)
+
+
+@needs_nixl
+@pytest.mark.slow
+async def test_only_who_may_read_a_handle_hears_of_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "of the server")
+    keys = write_keys(
+        tmp_path / "keys.yaml", mine="rollout,kv", yours="rollout,kv", plain="rollout"
+    )
+    server = {"keys_file": tmp_path / "keys.yaml"}
+    engine = FakeEngine(prompt_kv=True)
+    async with serving(engine, tmp_path, server=server, kv={"nixl": True}) as served:
+        await with_agent(served)
+        mine = bearer(keys["mine"])
+        answer = await served.http.post("/v1/rollouts", json=asking(), headers=mine)
+        known = answer.json()["groups"][0]["kv"]
+        shm, agent, http = known["locators"]
+        path = f"/v1/kv/{known['handle']}/agent"
+        told = KvAgent.model_validate((await served.http.get(path, headers=mine)).json())
+        assert (agent["transport"], agent["offset"]) == ("nixl", shm["offset"])
+        assert told.agent == agent["agent"]
+        assert base64.b64decode(told.metadata)
+        refused = [
+            (await served.http.get(path, headers=headers)).status_code
+            for headers in ({}, bearer(keys["plain"]), bearer(keys["yours"]))
+        ]
+        assert refused == [401, 403, 404]
+        process = agent_process()
+        assert "A_SECRET" not in process.environ(), "who reaches the agent reads all it has"
+        process.kill()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while served.server.prompt_kv.agent is not None:
+                await asyncio.sleep(0.02)
+        assert (await served.http.get(path, headers=mine)).json()["code"] == "kv_not_found"
+        answer = await served.http.post("/v1/rollouts", json=asking(), headers=mine)
+        assert len(answer.json()["groups"][0]["kv"]["locators"]) == 2
+
+
+@needs_nixl
+@pytest.mark.slow
+def test_the_agent_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "arena").write_bytes(bytes(2**20))
+    command = [sys.executable, "-m", "service.kv.nixl_agent", str(tmp_path / "arena"), str(2**20)]
+    environment = nixl.environment()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        KvAgent.model_validate_json(process.stdout.readline())
+        process.stdin.close()  # what is left of a server that was killed
+        assert process.wait(timeout=PATIENCE_SECONDS) == 0
+
+
+async def test_without_nixl_a_server_says_so_and_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl, "installed", lambda: False)
+    async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
+        known = await handle(served)
+        answer = await served.http.get(f"/v1/kv/{known.handle}/agent")
+    assert [locator.transport for locator in known.locators] == ["shm", "http"]
+    assert (answer.status_code, answer.json()["code"]) == (404, "kv_not_found")
+    assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl.MISSING]
+
+
+async def test_an_agent_that_cannot_start_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl, "installed", lambda: True)
+    monkeypatch.setattr(nixl, "environment", lambda: {"PYTHONPATH": str(tmp_path)})
+    async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while "the NIXL agent has ended" not in caplog.text:
+                await asyncio.sleep(0.02)
+        assert len((await handle(served)).locators) == 2
