@@ -283,7 +283,7 @@ async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_p
     async with open_tree(tmp_path, engine) as tree:
         await tree.branch(max_tokens=20)
         engine.alive = False  # and nobody has noticed yet
-        [rollout] = tree.served.server.rollouts.under_way
+        [rollout] = tree.served.server.rollouts.in_flight()
         [group] = rollout.groups
         assert isinstance(group, OpenTree)
         with pytest.raises(EngineGone):
@@ -303,7 +303,7 @@ async def test_what_is_dropped_while_a_branch_enters_the_engine_does_not_grow(
         [segment] = await tree.branch(max_tokens=20)
         engine.instant = False
         growing = asyncio.create_task(tree.branch(segment=segment["id"], n=3))
-        [rollout] = tree.served.server.rollouts.under_way
+        [rollout] = tree.served.server.rollouts.in_flight()
         while not rollout.num_running:
             await asyncio.sleep(0)
         assert not engine.running, "they have entered already"
