@@ -92,7 +92,7 @@ async def test_an_agent_that_cannot_start_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nixl, "installed", lambda: True)
-    monkeypatch.setattr(nixl, "environment", lambda: {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while "the NIXL agent has ended" not in caplog.text:
