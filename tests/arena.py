@@ -49,6 +49,11 @@ class TestArena:
         end = slot.offset + self.num_bytes(slot.num_tokens)
         return np.array(self.bytes[slot.offset : end])
 
+    def first_tokens(self, slot: ExportSlot, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """Of every layer and head, as [.., tokens, bytes]."""
+        size = self.form.head_dim * ITEM_BYTES[self.form.dtype]
+        return self.data(slot).reshape(-1, slot.num_tokens, size)[:, :num_tokens]
+
     def untouched(self, slot: ExportSlot) -> bool:
         return bool((self.data(slot) == CANARY).all())
 

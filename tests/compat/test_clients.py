@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer
 
+from examples.agent.calculator import called
 from examples.agent.rollout import rollout
 from examples.seedling.grow import SEEDLING
 from tests.promises.process import home, service
@@ -118,8 +119,10 @@ def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> N
     assert row.cached_tokens[-1] >= len(row.prompt) // 32 * 32 > 0
     assert len(row.response) == len(row.logprobs) == len(row.sampled)
     assert not all(row.sampled)
-    told = [token for token, own in zip(row.response, row.sampled, strict=True) if not own]
-    assert words.decode(told).split("\n")[0] == "46", "the calculator's answer to 12+34="
+    first = row.sampled.index(False)
+    asked = words.decode(row.response[:first]).split("\n")[-1]
+    told = words.decode(row.response[first : row.sampled.index(True, first)])
+    assert told == called(asked), f"the calculator's answer to {asked}"
 
 
 def test_a_session_of_sglangs_clients_finds_its_first_turn(url: str) -> None:

@@ -239,15 +239,19 @@ async def test_an_export_is_whole_before_its_sample_ends(
     arena.check()
 
 
-async def test_the_same_prompt_gives_the_same_bytes_in_two_slots(
+async def test_what_two_samples_share_has_the_same_bytes_in_two_slots(
     subject: Subject, arena: TestArena
 ) -> None:
+    """Whole blocks; what comes after them each computes for itself, and rounds for itself."""
     slots = [arena.slot(len(PROMPT) - 1) for _ in range(2)]
     samples = [sample(2, prompt=PROMPT, export=slot) for slot in slots]
     await finished(subject, await submitted(subject, *samples))
     await subject.engine.settle_exports()
     assert [arena.words(slot) for slot in slots] == [[ExportWord.COMMITTED]] * 2
-    assert (arena.data(slots[0]) == arena.data(slots[1])).all()
+    block = subject.engine.facts.block_size
+    shared = [arena.first_tokens(slot, len(PROMPT) // block * block) for slot in slots]
+    assert shared[0].shape[1] > 0
+    assert (shared[0] == shared[1]).all()
     arena.check()
 
 
