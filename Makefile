@@ -30,7 +30,7 @@ test: check coverage ## everything: the checks, then all tests
 	$(python) -m pytest -m 'engine and not alone and not gpu' $(in_two)
 	$(python) -m pytest -m 'alone or gpu'
 
-test-fast: ## the tests that start no engine and are not slow; under a minute
+test-fast: ## the tests that start no engine and are not slow; minutes
 	@$(setup) dev
 	$(python) -m pytest -m 'not engine and not gpu and not slow' $(in_two)
 
