@@ -51,9 +51,7 @@ def _group(group: Group) -> dict[str, Any]:
             "index": sample.index,
             "tokens": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
-            "versions": [
-                {"version": v.version, "tokens": v.end - v.start} for v in sample.versions
-            ],
+            "versions": [_span(span) for span in sample.versions],
         }
         for sample in group.ended[:MAX_SAMPLES]
     ]

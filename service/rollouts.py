@@ -104,7 +104,9 @@ class Rollouts:
         if started is not None:
             return self.get(started, owner=owner)
         try:
-            return await self._start(request, owner=owner, detached=True, claim=claim)
+            return await self._start(
+                request, owner=owner, detached=True, claim=claim, cache_salt=cache_salt
+            )
         except BaseException:
             self._keys.release(claim)
             raise
