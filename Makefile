@@ -14,8 +14,10 @@ SEED ?= 1
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
-# Each of the two may hold an engine: more of them would want more memory than a laptop has.
-in_two := --numprocesses 2 --dist loadfile
+# Each of the two may hold an engine: more of them would want more memory than a laptop has. With
+# two threads in each of them, they would wait for each other.
+pytest_in_two := OMP_NUM_THREADS=1 $(python) -m pytest \
+	--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (8000)
 	@$(setup) serve
@@ -27,16 +29,16 @@ demo: ## see it learn: GRPO on the seedling for minutes, and build/demo/demo.png
 	@PYTHONPATH=.:client $(python) -m examples.grpo --seed '$(SEED)' --out build/demo
 
 test: check coverage ## everything: the checks, then all tests
-	$(python) -m pytest -m 'engine and not alone and not gpu' $(in_two)
+	$(pytest_in_two) -m 'engine and not alone and not gpu'
 	$(python) -m pytest -m 'alone or gpu'
 
-test-fast: ## the tests that start no engine and are not slow; minutes
+test-fast: ## the tests that start no engine and are not slow; a minute
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu and not slow' $(in_two)
+	$(pytest_in_two) -m 'not engine and not gpu and not slow'
 
 coverage: ## the tests that start no engine, and whether they reach 95 % of service/
 	@$(setup) dev
-	$(python) -m pytest -m 'not engine and not gpu' $(in_two) \
+	$(pytest_in_two) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## format, lint, types, and the HTTP contract
@@ -48,13 +50,17 @@ check: ## format, lint, types, and the HTTP contract
 
 bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
 	@$(setup) dev
+	@scripts/beside.sh arctic $(python)
 	@set -e; for file in bench/[!_]*.py; do \
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
 	$(python) -m bench.harness.report
 
-soak: ## 10,000 groups and 100,000 malformed requests; writes docs/reliability.md; two demos more
+soak: ## 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
 	@$(setup) dev
+	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
 
@@ -67,8 +73,8 @@ lock: ## resolve requirements/*.txt anew
 	@scripts/lock.sh $(python)
 
 clean: ## remove the environment and everything that was built
-	rm -rf .venv .clients build dist client/build client/dist *.egg-info client/*.egg-info
-	rm -f kernels/shared_prefix/libshared_prefix.so
+	rm -rf .venv .clients .arctic build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -f kernels/shared_prefix/libshared_prefix.so kernels/drafts/libdrafts.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,9 +1,10 @@
 """Compiles what is compiled; everything else about the distribution is in pyproject.toml.
 
-The kernel for CPUs is a plain C library, not an extension module: one wheel serves every Python.
-Each instruction set is compiled on its own with its own flags, and which one runs is decided when
-it runs, so a wheel does not depend on the processor that built it. Where there is no compiler the
-build goes on without the library, and vLLM's own attention serves.
+The kernel for CPUs and the draft store are plain C libraries, not extension modules: one wheel
+serves every Python. Each instruction set is compiled on its own with its own flags, and which one
+runs is decided when it runs, so a wheel does not depend on the processor that built it. Where there
+is no compiler the build goes on without the libraries: vLLM's own attention serves, and nothing is
+drafted from siblings.
 """
 
 import platform
@@ -13,9 +14,8 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("kernels/shared_prefix/csrc")
 FLAGS = [
-    *["-std=c++17", "-O3", "-g0", "-fopenmp", "-fPIC"],
+    *["-std=c++17", "-O3", "-g0", "-fPIC"],
     *["-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"],
     # GCC takes its own headers' undefined vectors for oversights.
     *["-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
@@ -35,12 +35,12 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         objects = []
         for source in ext.sources:
-            flags = FLAGS + INSTRUCTIONS.get(Path(source).name, [])
+            flags = FLAGS + ext.extra_compile_args + INSTRUCTIONS.get(Path(source).name, [])
             objects += self.compiler.compile([source], self.build_temp, extra_postargs=flags)
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            extra_postargs=["-fopenmp"],
+            extra_postargs=ext.extra_link_args,
             target_lang="c++",
         )
 
@@ -50,17 +50,24 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def library(kernel: str, compile_flags: list[str], link_flags: list[str]) -> Extension:
+    sources = Path("kernels", kernel, "csrc")
+    return Extension(
+        f"kernels.{kernel}.lib{kernel}",
+        sources=sorted(map(str, sources.glob("*.cpp"))),
+        depends=sorted(map(str, sources.glob("*.h"))),
+        extra_compile_args=compile_flags,
+        extra_link_args=link_flags,
+        optional=True,
+    )
+
+
 def libraries() -> list[Extension]:
+    # Probabilities are rounded as Python rounds them, so products and sums stay apart.
+    drafts = library("drafts", ["-ffp-contract=off"], [])
     if platform.machine() != "x86_64":
-        return []
-    return [
-        Extension(
-            "kernels.shared_prefix.libshared_prefix",
-            sources=sorted(map(str, SOURCES.glob("*.cpp"))),
-            depends=sorted(map(str, SOURCES.glob("*.h"))),
-            optional=True,
-        )
-    ]
+        return [drafts]
+    return [library("shared_prefix", ["-fopenmp"], ["-fopenmp"]), drafts]
 
 
 setup(

@@ -3,140 +3,194 @@
 One engine in one process, whose environment is that of the server's EngineCore; see
 bench/harness/stepped.py for how its steps are timed.
 The model has 25M random parameters: 8 layers, 8 query and 4 KV heads of 64, bfloat16.
+
+Each part takes a minute or two in a process and an engine of its own, and its steps are kept in
+build/: where a machine is quiet for minutes only, `--part` measures one, and `--merge` makes the
+record of those that are there. Without either, all are measured.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from bench.harness.record import Record, Row
 from bench.harness.stepped import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
+from bench.harness.trees import Tree
 from engine.environment import spawning, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
-CASES = (
-    Case(num_groups=1, group_size=32, prefix=64, goal=1.03),
-    Case(num_groups=1, group_size=32, prefix=1024, goal=1.3),
-    Case(num_groups=1, group_size=32, prefix=2048),
-    Case(num_groups=1, group_size=32, prefix=4096, goal=1.9),
-    Case(num_groups=1, group_size=32, prefix=8192),
-    Case(num_groups=1, group_size=32, prefix=16384, goal=3.0),
-    Case(num_groups=1, group_size=128, prefix=4096, goal=2.0),
-    Case(num_groups=8, group_size=8, prefix=4096, goal=2.08),
-    Case(num_groups=64, group_size=8, prefix=512, goal=1.29),
-    Case(num_groups=8, group_size=8, prefix=1024, system=1024, goal=1.3),
-    Case(num_groups=256, group_size=1, prefix=128, goal=1.0),
+PARTS = {
+    "long": (
+        Case(num_groups=1, group_size=32, prefix=16384, goal=3.0),
+        Case(num_groups=1, group_size=32, prefix=4096, goal=1.9),
+        Case(num_groups=1, group_size=32, prefix=1024, goal=1.3),
+        Case(num_groups=1, group_size=128, prefix=4096, goal=2.0),
+        Case(num_groups=8, group_size=8, prefix=1024, system=1024, goal=1.3),
+        Case(num_groups=8, group_size=8, prefix=4096, goal=2.08),
+    ),
+    "curve": (
+        Case(num_groups=1, group_size=32, prefix=2048),
+        Case(num_groups=1, group_size=32, prefix=8192),
+    ),
+    "groups": (Case(num_groups=64, group_size=8, prefix=512, goal=1.29),),
+    "others": (
+        Case(num_groups=1, group_size=32, prefix=64, goal=1.03),
+        Case(num_groups=256, group_size=1, prefix=128, goal=1.0),
+    ),
+    "speculated": (Case(num_groups=1, group_size=32, prefix=4096, drafted=DRAFTED),),
+}
+CASES = sorted(
+    (case for part in PARTS.values() for case in part),
+    key=lambda case: (case.num_groups, case.group_size, case.drafted, case.system + case.prefix),
 )
-SPECULATED = Case(num_groups=1, group_size=32, prefix=4096)
 
 
-def planning_row() -> Row:
-    """256 rows of 4096 tokens, as groups of eight behind a prompt of their own."""
+def planning_rows() -> list[Row]:
+    """256 rows of 4096 tokens: groups of eight, and the same behind a prompt that all share."""
+    return [
+        planning_row("groups of 8", Tree(levels=((32, 4064),), rows_per_leaf=8, suffix=32)),
+        planning_row(
+            "8 groups of 32 behind 1024 tokens that all share",
+            Tree(levels=((1, 1024), (8, 3040)), rows_per_leaf=32, suffix=32),
+        ),
+    ]
+
+
+def planning_row(what: str, tree: Tree) -> Row:
     from engine.attention.planner import Planner
 
-    groups, size, shared, own = 32, 8, 127, 3
-    ids = np.random.default_rng(0).permutation(groups * (shared + size * own)).astype(np.int32)
-    prompts = ids[: groups * shared].reshape(groups, shared).repeat(size, axis=0)
-    rows = np.hstack([prompts, ids[groups * shared :].reshape(groups * size, own)])
-    table = np.zeros((len(rows), 544), np.int32)
-    table[:, : rows.shape[1]] = np.random.default_rng(1).permutation(rows)
-    positions = np.full(len(rows), 4096, np.int32)
+    _, blocks = tree.laid_out(BLOCK, torch.Generator().manual_seed(0))
+    table = np.zeros((tree.num_rows, 544), np.int32)
+    table[:, : blocks.shape[1]] = np.random.default_rng(1).permutation(blocks.numpy())
+    positions = np.full(tree.num_rows, tree.length - 1, np.int32)
     anew: list[float] = []
     same: list[float] = []
     kept = Planner(BLOCK)
-    for _ in range(200):
+    for _ in range(500):
         for planner, times in ((Planner(BLOCK), anew), (kept, same)):
-            began = time.perf_counter()
+            began = time.thread_time()
             planner.plan(table, positions)
-            times.append(1e6 * (time.perf_counter() - began))
+            times.append(1e6 * (time.thread_time() - began))
     median = statistics.median(anew)
     return Row(
-        what="planning 256 rows of 4096 tokens",
+        what=f"planning 256 rows of 4096 tokens, {what}",
         value=f"{median:.0f} us anew, {statistics.median(same):.0f} us when nothing has changed",
         goal="<= 200 us",
         verdict="met" if median <= 200 else "missed",
     )
 
 
-def measure(seconds: float, rounds: int) -> tuple[dict[str, Steps], Steps]:
+def measure(part: str, *, alone: bool, seconds: float, rounds: int) -> None:
+    drafting = {"method": "custom_class", "model": "bench.harness.stepped.Drafts"}
+    speculated = {"speculative_config": drafting | {"num_speculative_tokens": DRAFTED}}
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder) / "model")
-        engine = Engine(model, Path(folder))
+        settings = speculated if part == "speculated" else {}
+        engine = Engine(model, Path(folder), alone=alone, **settings)
         measured = {}
-        for case in CASES:
-            measured[case.name] = engine.measure(case, seconds=seconds, rounds=rounds)
-            print(measured[case.name].row(case.name, case.goal), flush=True)
+        kept = kept_in(alone)
+        kept.mkdir(parents=True, exist_ok=True)
+        for case in PARTS[part]:
+            steps = engine.measure(case, seconds=seconds, rounds=rounds)
+            print(steps.row(case.name, case.goal), flush=True)
+            measured[case.name] = asdict(steps)
+            (kept / f"{part}.json").write_text(json.dumps(measured))
         engine.close()
-        drafting = {"method": "custom_class", "model": "bench.harness.stepped.Drafts"}
-        engine = Engine(
-            model, Path(folder), speculative_config=drafting | {"num_speculative_tokens": DRAFTED}
-        )
-        speculated = engine.measure(SPECULATED, seconds=seconds, rounds=rounds)
-        engine.close()
-    return measured, speculated
 
 
-def record(measured: dict[str, Steps], speculated: Steps) -> Record:
-    rows = [measured[case.name].row(case.name, case.goal) for case in CASES]
-    alike = measured[SPECULATED.name].gain().median
-    what = f"{SPECULATED.name}, {1 + DRAFTED} query tokens a sample"
-    ends = [
-        measured[case.name]
-        for case in CASES
-        if (case.num_groups, case.group_size) == (1, 32) and case.prefix in (1024, LONGEST)
-    ]
+def kept_in(alone: bool) -> Path:
+    return Path("build/shared_prefix") / ("alone" if alone else "shared")
+
+
+def kept(alone: bool) -> dict[str, Steps]:
+    """Of the parts that were measured, as far as they came."""
+    files = [kept_in(alone) / f"{part}.json" for part in PARTS]
+    parts = [json.loads(file.read_text()) for file in files if file.exists()]
+    return {name: Steps(**steps) for part in parts for name, steps in part.items()}
+
+
+def record(measured: dict[str, Steps], *, alone: bool) -> Record:
+    how = "" if alone else " One thread on a machine with other work, its processor time."
     return Record(
-        name="shared_prefix",
+        name="shared_prefix" if alone else "shared_prefix_shared",
+        bench="shared_prefix",
         claim="Decode steps with shared prefixes read once, against vLLM's own attention over the "
-        "same cache: 25M parameters in bfloat16, block size 32.",
+        f"same cache: 25M parameters in bfloat16, block size 32.{how}",
         rows=[
-            *rows,
-            speculated.row(what, alike),
-            kept_row("stock", [steps.stock for steps in ends]),
-            kept_row("shared", [steps.shared for steps in ends]),
-            planning_row(),
+            *(
+                measured[case.name].row(case.name, goal_of(case, measured))
+                for case in CASES
+                if case.name in measured
+            ),
+            *kept_rows(measured),
+            *planning_rows(),
         ],
-        raw={
-            name: {"stock": s.stock, "shared": s.shared, "without": s.without}
-            for name, s in (measured | {what: speculated}).items()
-        },
+        raw={name: asdict(steps) for name, steps in measured.items()},
     )
 
 
-def kept_row(arm: str, ends: list[list[float]]) -> Row:
-    short, long = map(statistics.median, ends)
-    return Row(
-        what=f"throughput of 32 samples kept from a 1K to a 16K prefix, {arm}",
-        value=f"{100 * short / long:.0f} %",
-    )
+def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
+    """Of samples with drafts, what the same ones gain without."""
+    if not case.drafted:
+        return case.goal
+    alike = measured.get(replace(case, drafted=0).name)
+    return None if alike is None else alike.gain().median
+
+
+def kept_rows(measured: dict[str, Steps]) -> list[Row]:
+    """What is left of the throughput when a group's prefix grows from 1K to 16K."""
+    cases = [Case(num_groups=1, group_size=32, prefix=prefix) for prefix in (1024, LONGEST)]
+    if not all(case.name in measured for case in cases):
+        return []
+    short, long = (measured[case.name] for case in cases)
+    what = "throughput of 32 samples kept from a 1K to a 16K prefix"
+    medians = [
+        ("stock", statistics.median(short.stock) / statistics.median(long.stock)),
+        ("shared", statistics.median(short.shared) / statistics.median(long.shared)),
+    ]
+    return [Row(what=f"{what}, {arm}", value=f"{ratio:.0%}") for arm, ratio in medians]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=4.0, help="a case, once nine rounds ran")
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--machine", choices=("alone", "shared"), default="alone")
     arguments = parser.parse_args()
-    if not started_by_coppice():
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            spawning(
-                EngineSettings(),
-                attention=AttentionSettings(),
-                on_cpu=True,
-                scratch=Path(scratch),
-            ),
-        ):
-            command = [sys.executable, "-m", "bench.shared_prefix", *sys.argv[1:]]
-            raise SystemExit(os.spawnv(os.P_WAIT, sys.executable, command))
-    result = record(*measure(arguments.seconds, arguments.rounds))
-    result.show()
-    print(f"\nwrote {result.write().name}")
+    alone = arguments.machine == "alone"
+    if arguments.part and started_by_coppice():
+        seconds, rounds = arguments.seconds, arguments.rounds
+        return measure(arguments.part, alone=alone, seconds=seconds, rounds=rounds)
+    if not arguments.merge:
+        for part in [arguments.part] if arguments.part else PARTS:
+            in_a_process_of_its_own(part)
+    if not arguments.part:
+        result = record(kept(alone), alone=alone)
+        result.show()
+        print(f"\nwrote {result.write().name}")
+
+
+def in_a_process_of_its_own(part: str) -> None:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        spawning(
+            EngineSettings(), attention=AttentionSettings(), on_cpu=True, scratch=Path(scratch)
+        ),
+    ):
+        command = [sys.executable, "-m", "bench.shared_prefix", *sys.argv[1:], "--part", part]
+        if status := os.spawnv(os.P_WAIT, sys.executable, command):
+            raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """What a tree saves: the same number of leaves, of the same length, as a tree and as plain samples.
 
-Both arms ask one service for the same prompts in the same process, once with shared-prefix
-attention and once without. What is counted: tokens that were sampled, tokens of prompts that no
-cache had, and the time from request to answer.
+Two services run side by side, one with shared-prefix attention and one without, alike in all else;
+they are asked in turn, each for trees and for plain samples, so one always rests while the other
+works. What is counted: tokens that were sampled, tokens of prompts that no cache had, and the time
+from request to answer.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import uvloop
@@ -22,7 +25,8 @@ from engine.settings import AttentionSettings, EngineSettings, SharedPrefixMode
 
 GROUPS, PROMPT, LEAVES, TOKENS, INTERVAL = 4, 200, 16, 256, 64
 BRANCHING = Branching(mode="interval", interval=INTERVAL, max_depth=4, max_leaves=LEAVES)
-NUM_ROW_TOKENS = GROUPS * LEAVES * TOKENS
+MODES: tuple[SharedPrefixMode, ...] = ("off", "auto")
+CACHE_BYTES = 2**28
 
 
 @dataclass(slots=True)
@@ -64,33 +68,44 @@ def prompts(number: int) -> list[list[int]]:
     ]
 
 
-async def measure(model: str, rounds: int, attention: SharedPrefixMode) -> Measured:
-    tree, flat = Arm(), Arm()
+async def measure(model: str, rounds: int) -> list[Measured]:
+    settings = EngineSettings(model=model, max_sequences=GROUPS * LEAVES, cache_bytes=CACHE_BYTES)
+    found = [Measured(attention=mode, tree=Arm(), flat=Arm()) for mode in MODES]
     numbers = iter(range(1, 10**6))
-    settings = EngineSettings(model=model, max_sequences=GROUPS * LEAVES)
-    shared = AttentionSettings(shared_prefix=attention)
-    async with served(settings, shared) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
-
-        async def ask(arm: Arm, **options: object) -> None:
-            before, began = computed_prompt_tokens(), time.perf_counter()
-            result = await rollouts.rollout(
-                prompts(next(numbers)),
-                max_tokens=TOKENS,
-                ignore_eos=True,
-                **options,  # type: ignore[arg-type]
-            )
-            arm.seconds.append(time.perf_counter() - began)
-            arm.computed.append(computed_prompt_tokens() - before)
-            arm.sampled.append(result.usage.completion_tokens)
-            arm.leaves.append(independent(result))
-
-        await in_turn(
-            [lambda: ask(tree, branching=BRANCHING), lambda: ask(flat, n=LEAVES)], rounds=rounds
-        )
-    for arm in (tree, flat):
+    async with AsyncExitStack() as stack:
+        arms: list[Callable[[], Awaitable[None]]] = []
+        for each in found:
+            attention = AttentionSettings(shared_prefix=each.attention)
+            _, url = await stack.enter_async_context(served(settings, attention))
+            rollouts = await stack.enter_async_context(AsyncRollouts(url, timeout=600))
+            arms += [asking(rollouts, each, kind, numbers) for kind in ("tree", "flat")]
+        await in_turn(arms, rounds=rounds)
+    for arm in (arm for each in found for arm in (each.tree, each.flat)):
         for values in (arm.seconds, arm.sampled, arm.computed, arm.leaves):
             del values[0]  # the warm-up
-    return Measured(attention=attention, tree=tree, flat=flat)
+    return found
+
+
+def asking(
+    rollouts: AsyncRollouts, measured: Measured, kind: str, numbers: Iterator[int]
+) -> Callable[[], Awaitable[None]]:
+    arm: Arm = getattr(measured, kind)
+
+    async def ask() -> None:
+        given = prompts(next(numbers))
+        before, began = computed_prompt_tokens(), time.perf_counter()
+        if kind == "tree":
+            result = await rollouts.rollout(
+                given, max_tokens=TOKENS, ignore_eos=True, branching=BRANCHING
+            )
+        else:
+            result = await rollouts.rollout(given, max_tokens=TOKENS, ignore_eos=True, n=LEAVES)
+        arm.seconds.append(time.perf_counter() - began)
+        arm.computed.append(computed_prompt_tokens() - before)
+        arm.sampled.append(result.usage.completion_tokens)
+        arm.leaves.append(independent(result))
+
+    return ask
 
 
 def independent(result: RolloutResult) -> float:
@@ -99,8 +114,16 @@ def independent(result: RolloutResult) -> float:
     return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
 
 
+def gained(what: str, without: Arm, shared: Arm) -> Row:
+    ratio = Pairs(a=without.seconds, b=shared.seconds).ratio()
+    return Row(
+        what=f"time of {what}, without shared-prefix attention / with it",
+        value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+    )
+
+
 def record(without: Measured, shared: Measured) -> Record:
-    tree, flat = without.tree, without.flat
+    tree, flat = shared.tree, shared.flat  # vLLM's counters are those of the engine started last
 
     def both(what: str, one: list[float], other: list[float]) -> Row:
         medians = [f"{statistics.median(side):,.1f}" for side in (one, other)]
@@ -109,11 +132,13 @@ def record(without: Measured, shared: Measured) -> Record:
     return Record(
         name="trees",
         claim=f"{GROUPS} groups of {LEAVES} leaves, {TOKENS} tokens each, as trees that split "
-        f"every {INTERVAL} tokens and as plain samples, in turn; without shared-prefix attention, "
-        "and in a second server with it.",
+        f"every {INTERVAL} tokens and as plain samples, with shared-prefix attention and without, "
+        "all four in turn.",
         rows=[
             *without.rows(),
             *shared.rows(),
+            gained("trees", without.tree, shared.tree),
+            gained("plain samples", without.flat, shared.flat),
             both("tokens sampled", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
             both("prompt tokens computed", tree.computed, flat.computed),
             both("independent leaves a group is worth", tree.leaves, flat.leaves),
@@ -131,9 +156,7 @@ def main() -> None:
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    modes: tuple[SharedPrefixMode, ...] = ("off", "auto")
-    runs = [uvloop.run(measure(arguments.model, arguments.rounds, mode)) for mode in modes]
-    result = record(*runs)
+    result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
     result.show()
     print(f"\nwrote {result.write().name}")
 

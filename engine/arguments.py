@@ -5,17 +5,28 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from engine.adapters.check import PROJECTIONS
+from engine.environment import NO_SPECULATION
+from engine.graphs.planner import Plan
 from engine.kv.loading import CONNECTOR
-from engine.settings import GIB, EngineSettings
+from engine.settings import GIB, EngineSettings, SpeculationSettings
+from engine.speculation.configured import speculate
 
 DEFAULT_CPU_CACHE_BYTES = GIB
+MOST_FOR_ENTROPY = 20
 WORKER_EXTENSION = "engine.worker.WorkerExtension"
 
 
 def engine_arguments(
-    settings: EngineSettings, model: Path, *, on_cpu: bool, worker_extension: str = WORKER_EXTENSION
+    settings: EngineSettings,
+    model: Path,
+    *,
+    speculation: SpeculationSettings = NO_SPECULATION,
+    on_cpu: bool,
+    graphs: Plan | None = None,
+    worker_extension: str = WORKER_EXTENSION,
 ) -> AsyncEngineArgs:
-    return AsyncEngineArgs(
+    arguments = AsyncEngineArgs(
         model=str(model),
         served_model_name=settings.model,
         load_format="safetensors",
@@ -32,6 +43,7 @@ def engine_arguments(
         scheduling_policy="priority",
         # The probability that a token was really drawn with: temperature and truncation applied.
         logprobs_mode="processed_logprobs",
+        max_logprobs=max(settings.max_logprobs, MOST_FOR_ENTROPY),
         # The model's own sampling defaults would silently change what a trainer asked for.
         generation_config="vllm",
         worker_extension_cls=worker_extension,
@@ -40,7 +52,12 @@ def engine_arguments(
         **_memory(settings, on_cpu=on_cpu),
         **_weight_transfer(settings),
         **_prompt_kv(settings),
+        **adapters(settings.max_adapters, settings.max_adapter_rank),
+        **_graphs(graphs),
     )
+    if speculation.mode != "off":
+        speculate(arguments, speculation)
+    return arguments
 
 
 def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
@@ -59,9 +76,27 @@ def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
 
 
+def _graphs(plan: Plan | None) -> dict[str, Any]:
+    """The sizes whose product with the draft lengths the plan is filtered from."""
+    return {"compilation_config": {"cudagraph_capture_sizes": plan.capture_sizes}} if plan else {}
+
+
 def _prompt_kv(settings: EngineSettings) -> dict[str, Any]:
     if not settings.prompt_kv:
         return {}
     from vllm.config import KVTransferConfig
 
     return {"kv_transfer_config": KVTransferConfig(**CONNECTOR)}
+
+
+def adapters(num: int, rank: int) -> dict[str, Any]:
+    """As many can be in one step as are held, so vLLM never has to choose among them."""
+    if not num:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": num,
+        "max_cpu_loras": num,
+        "max_lora_rank": rank,
+        "lora_target_modules": sorted(PROJECTIONS),
+    }

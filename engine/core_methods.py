@@ -7,7 +7,12 @@ harms nothing. Answers travel as msgpack.
 import os
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from engine.attention.counts import Counted
+from engine.attention import counts as attention
+from engine.drafter import core_side as drafter
+from engine.drafter.counts import Counted as DrafterCounted
+from engine.environment import graph_plan
+from engine.graphs.counts import Counted as GraphsCounted
+from engine.speculation import counts as speculation
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -21,7 +26,10 @@ class Ping(TypedDict):
     num_waiting: int
     num_free_blocks: int
     num_blocks: int
-    shared_prefix: list[Counted]
+    shared_prefix: list[attention.Counted]
+    speculation: list[speculation.Counted]
+    graphs: list[GraphsCounted | None]
+    drafter: DrafterCounted | None
 
 
 class Forgotten(TypedDict):
@@ -45,13 +53,17 @@ class PoolState(TypedDict):
 def coppice_ping(self: "EngineCore") -> Ping:
     num_running, num_waiting = self.scheduler.get_request_counts()
     pool = self.scheduler.kv_cache_manager.block_pool
+    counted = self.model_executor.collective_rpc("coppice_counted")
     return Ping(
         pid=os.getpid(),
         num_running=num_running,
         num_waiting=num_waiting,
         num_free_blocks=pool.get_num_free_blocks(),
         num_blocks=_num_usable_blocks(pool),
-        shared_prefix=self.model_executor.collective_rpc("coppice_shared_prefix"),
+        shared_prefix=[rank["shared_prefix"] for rank in counted],
+        speculation=[rank["speculation"] for rank in counted],
+        graphs=self.model_executor.collective_rpc("coppice_graphs") if graph_plan() else [],
+        drafter=drafter.counted(self),
     )
 
 
@@ -92,7 +104,8 @@ def coppice_check_pool(self: "EngineCore") -> PoolState:
 def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    for method in (coppice_ping, coppice_forget_prefixes, coppice_check_pool):
+    ours = (coppice_ping, coppice_forget_prefixes, coppice_check_pool)
+    for method in (*ours, *drafter.METHODS):
         setattr(EngineCore, method.__name__, method)
 
 

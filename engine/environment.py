@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from engine.settings import AttentionSettings, EngineSettings
+from engine.graphs.planner import Plan
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 MARK = "COPPICE_ENGINE"
 ATTENTION = "COPPICE_ENGINE_ATTENTION"
+SPECULATION = "COPPICE_ENGINE_SPECULATION"
+GRAPHS = "COPPICE_ENGINE_GRAPHS"
 _OPENMP = re.compile(r"lib(g|i)?omp\d*[.-]")
 LAST_RESORT_STEP_SECONDS = 60
+NO_SPECULATION = SpeculationSettings(mode="off")
 
 
 def started_by_coppice() -> bool:
@@ -31,13 +35,35 @@ def attention_settings() -> AttentionSettings:
     return AttentionSettings.model_validate_json(os.environ[ATTENTION])
 
 
+def speculation_settings() -> SpeculationSettings:
+    return SpeculationSettings.model_validate_json(os.environ[SPECULATION])
+
+
+def graph_plan() -> Plan | None:
+    """In a process of the engine: the CUDA graphs that it was started with, if they are planned."""
+    text = os.environ.get(GRAPHS)
+    return Plan.loaded(text) if text else None
+
+
 @contextmanager
 def spawning(
-    settings: EngineSettings, *, attention: AttentionSettings, on_cpu: bool, scratch: Path
+    settings: EngineSettings,
+    *,
+    attention: AttentionSettings,
+    speculation: SpeculationSettings = NO_SPECULATION,
+    graphs: Plan | None = None,
+    on_cpu: bool,
+    scratch: Path,
 ) -> Iterator[None]:
     """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(_shared() | _folders(scratch) | {ATTENTION: attention.model_dump_json()})
+    os.environ.update(_shared() | _folders(scratch))
+    os.environ[ATTENTION] = attention.model_dump_json()
+    os.environ[SPECULATION] = speculation.model_dump_json()
+    os.environ[GRAPHS] = graphs.dumped() if graphs else ""
+    if speculation.mode != "off":
+        # Past the model's longest context lies only the room of drafts that are never made.
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if on_cpu:
         os.environ.update(_threads(settings, sorted(affinity)) | _compilation(settings))
     try:

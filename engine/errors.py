@@ -4,6 +4,7 @@ EngineError
 |- EngineDead          the engine process is gone or can no longer be trusted; start a new one
 |- RequestRefused      the engine refuses this sample's parameters; nothing was started
 |- CheckpointRefused   the weights do not fit the model; nothing was touched
+|- DrafterRefused      another drafter is on trial, or the version is taken; nothing was touched
 |- LoadFailed          loading broke off after the check; the previous weights serve on
 `- StartFailed         the engine could not be started with these settings
 """
@@ -23,6 +24,10 @@ class RequestRefused(EngineError):
 
 class CheckpointRefused(EngineError):
     """The weights do not fit the model. The message names what is wrong, never a path."""
+
+
+class DrafterRefused(EngineError):
+    """Another drafter is on trial, or the version is taken."""
 
 
 class LoadFailed(EngineError):

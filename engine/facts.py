@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 def gather_facts(
     llm: AsyncLLM, settings: EngineSettings, model_path: Path, kv: KvFormat | KvReason
 ) -> EngineFacts:
+    """What is served of the context leaves out the room that drafts need behind it."""
     config = llm.vllm_config
     on_cpu = current_platform.is_cpu()
     return EngineFacts(
@@ -29,7 +30,7 @@ def gather_facts(
         block_size=config.cache_config.block_size,
         num_blocks=config.cache_config.num_gpu_blocks,
         kv_bytes_per_token=_kv_bytes_per_token(config),
-        max_context_tokens=config.model_config.max_model_len,
+        max_context_tokens=config.model_config.max_model_len - config.num_speculative_tokens,
         max_sequences=config.scheduler_config.max_num_seqs,
         vocab_size=config.model_config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(llm),
@@ -39,6 +40,9 @@ def gather_facts(
         vllm_version=vllm_version,
         kv_format=kv if isinstance(kv, KvFormat) else None,
         kv_reason=None if isinstance(kv, KvFormat) else kv,
+        max_logprobs=settings.max_logprobs,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
     )
 
 

@@ -15,7 +15,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.arguments import engine_arguments
 from engine.environment import spawning
 from engine.errors import StartFailed
-from engine.settings import AttentionSettings, EngineSettings
+from engine.graphs.planner import Plan
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 
 def launch(
@@ -23,14 +24,30 @@ def launch(
     model: Path,
     *,
     attention: AttentionSettings,
+    speculation: SpeculationSettings,
+    graphs: Plan | None,
     worker_extension: str,
     scratch: Path,
 ) -> AsyncLLM:
     """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
     on_cpu = current_platform.is_cpu()
-    arguments = engine_arguments(settings, model, on_cpu=on_cpu, worker_extension=worker_extension)
     try:
-        with spawning(settings, attention=attention, on_cpu=on_cpu, scratch=scratch):
+        arguments = engine_arguments(
+            settings,
+            model,
+            speculation=speculation,
+            on_cpu=on_cpu,
+            graphs=graphs,
+            worker_extension=worker_extension,
+        )
+        with spawning(
+            settings,
+            attention=attention,
+            speculation=speculation,
+            graphs=graphs,
+            on_cpu=on_cpu,
+            scratch=scratch,
+        ):
             return _started(arguments)
     except ValidationError as error:
         said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))

@@ -23,9 +23,25 @@ def locate(
     model: str, revision: str | None, download: Callable[..., str] = download_snapshot
 ) -> Path:
     """The model's directory on this machine; StartFailed says why there is none."""
+    directory = _located(model, revision, download, _FILES)
+    if not any(directory.glob("*.safetensors")):
+        raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
+    return directory
+
+
+def locate_config(
+    model: str, revision: str | None, download: Callable[..., str] = download_snapshot
+) -> Path:
+    """A directory with the model's config.json, which is all that is fetched of it."""
+    return _located(model, revision, download, ["config.json"])
+
+
+def _located(
+    model: str, revision: str | None, download: Callable[..., str], files: list[str]
+) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
-        return _checked(directory.resolve())
+        return _with_config(directory.resolve())
     if not _HUB_ID.fullmatch(model):
         raise StartFailed(f"there is no model directory {model}")
     if not _COMMIT.fullmatch(revision or ""):
@@ -33,21 +49,21 @@ def locate(
             f"{model} is not a directory here; to take it from the model hub, pin it with "
             "engine.revision, the 40 hexadecimal digits of a commit"
         )
-    return _checked(_fetched(model, revision, download))
+    return _with_config(_fetched(model, revision, download, files))
 
 
-def _checked(directory: Path) -> Path:
+def _with_config(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
         raise StartFailed(f"{directory} is not a model directory: it has no config.json")
-    if not any(directory.glob("*.safetensors")):
-        raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
     return directory
 
 
-def _fetched(model: str, revision: str | None, download: Callable[..., str]) -> Path:
+def _fetched(
+    model: str, revision: str | None, download: Callable[..., str], files: list[str]
+) -> Path:
     """Into the hub's own cache; what is there already is not fetched again."""
     try:
-        return Path(download(model, revision=revision, allow_patterns=_FILES))
+        return Path(download(model, revision=revision, allow_patterns=files))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise StartFailed(

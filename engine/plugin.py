@@ -6,10 +6,11 @@ start it does nothing.
 
 import multiprocessing
 
-from engine import core_methods, process
+from engine import core_methods, heap, process
 from engine.attention import installed as attention
-from engine.environment import attention_settings, started_by_coppice
+from engine.environment import attention_settings, speculation_settings, started_by_coppice
 from engine.patches.installed import WORKING_PROCESSES, install_patches
+from engine.speculation import installed as speculation
 
 _installed = False
 
@@ -27,3 +28,5 @@ def install() -> None:
     install_patches(name)
     if name.startswith(WORKING_PROCESSES):
         attention.install(attention_settings())
+        speculation.install(speculation_settings())
+    heap.end_imports()

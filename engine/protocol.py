@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
@@ -33,6 +33,24 @@ SkipReason = Literal[
     "failed",
 ]
 """Why a step went to stock attention: what the kernel cannot do, then what the step was."""
+
+DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
+"""Whose text a drafted token is taken from: the sample's own, its live siblings', earlier responses
+to the same prompt, everything; the last is the text that a drafter writes."""
+SpeculationChoice = Literal[
+    "drafted", "nothing_drafted", "not_worth_it", "checked", "resting", "probed"
+]
+"""What became of a step's drafts: sent; there were none; verifying would cost more than it saves;
+left out, to measure what a step costs without; all left out for a while, because they cost more
+than they saved; a single token sent all the same, to see how a drafter does."""
+SpeculationSkip = Literal["refused", "seeded", "no_room", "failed"]
+"""Why a sample got no drafts: its request said so; it has a seed; the store takes no more responses
+to one prompt at once; and of a step: an error, which is in the log."""
+DrafterOutcome = Literal["promoted", "rolled_back", "failed"]
+"""How a trial ended: the new drafter was accepted as often, or less; it could not be loaded."""
+TrainingState = Literal["off", "running", "paused", "failed"]
+"""Whether the drafter learns: not asked for; it does; not while the engine is busy; not any more,
+for it ended by itself too often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +78,7 @@ class ExportWord(IntEnum):
 class KvFormat:
     """The canonical layout of a prompt's keys and values: for each layer in order, K then V, each
     [kv_heads, tokens, head_dim], C-contiguous, nothing in between; keys after rotary embedding.
+    `not_movable`: why keys cannot be moved to other positions, if they cannot.
     """
 
     num_layers: int
@@ -67,11 +86,13 @@ class KvFormat:
     head_dim: int
     dtype: Literal["float32", "bfloat16", "float16"]
     rope: Mapping[str, Any]
+    not_movable: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Where the engine writes the keys and values of the prompt's first `num_tokens` tokens.
+    """Where the engine writes the keys and values of `num_tokens` of the prompt's tokens, those
+    from `first` on. What has a `name`, which no other has, may be loaded from there.
 
     Every rank writes its own heads at their place in the canonical layout, which starts at `offset`
     of the file, and then its ExportWord, 8 bytes little-endian, at `words_offset + 8 * rank`.
@@ -84,6 +105,35 @@ class ExportSlot:
     offset: int
     words_offset: int
     num_tokens: int
+    first: int = 0
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPiece:
+    """`num_tokens` of an export's tokens, those from its own `skip` on, with their keys moved by
+    `shift` positions."""
+
+    source: ExportSlot
+    skip: int
+    num_tokens: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Keys and values of a prompt's first tokens that are not computed but taken from exports, one
+    piece after the other; at least one token is left to compute.
+
+    They are taken if each was written under the weights that serve when the sample is scheduled,
+    and otherwise none is: then the prompt is computed.
+    """
+
+    pieces: tuple[LoadPiece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +141,11 @@ class SampleRequest:
     """One sample to draw. `id` is the server's own and never repeats. One sample of a group may
     carry an export; it is written once, as soon as the prompt is computed.
 
-    With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised.
-    Prefixes are shared among samples of the same `cache_salt`, and of none.
+    With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised; with
+    `num_likeliest` k these come themselves. Not both.
+    Prefixes are shared among samples of the same `cache_salt`, and of none, so what has a `load`
+    needs a salt of its own. Samples of one `group` may be drafted from each other's text, unless
+    they refuse `speculation`. An `adapter` is one that was loaded under this label.
     """
 
     id: str
@@ -102,7 +155,33 @@ class SampleRequest:
     priority: int = 0
     export: ExportSlot | None = None
     entropy_over: int = 0
+    num_likeliest: int = 0
     cache_salt: str | None = None
+    group: str | None = None
+    speculation: bool = True
+    load: Load | None = None
+    adapter: str | None = None
+
+
+class Ranked(NamedTuple):
+    """A token's log-probability, and how many were likelier, counted from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+Place = list[Ranked]
+"""The token that is there, then the likeliest, itself again if it is one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterForm:
+    """A LoRA adapter that was checked; `rank` is the highest of its modules'."""
+
+    rank: int
+    num_modules: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +223,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished sample: exactly one logprob and one version for every token."""
+    """A finished sample: exactly one logprob and one version for every token.
+
+    `num_cached_tokens` of its prompt were found in the cache or loaded.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -152,6 +234,7 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
     entropy: list[float] | None = None
+    likeliest: list[Place] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +259,11 @@ class EngineFacts:
     kv_format: KvFormat | None = None
     """None: prompt keys and values cannot be exported, for `kv_reason`."""
     kv_reason: KvReason | None = None
+    max_adapters: int = 0
+    """How many may be loaded at once; 0: none are served."""
+    max_adapter_rank: int = 0
+    max_logprobs: int = 0
+    """How many of the likeliest tokens a request may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +286,81 @@ class SharedPrefixCounts:
     steps_skipped: Mapping[SkipReason, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationCounts:
+    """What speculation has done since the engine started: counts that only grow, but for the last.
+
+    `drafts` are numbered by their length. `version_drafted` and `version_accepted` are since the
+    weights changed last. `gain_ratio`: the time that the last steps' tokens would have taken
+    without drafts, over the time that they took. `cost_error_ratio`: how far off the predictions of
+    these times were.
+    """
+
+    drafted: Mapping[DraftScope, int] = field(default_factory=dict)
+    accepted: Mapping[DraftScope, int] = field(default_factory=dict)
+    drafts: Mapping[int, int] = field(default_factory=dict)
+    steps: Mapping[SpeculationChoice, int] = field(default_factory=dict)
+    skipped: Mapping[SpeculationSkip, int] = field(default_factory=dict)
+    version_drafted: int = 0
+    version_accepted: int = 0
+    gain_ratio: float = 1.0
+    cost_error_ratio: float = 0.0
+    store_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterPair:
+    """What a drafter has done for one version of the weights. Of `first_drafted` drafts so many
+    first tokens were accepted: a rate that does not depend on how long drafts were."""
+
+    drafter: str
+    weights: str
+    drafted: int
+    accepted: int
+    first_drafted: int
+    first_accepted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterStatus:
+    """Which drafter serves, which is on trial or waits for it, and how training goes: steps, tokens
+    learned from, and the loss a token of late. `pairs` are the latest few, the last one last."""
+
+    serving: str
+    candidate: str | None = None
+    pairs: tuple[DrafterPair, ...] = ()
+    outcomes: Mapping[DrafterOutcome, int] = field(default_factory=dict)
+    training: TrainingState = "off"
+    num_steps: int = 0
+    num_tokens: int = 0
+    loss: float = 0.0
+    samples_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCounts:
+    """The CUDA graphs that were captured to a plan, if any were, and how steps have used them.
+
+    `hits` decoded with a graph; `misses` decoded without one, by samples, rounded up to a power of
+    two, and tokens a sample, 0 where they differed; `mixed` steps computed prompts too.
+    """
+
+    num_graphs: int = 0
+    budget_bytes: int = 0
+    estimated_bytes: int = 0
+    measured_bytes: int = 0
+    hits: int = 0
+    mixed: int = 0
+    misses: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
 class Engine(Protocol):
     """Contract.
 
     start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
         does the pulse. stop is idempotent and leaves no process and no shared memory behind.
-    shared_prefix: what was counted at the last sign of life; a second old at most.
+    shared_prefix, speculation, graphs: what was counted at the last sign of life; a second
+        old at most.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
     encode_conversation: RequestRefused if the model's template does not render it.
     reply: the parsers that the engine was given, on a response to that conversation; without a
@@ -214,7 +371,9 @@ class Engine(Protocol):
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far;
         unknown and finished ids are ignored.
     score: log-probabilities of the response's tokens after the prompt, under the model's own
-        distribution at temperature 1. Cancelling it ends the work.
+        distribution at temperature 1, with or without an adapter. Cancelling it ends the work.
+    likeliest: of every token of a prompt as `score` has it, with so many of the likeliest; nothing
+        at the first.
     settle_exports: returns when every export whose sample was submitted before, and has ended or
         was aborted by now, is written or never will be: then its slot may be given to another. Nor
         is any other write under way that began before: a word that is PENDING while the engine is
@@ -227,6 +386,16 @@ class Engine(Protocol):
     swap_weights: to be called while paused; the caller resumes. Loads checked files, forgets every
         cached prefix and stamps `version` on every token sampled from then on. LoadFailed: the
         previous weights are back. EngineDead: they are not, and the engine must not be resumed.
+    drafter: None where no small model drafts; then nothing below may be called.
+    drafter_file: all tensors of the drafter that serves; it may be replaced at any time after.
+    check_drafter: as check_weights, against the drafter.
+    offer_drafter: takes the checked file away, for a trial. DrafterRefused: it was not taken.
+        Adapters stay loaded, and go on over the new weights.
+    check_adapter: as check_weights, for the directory of a LoRA adapter.
+    load_adapter: from a checked directory, which stays as it is until it is unloaded, under a label
+        that is not in use; at most `facts.max_adapters`. Samples run on meanwhile. A label that was
+        used before never meets prefixes of that time. LoadFailed: nothing has changed.
+    unload_adapter: of an adapter that no sample runs under; unknown labels are ignored.
     """
 
     @property
@@ -235,6 +404,10 @@ class Engine(Protocol):
     def pulse(self) -> Pulse: ...
 
     def shared_prefix(self) -> SharedPrefixCounts: ...
+
+    def speculation(self) -> SpeculationCounts: ...
+
+    def graphs(self) -> GraphCounts: ...
 
     async def start(self, version: str) -> None: ...
 
@@ -254,7 +427,13 @@ class Engine(Protocol):
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
 
-    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]: ...
+    async def score(
+        self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
+    ) -> list[float]: ...
+
+    async def likeliest(
+        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
+    ) -> list[Place]: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
@@ -269,3 +448,17 @@ class Engine(Protocol):
     def check_weights(self, path: Path) -> None: ...
 
     async def swap_weights(self, path: Path, version: str) -> None: ...
+
+    def drafter(self) -> DrafterStatus | None: ...
+
+    def drafter_file(self) -> Path: ...
+
+    def check_drafter(self, path: Path) -> None: ...
+
+    def offer_drafter(self, path: Path, version: str) -> None: ...
+
+    def check_adapter(self, path: Path) -> AdapterForm: ...
+
+    async def load_adapter(self, label: str, path: Path) -> None: ...
+
+    async def unload_adapter(self, label: str) -> None: ...

@@ -4,11 +4,34 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from engine.graphs.lengths import Lengths
 
 GIB = 2**30
+LONGEST_DRAFT = 15
+"""With the token before it, 16 query tokens: what attention over shared prefixes takes."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SharedPrefixMode = Literal["auto", "always", "off"]
+SpeculationMode = Literal["auto", "off", "siblings", "drafter"]
+AdapterRank = Literal[8, 16, 32, 64, 128, 256]
+
+
+def _off(value: object) -> object:
+    """As YAML reads the word."""
+    return "off" if value is False else value
+
+
+def _number(value: object) -> object:
+    """Flags and variables are text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def cache_directory(name: str) -> Path:
@@ -24,7 +47,7 @@ class AttentionSettings(BaseModel):
 
     shared_prefix: Annotated[
         SharedPrefixMode,
-        BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+        BeforeValidator(_off),
         Field(
             description="read a shared prefix once a step; auto: where that was measured to be "
             "faster; always: wherever anything is shared"
@@ -34,6 +57,100 @@ class AttentionSettings(BaseModel):
         default_factory=lambda: cache_directory("attention"),
         description="directory that keeps the measurement that auto decides by",
     )
+
+
+class SpeculationSettings(BaseModel):
+    """How samples are drafted: from what their group has said, or by a small model that learns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Annotated[
+        SpeculationMode,
+        BeforeValidator(_off),
+        Field(
+            description="siblings: draft from the group's own text; drafter: by a small model; "
+            "auto: siblings on CPU, unless a short profile at the start says that it cannot pay, "
+            "and off on a GPU"
+        ),
+    ] = "off"
+    longest_draft: Annotated[
+        int,
+        Field(
+            ge=1, le=LONGEST_DRAFT, description="tokens drafted for one sample in one step at most"
+        ),
+    ] = 8
+    store_bytes: Annotated[
+        int, Field(ge=2**20, description="bytes of text that drafts are taken from at most")
+    ] = 2**28
+    store_file: Annotated[
+        Path | None,
+        Field(description="file that keeps that text from one run to the next; none: it is not"),
+    ] = None
+    cache_directory: Path = Field(
+        default_factory=lambda: cache_directory("speculation"),
+        description="directory that keeps the profile of what steps cost",
+    )
+    drafter: Annotated[
+        Path | None,
+        Field(
+            description="model directory of the drafter, with the model's own vocabulary; none: a "
+            "small one is made and learns from nothing"
+        ),
+    ] = None
+    drafter_directory: Path = Field(
+        default_factory=lambda: cache_directory("drafter"),
+        description="directory that keeps what became of drafters",
+    )
+    drafter_training: Annotated[
+        bool, Field(description="the drafter learns from what is served, in a process of its own")
+    ] = True
+    drafter_trained: Annotated[
+        Literal["all", "layers"],
+        Field(description="layers: its embedding, its head and its last norm stay as they are"),
+    ] = "all"
+    drafter_busy_share: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of engine.max_sequences running above which it waits"),
+    ] = 0.5
+
+
+def _readable(text: str) -> str:
+    Lengths.parse(text)
+    return text
+
+
+class GraphsSettings(BaseModel):
+    """Which CUDA graphs are captured on a GPU."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget_bytes: Annotated[
+        int | None,
+        Field(
+            ge=2**20, description="bytes of CUDA graphs a rank; none: vLLM captures what it does"
+        ),
+    ] = None
+    lengths: Annotated[
+        str,
+        BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+        AfterValidator(_readable),
+        Field(
+            description="draft tokens that may be chosen, by samples running: 8:0,2,4 32:0,2 0 is "
+            "0, 2 or 4 up to 8 samples, 0 or 2 up to 32, none beyond"
+        ),
+    ] = "0"
+    mixed_tokens: Annotated[
+        int,
+        Field(ge=0, description="tokens of the largest graph for steps that compute prompts too"),
+    ] = 512
+    graph_bytes: Annotated[
+        int | None,
+        Field(ge=1, description="bytes a captured graph takes; none: estimated from the layers"),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        Field(description="recorded steps to plan for; none: any number of samples is as likely"),
+    ] = None
 
 
 class EngineSettings(BaseModel):
@@ -91,6 +208,29 @@ class EngineSettings(BaseModel):
         str | None,
         Field(description="vLLM's parser that finds reasoning in responses, such as qwen3"),
     ] = None
+    max_logprobs: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1024,
+            description="likeliest tokens that a request may ask for at each token, by the routes "
+            "of OpenAI's and vLLM's clients",
+        ),
+    ] = 20
+    max_adapters: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=256,
+            description="LoRA adapters held at once, those too that are replaced while samples "
+            "still run under them; 0: none are served",
+        ),
+    ] = 0
+    max_adapter_rank: Annotated[
+        AdapterRank,
+        BeforeValidator(_number),
+        Field(description="rank of such an adapter at most"),
+    ] = 16
     weight_transfer: Annotated[
         Literal["nccl", "ipc"] | None,
         Field(description="vLLM's own weight-transfer engine, beside HTTP"),

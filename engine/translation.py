@@ -1,31 +1,37 @@
 """Between the protocol's types and vLLM's, field by field."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine.errors import EngineDead
+from engine.errors import EngineDead, RequestRefused
 from engine.kv.place import carrying
-from engine.protocol import Completion, SampleRequest, VersionSpan
+from engine.protocol import Completion, Place, Ranked, SampleRequest, VersionSpan
+from engine.speculation.rows import GROUP, NO_DRAFTS
 
 
-def sampling_params(sample: SampleRequest) -> SamplingParams:
-    """Field by field: nothing that a caller sends reaches the engine unnamed."""
+def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
+    """Field by field: nothing that a caller sends reaches the engine unnamed. vLLM's own limit may
+    be larger than what is served.
+    """
     sampling = sample.sampling
+    room = max_context_tokens - len(sample.prompt_token_ids)
+    if room < 1:
+        raise RequestRefused(f"the prompt leaves no room in {max_context_tokens} tokens of context")
     return SamplingParams(
         n=1,
-        max_tokens=sampling.max_tokens,
+        max_tokens=min(sampling.max_tokens, room),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sample.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        logprobs=sample.entropy_over,
+        logprobs=max(sample.entropy_over, sample.num_likeliest),
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -36,19 +42,36 @@ def sampling_params(sample: SampleRequest) -> SamplingParams:
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     """The only place that fills `kv_transfer_params`: no caller of the service can."""
-    if sample.export is None:
-        return None
-    num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
-    assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
-    return {"kv_transfer_params": carrying(sample.export)}
+    carried: dict[str, Any] = {}
+    if sample.group is not None:
+        carried[GROUP] = sample.group
+    if not sample.speculation:
+        carried[NO_DRAFTS] = True
+    if sample.export is not None:
+        last, length = sample.export.first + sample.export.num_tokens, len(sample.prompt_token_ids)
+        assert 0 < last <= length, f"{last} of {length} tokens cannot be exported"
+    if sample.load is not None:
+        num_tokens, length = sample.load.num_tokens, len(sample.prompt_token_ids)
+        assert 0 < num_tokens < length, f"{num_tokens} of {length} tokens cannot be loaded"
+    if sample.export is not None or sample.load is not None:
+        carried["kv_transfer_params"] = carrying(sample.export, sample.load)
+    return carried or None
 
 
 class Pending:
-    """A sample under way. Unlike a coroutine it may be dropped without having been awaited."""
+    """A sample under way. Unlike a coroutine it may be dropped without having been awaited. `ended`
+    is told of what comes."""
 
-    def __init__(self, queue: Any, *, entropy: bool) -> None:
+    def __init__(
+        self,
+        queue: Any,
+        sample: SampleRequest,
+        ended: Callable[[Completion], None] | None = None,
+    ) -> None:
         self._queue = queue
-        self._entropy = entropy
+        self._entropy = sample.entropy_over > 0
+        self._likeliest = sample.num_likeliest > 0
+        self._ended = ended
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._completion().__await__()
@@ -58,10 +81,13 @@ class Pending:
             output = await self._queue.get()
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        return completion(output, entropy=self._entropy)
+        found = completion(output, entropy=self._entropy, likeliest=self._likeliest)
+        if self._ended is not None:
+            self._ended(found)
+        return found
 
 
-def completion(output: RequestOutput, *, entropy: bool) -> Completion:
+def completion(output: RequestOutput, *, entropy: bool, likeliest: bool) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),
@@ -73,6 +99,7 @@ def completion(output: RequestOutput, *, entropy: bool) -> Completion:
         ),
         num_cached_tokens=output.num_cached_tokens or 0,
         entropy=entropies(sample.logprobs) if entropy else None,
+        likeliest=places(sample.logprobs) if likeliest else None,
     )
 
 
@@ -82,6 +109,17 @@ def first_logprobs(flat: Any) -> list[float]:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
     return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]
+
+
+def places(flat: Any) -> list[Place]:
+    """Without what top-k or top-p has cut off, which is at minus infinity."""
+    if flat is None:
+        return []
+    each = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
+    return [
+        [Ranked(*entry) for entry in each[start:end] if entry[1] > -math.inf]
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    ]
 
 
 def entropies(flat: Any) -> list[float]:
@@ -103,11 +141,11 @@ def _entropy(logprobs: list[float]) -> float:
     return max(math.log(total) - mean, 0.0)
 
 
-def scoring_params() -> SamplingParams:
+def scoring_params(num_likeliest: int) -> SamplingParams:
     """vLLM scores a prompt when it computes it; it wants to sample one token after it."""
     return SamplingParams(
         max_tokens=1,
-        prompt_logprobs=0,
+        prompt_logprobs=num_likeliest,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -6,8 +6,8 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 """
 
 import asyncio
+import functools
 import logging
-import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,34 +15,50 @@ from typing import Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine import shared_memory
+from engine.adapters.check import check_adapter
+from engine.adapters.loaded import LoadedAdapters
 from engine.arguments import WORKER_EXTENSION
 from engine.attention.counts import over_ranks
 from engine.calls import answered
 from engine.chat import Chat
+from engine.drafter.drafter import Drafter
+from engine.drafter.first import open_folder
+from engine.drafter.folder import Folder
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.facts import gather_facts, kv_support
+from engine.graphs.counts import over_ranks as graphs_over_ranks
+from engine.graphs.planned import plan_for_start
+from engine.graphs.planner import Plan
 from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
 from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
+    AdapterForm,
     Completion,
     Conversation,
+    DrafterStatus,
     EngineFacts,
+    GraphCounts,
     PauseMode,
+    Place,
     Pulse,
     Reply,
     SampleRequest,
     SharedPrefixCounts,
+    SpeculationCounts,
 )
+from engine.scoring import scored
 from engine.scratch import Scratch
-from engine.settings import AttentionSettings, EngineSettings
-from engine.translation import Pending, first_logprobs, sampling_params, scoring_params
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.speculation import start as speculation_start
+from engine.speculation.counts import counts_of
+from engine.translation import Pending, first_logprobs, places, sampling_params
 from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_served
 
@@ -60,11 +76,20 @@ class VllmEngine:
         settings: EngineSettings,
         *,
         attention: AttentionSettings | None = None,
+        speculation: SpeculationSettings | None = None,
+        graphs: GraphsSettings | None = None,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self._settings = settings
         self._attention = attention or AttentionSettings()
+        self._speculating = speculation_start.resolved(
+            speculation or SpeculationSettings(), settings
+        )
         self._shared_prefix = SharedPrefixCounts()
+        self._speculation = SpeculationCounts()
+        self._graph_settings = graphs or GraphsSettings()
+        self._plan: Plan | None = None
+        self._graphs = GraphCounts()
         self._worker_extension = worker_extension
         self._heart = Heartbeat(
             bounds={
@@ -81,6 +106,10 @@ class VllmEngine:
         self._chat: Chat
         self._first: Checkpoint | None = None
         self._serving_path: Path | None = None
+        self._drafters: Folder | None = None
+        self._first_drafter: Checkpoint | None = None
+        self._drafter: Drafter | None = None
+        self._adapters = LoadedAdapters(settings.max_adapters)
 
     @property
     def facts(self) -> EngineFacts:
@@ -100,6 +129,12 @@ class VllmEngine:
     def shared_prefix(self) -> SharedPrefixCounts:
         return self._shared_prefix
 
+    def speculation(self) -> SpeculationCounts:
+        return self._speculation
+
+    def graphs(self) -> GraphCounts:
+        return self._graphs
+
     # Start and stop
 
     async def start(self, version: str) -> None:
@@ -117,6 +152,7 @@ class VllmEngine:
             locate, self._settings.model, self._settings.revision
         )
         self._first = await asyncio.to_thread(read_served, self._serving_path)
+        await asyncio.to_thread(self._open_drafters, self._serving_path, self._first)
         self._starting = asyncio.ensure_future(
             asyncio.to_thread(self._start_vllm, self._serving_path)
         )
@@ -126,19 +162,56 @@ class VllmEngine:
         self._facts = gather_facts(self.llm, self._settings, self._serving_path, kv)
         self._chat = Chat(self.llm, self._settings)
         await self._warm_up()
+        await speculation_start.begin(self.llm, self._speculating, self._facts)
+        await self._begin_drafter()
+        await self._begin_graphs()
         await answered(self.llm, self.llm.update_weight_version(version))
         self._heart.enter("serving")
         self._watching = asyncio.create_task(self._watched(), name="engine-watch")
 
     def _start_vllm(self, model: Path) -> None:
         self._scratch = Scratch()
+        self._plan = plan_for_start(
+            self._settings, self._graph_settings, model, on_cpu=current_platform.is_cpu()
+        )
         self._llm = launch(
             self._settings,
             model,
             attention=self._attention,
+            speculation=self._speculating,
+            graphs=self._plan,
             worker_extension=self._worker_extension,
             scratch=self._scratch.path,
         )
+
+    def _open_drafters(self, model: Path, served: Checkpoint) -> None:
+        """vLLM is told of the one that serves, as if it had been given."""
+        if self._speculating.mode != "drafter":
+            return
+        self._drafters = open_folder(
+            self._speculating.drafter_directory,
+            self._speculating.drafter,
+            model,
+            served,
+            ranks=self._settings.tensor_parallel_size,
+        )
+        self._first_drafter = read_served(self._drafters.start)
+        self._speculating = self._speculating.model_copy(update={"drafter": self._drafters.start})
+
+    async def _begin_drafter(self) -> None:
+        if self._drafters is not None:
+            self._drafter = Drafter(self._speculating, self._drafters, self.llm, self.facts)
+            await self._drafter.begin()
+
+    async def _begin_graphs(self) -> None:
+        if self._plan is None:
+            return
+        ranks = await answered(self.llm, self.llm.collective_rpc("coppice_begin_graphs"))
+        if None in ranks:
+            raise StartFailed(
+                "graphs.budget_bytes needs vLLM's second model runner, which is not used"
+            )
+        self._graphs = graphs_over_ranks(ranks)
 
     async def _verify_plugin(self) -> None:
         """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
@@ -160,6 +233,8 @@ class VllmEngine:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beat())
             tasks.create_task(self._watch())
+            if self._drafter is not None:
+                tasks.create_task(self._drafter.run())
 
     async def _beat(self) -> None:
         try:
@@ -173,6 +248,12 @@ class VllmEngine:
     async def _ping(self) -> None:
         ping = await self._utility("coppice_ping")
         self._shared_prefix = over_ranks(ping["shared_prefix"])
+        drafting = ping["drafter"]
+        speculated = drafting["speculation"] if drafting else ping["speculation"][0]
+        self._speculation = counts_of(speculated)
+        if self._drafter is not None:
+            self._drafter.pinged(drafting, ping["num_running"])
+        self._graphs = graphs_over_ranks(ping["graphs"])
 
     async def _watch(self) -> None:
         """A hang that goes on is made a death, so that whoever waits for the engine is told."""
@@ -189,12 +270,27 @@ class VllmEngine:
             with suppress(asyncio.CancelledError):
                 await self._watching
         await self._end_start()
+        await self._end_drafter()
+        await self._keep_drafts()
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a death
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
         await asyncio.to_thread(self._sweep)
+
+    async def _end_drafter(self) -> None:
+        if self._drafter is not None:
+            await self._drafter.close()
+        if self._drafters is not None:
+            self._drafters.close()
+
+    async def _keep_drafts(self) -> None:
+        """Of an engine that hangs they are not worth waiting for."""
+        if self._llm is not None and self._heart.stage == "stopping" and self._facts is not None:
+            with suppress(EngineDead, TimeoutError):
+                async with asyncio.timeout(SHUTDOWN_SECONDS):
+                    await speculation_start.end(self._llm, self._speculating)
 
     def _sweep(self) -> None:
         """vLLM kills its processes if they take long, and then nobody tidies up after them."""
@@ -248,37 +344,35 @@ class VllmEngine:
         pending: list[Awaitable[Completion]] = []
         try:
             for sample in samples:
+                params = sampling_params(sample, self.facts.max_context_tokens)
                 queue = await self.llm.add_request(
                     sample.id,
                     tokens_input(list(sample.prompt_token_ids), cache_salt=sample.cache_salt),
-                    sampling_params(sample),
+                    params,
+                    lora_request=self._adapters.request(sample.adapter),
                     priority=sample.priority,
                 )
-                pending.append(Pending(queue, entropy=sample.entropy_over > 0))
+                ended = functools.partial(self._drafter.heard, sample) if self._drafter else None
+                pending.append(Pending(queue, sample, ended))
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        except (VLLMClientError, ValueError) as error:
+        except (VLLMClientError, ValueError, RequestRefused) as error:
             await self.abort([sample.id for sample in samples])
             raise RequestRefused(str(error)) from error
         return pending
 
-    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-        """Prompt and response are one prompt to vLLM. A pause that aborts is no answer to it."""
-        tokens = tokens_input([*prompt, *response])
-        output = await self._scored(tokens)
-        while output.outputs[0].finish_reason == "abort":
-            output = await self._scored(tokens)
-        return first_logprobs(output.prompt_logprobs)[len(prompt) :]
+    async def score(
+        self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        under = self._adapters.request(adapter)
+        flat = await scored(self.llm, [*prompt, *response], under)
+        return first_logprobs(flat)[len(prompt) :]
 
-    async def _scored(self, tokens: Any) -> RequestOutput:
-        try:
-            generated = self.llm.generate(tokens, scoring_params(), uuid.uuid4().hex)
-            (output,) = [output async for output in generated]
-        except EngineDeadError as error:
-            raise EngineDead("the engine process died") from error
-        except VLLMClientError as error:
-            raise RequestRefused(str(error)) from error
-        return output
+    async def likeliest(
+        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
+    ) -> list[Place]:
+        under = self._adapters.request(adapter)
+        return places(await scored(self.llm, prompt, under, num_likeliest=num_likeliest))
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDead, EngineDeadError):
@@ -321,6 +415,36 @@ class VllmEngine:
         await answered(self.llm, self.llm.update_weight_version(version))
         self._serving_path = path
         self._heart.enter("serving")
+
+    # The drafter
+
+    def drafter(self) -> DrafterStatus | None:
+        return None if self._drafter is None else self._drafter.status()
+
+    def drafter_file(self) -> Path:
+        assert self._drafter is not None, "there is one"
+        return self._drafter.file
+
+    def check_drafter(self, path: Path) -> None:
+        assert self._first_drafter is not None, "there is one"
+        check(self._first_drafter, path, dtype=self.facts.dtype)
+
+    def offer_drafter(self, path: Path, version: str) -> None:
+        assert self._drafter is not None, "there is one"
+        self._drafter.offer(path, version)
+
+    # Adapters
+
+    def check_adapter(self, path: Path) -> AdapterForm:
+        assert self._first is not None, "the engine has not started"
+        rank = self.facts.max_adapter_rank
+        return check_adapter(self._first, path, max_rank=rank, dtype=self.facts.dtype)
+
+    async def load_adapter(self, label: str, path: Path) -> None:
+        await self._adapters.load(self.llm, label, path)
+
+    async def unload_adapter(self, label: str) -> None:
+        await self._adapters.unload(self.llm, label)
 
     async def _utility(self, method: str) -> Any:
         return await answered(self.llm, self.llm.engine_core.call_utility_async(method))

@@ -13,11 +13,15 @@ from typing import Any, Literal, TypedDict
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
+from vllm.lora.request import LoRARequest
 
-from engine.attention.counts import COUNTS, Counted
+from engine.attention import counts as attention
+from engine.graphs.counts import COUNTS as GRAPHS
+from engine.graphs.counts import Counted as GraphsCounted
 from engine.guard import Failure, attempt
 from engine.kv import support
 from engine.kv.support import KvAnswer
+from engine.speculation import counts as speculation
 from engine.weights import reload
 from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
 
@@ -27,6 +31,11 @@ class WorkerInfo(TypedDict):
     rank: int
     num_threads: int
     affinity: list[int]
+
+
+class Counted(TypedDict):
+    shared_prefix: attention.Counted
+    speculation: speculation.Counted
 
 
 class Loaded(TypedDict):
@@ -59,8 +68,26 @@ class WorkerExtension:
             affinity=sorted(os.sched_getaffinity(0)),
         )
 
-    def coppice_shared_prefix(self) -> Counted:
-        return COUNTS.read()
+    def coppice_counted(self) -> Counted:
+        return Counted(shared_prefix=attention.COUNTS.read(), speculation=speculation.COUNTS.read())
+
+    def coppice_speculate(self) -> bool:
+        """Wires the proposer to its runner, and begins a profile: whether one is to be made."""
+        return attempt(self.coppice_wire) is True
+
+    def coppice_speculation_profiled(self) -> bool:
+        return not isinstance(attempt(self.coppice_end_profile), Failure)
+
+    def coppice_save_drafts(self) -> bool:
+        return not isinstance(attempt(self.coppice_save), Failure)
+
+    def coppice_graphs(self) -> GraphsCounted | None:
+        return GRAPHS.read()
+
+    def coppice_begin_graphs(self) -> GraphsCounted | None:
+        """From now on steps are those of callers."""
+        GRAPHS.begin()
+        return GRAPHS.read()
 
     def coppice_load_weights(self, path: str, previous_path: str) -> Loaded | NotLoaded:
         """Load the checked files at `path` into the paused model, on every rank or on none.
@@ -68,45 +95,96 @@ class WorkerExtension:
         Nothing is touched before both indexes are read on every rank: the files may have changed
         since the check, and there must be a way back. If a rank fails later, all go back.
         """
+        answer = self.coppice_load_or_restore(path, previous_path)
+        if answer["ok"]:
+            self.coppice_age()
+        return answer
+
+    def coppice_load_drafter(self, path: str, previous_path: str) -> Loaded | NotLoaded:
+        """The same of the drafter. Nothing needs to be paused: its drafts are only drafts."""
+        return self.coppice_load_or_restore(path, previous_path, drafter=True)
+
+    def coppice_load_or_restore(
+        self, path: str, previous_path: str, *, drafter: bool = False
+    ) -> Loaded | NotLoaded:
         begun = time.monotonic()
-        indexes = attempt(self.coppice_indexes, path, previous_path)
+        indexes = attempt(self.coppice_indexes, path, previous_path, drafter=drafter)
         if failed := _failed_ranks(isinstance(indexes, Failure)):
             return _not_loaded(indexes, failed, restored=True)
         assert not isinstance(indexes, Failure)
         checkpoint, previous = indexes
-        loaded = attempt(self.coppice_load, checkpoint)
+        loaded = attempt(self.coppice_load, checkpoint, drafter=drafter)
         if failed := _failed_ranks(isinstance(loaded, Failure)):
-            restored = attempt(self.coppice_restore, previous)
+            restored = attempt(self.coppice_restore, previous, drafter=drafter)
             everywhere = not _failed_ranks(isinstance(restored, Failure))
             return _not_loaded(loaded, failed, restored=everywhere)
         seconds = time.monotonic() - begun
         return Loaded(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
 
+    def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
+        """On every rank or on none; None, or why not."""
+        loaded = attempt(self.model_runner.add_lora, LoRARequest(name, number, path))
+        if failed := _failed_ranks(isinstance(loaded, Failure)):
+            attempt(self.model_runner.remove_lora, number)
+            return loaded.message if isinstance(loaded, Failure) else f"failed on ranks {failed}"
+        return None
+
+    def coppice_unload_adapter(self, number: int) -> bool:
+        return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
+
     def coppice_prepare_exports(self) -> KvAnswer | str:
         """What this rank exports, or why it does not."""
-        answer = attempt(support.prepare, self.vllm_config)
+        answer = attempt(support.prepare, self.vllm_config, self.model_runner.model)
         return answer.message if isinstance(answer, Failure) else answer
 
     def coppice_settle_exports(self) -> bool:
         return not isinstance(attempt(support.settle), Failure)
 
-    def coppice_indexes(self, path: str, previous_path: str) -> tuple[Checkpoint, Checkpoint]:
-        checkpoint, previous = self.coppice_index(path), self.coppice_index(previous_path)
+    def coppice_wire(self) -> bool:
+        """All ranks sample, alike; the drafts of one count."""
+        self.model_runner.drafter.verify(self.model_runner)
+        if self.rank != 0:
+            return False
+        self.model_runner.drafter.wire(self.model_runner)
+        return bool(self.model_runner.drafter.begin_profile())
+
+    def coppice_end_profile(self) -> None:
+        if self.rank == 0:
+            self.model_runner.drafter.end_profile()
+
+    def coppice_save(self) -> None:
+        if self.rank == 0:
+            self.model_runner.drafter.save()
+
+    def coppice_age(self) -> None:
+        """Whatever was said before, other weights said."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        if drafter is not None and hasattr(drafter, "weights_changed"):
+            attempt(drafter.weights_changed)
+
+    def coppice_indexes(
+        self, path: str, previous_path: str, *, drafter: bool = False
+    ) -> tuple[Checkpoint, Checkpoint]:
+        checkpoint = self.coppice_index(path, drafter=drafter)
+        previous = self.coppice_index(previous_path, drafter=drafter)
         refuse_differences(previous, checkpoint)
         return checkpoint, previous
 
-    def coppice_index(self, path: str) -> Checkpoint:
+    def coppice_index(self, path: str, *, drafter: bool = False) -> Checkpoint:
         """What the model reads of a checkpoint: all of it, but for a head that it ties."""
         checkpoint = read_checkpoint(Path(path), follow_links=True)
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        config = self.model_config
+        if drafter:
+            config = self.vllm_config.speculative_config.draft_model_config
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         return checkpoint.without(HEAD) if tied else checkpoint
 
-    def coppice_load(self, checkpoint: Checkpoint) -> None:
-        reload.load(self, self.coppice_tensors(checkpoint))
+    def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> None:
+        reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
 
-    def coppice_restore(self, previous: Checkpoint) -> None:
-        reload.reset(self)
-        self.coppice_load(previous)
+    def coppice_restore(self, previous: Checkpoint, *, drafter: bool = False) -> None:
+        reload.reset(self, drafter=drafter)
+        self.coppice_load(previous, drafter=drafter)
 
     def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         return reload.read_tensors(checkpoint)

@@ -1,12 +1,11 @@
 """The panels of the dashboard, row by row: what each shows, in which unit, and by which queries.
 
-Every query is narrowed to the release that the reader has chosen; a test holds every series that is
-named here against the server's own metrics and vLLM's.
+A test holds every series that is named here against the server's own metrics and vLLM's.
 """
 
 from dataclasses import dataclass
 
-CHOSEN = 'namespace=~"$namespace",job=~"$job"'
+from helm.queries import level, quantiles, rate, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +16,6 @@ class Panel:
     unit: str
     description: str
     queries: dict[str, str]
-
-
-def rate(series: str, by: str, matchers: str = "") -> str:
-    chosen = f"{CHOSEN},{matchers}" if matchers else CHOSEN
-    return f"sum by ({by}) (rate({series}{{{chosen}}}[$__rate_interval]))"
-
-
-def level(series: str, by: str = "instance") -> str:
-    return f"max by ({by}) ({series}{{{CHOSEN}}})"
-
-
-def quantile(q: float, series: str) -> str:
-    return f"histogram_quantile({q}, {rate(series + '_bucket', 'le')})"
-
-
-def quantiles(series: str) -> dict[str, str]:
-    return {"median": quantile(0.5, series), "95 %": quantile(0.95, series)}
-
-
-def share(part: str, whole: str, matchers: str = "") -> str:
-    return f"{rate(part, 'job', matchers)} / ({rate(whole, 'job')} > 0)"
 
 
 ROWS: dict[str, list[Panel]] = {
@@ -114,6 +92,15 @@ ROWS: dict[str, list[Panel]] = {
             {"{{instance}}": level("coppice_weights_sequence")},
         ),
         Panel(
+            "Replicas behind",
+            "short",
+            "Replicas that serve an older version than is ordered, or could not get one.",
+            {
+                "behind": level("coppice_weights_replicas_behind"),
+                "failed": level("coppice_weights_replicas_failed"),
+            },
+        ),
+        Panel(
             "Stale samples",
             "percentunit",
             "Share of samples that hold tokens of weights that were not active when they ended.",
@@ -154,15 +141,26 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Speculation": [
         Panel(
+            "What drafts are worth",
+            "short",
+            "Time that the last tokens would have taken without drafts, over what they took.",
+            {"{{instance}}": level("coppice_speculation_gain_ratio")},
+        ),
+        Panel(
             "Drafted tokens accepted",
             "percentunit",
-            "Empty without speculation.",
+            "By whose text they were taken from.",
             {
-                "accepted": share(
-                    "vllm:spec_decode_num_accepted_tokens_total",
-                    "vllm:spec_decode_num_draft_tokens_total",
-                )
+                "{{scope}}": f"{rate('coppice_speculation_accepted_tokens_total', 'scope')} / "
+                f"({rate('coppice_speculation_drafted_tokens_total', 'scope')} > 0)"
             },
+        ),
+        Panel(
+            "Steps by what became of their drafts",
+            "short",
+            "Drafted, or why not; checked: left out to measure; resting: they cost more than they "
+            "saved.",
+            {"{{choice}}": rate("coppice_speculation_steps_total", "choice")},
         ),
         Panel(
             "Tokens gained a draft",
@@ -172,6 +170,53 @@ ROWS: dict[str, list[Panel]] = {
                 "accepted a draft": share(
                     "vllm:spec_decode_num_accepted_tokens_total",
                     "vllm:spec_decode_num_drafts_total",
+                )
+            },
+        ),
+    ],
+    "Prompt KV": [
+        Panel(
+            "Arena",
+            "bytes",
+            "Free, being written, leased to trainers, or left alone for a while.",
+            {"{{state}}": level("coppice_kv_bytes", "state")},
+        ),
+        Panel(
+            "Prompts and paths by what became of them",
+            "short",
+            "Asked for a second: a handle, or why there is none.",
+            {"{{outcome}}": f"{rate('coppice_kv_exports_total', 'outcome')} > 0"},
+        ),
+        Panel(
+            "Handles",
+            "short",
+            "Whose lease runs, or begins when their rollout ends.",
+            {"{{instance}}": level("coppice_kv_handles")},
+        ),
+        Panel(
+            "Downloads",
+            "short",
+            "Under way or waiting, and how many may be under way.",
+            {
+                "{{instance}}": level("coppice_kv_transfers"),
+                "at once {{instance}}": level("coppice_kv_transfers_limit"),
+            },
+        ),
+        Panel(
+            "Sent",
+            "Bps",
+            "Over HTTP; reads through shared memory are not seen here.",
+            {"{{instance}}": rate("coppice_kv_sent_bytes_total", "instance")},
+        ),
+        Panel(
+            "Not there any more",
+            "short",
+            "Readers a second that came when the lease was over, or asked for another version.",
+            {
+                "{{problem}}": rate(
+                    "coppice_problems_total",
+                    "problem",
+                    'problem=~"kv_gone|kv_not_found|kv_version_conflict"',
                 )
             },
         ),

@@ -18,13 +18,14 @@ several releases.
     kubectl create secret generic coppice-keys --from-file=keys.yaml
     helm install coppice helm/coppice --set auth.existingSecret=coppice-keys
 
-`helm/examples/` has values for a CPU and for an 8B model on two GPUs, and `helm/golden/` what the
-chart makes of them. [Operations](../../docs/operation.md) says how to size, upgrade, drain and
-recover.
+`helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a fleet of three
+replicas, and `helm/golden/` what the chart makes of them. [Operations](../../docs/operation.md)
+says how to size, upgrade, drain and recover, [the fleet](../../docs/fleet.md) how replicas share a
+directory.
 
-The settings of the server's sections `engine`, `limits`, `weights`, `log` and `trace` are values of
-the same names. What the server would refuse at its start is refused when the chart is rendered, and
-so is what cannot work together, with the reason.
+The settings of the server's sections `engine`, `limits`, `weights`, `directory`, `log` and `trace`
+are values of the same names. What the server would refuse at its start is refused when the chart is
+rendered, and so is what cannot work together, with the reason.
 
 | value | default | meaning |
 |---|---|---|

@@ -8,7 +8,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import (
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+)
+from service.directory.settings import DirectorySettings
 from service.kv.settings import KvSettings
 from service.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
 
@@ -28,7 +34,9 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 # What the chart itself sets, from other values.
 SET_BY_THE_CHART = {
     *("model", "revision", "start_seconds", "prompt_kv"),
-    *("directory", "cache_directory", "capacity_bytes"),
+    *("directory", "cache_directory", "drafter_directory", "capacity_bytes", "peer_key_file"),
+    # A password has no place in a ConfigMap.
+    *("redis_url", "redis_user", "redis_password", "redis_password_file"),
 }
 
 
@@ -79,12 +87,25 @@ def schema() -> Schema:
         ),
         engine=settings(EngineSettings),
         attention=settings(AttentionSettings),
+        speculation=settings(SpeculationSettings),
+        graphs=settings(GraphsSettings),
         kv=settings(KvSettings),
         limits=settings(LimitsSettings),
         weights=settings(WeightsSettings),
+        directory=settings(DirectorySettings),
         log=settings(LogSettings),
         trace=settings(TraceSettings),
-        auth=tree(existingSecret=TEXT, secretKey=TEXT, allowOpen=SWITCH),
+        auth=tree(existingSecret=TEXT, secretKey=TEXT, peerSecretKey=TEXT, allowOpen=SWITCH),
+        fleet=tree(
+            advertisedUrl={"type": "string", "pattern": "^(https?://.+)?$"},
+            redis=tree(
+                url={"type": "string", "pattern": "^(rediss?://[^@?#]+)?$"},
+                user=TEXT,
+                existingSecret=TEXT,
+                secretKey=TEXT,
+                peers=LIST,
+            ),
+        ),
         service=tree(
             type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=LABELS
         ),

@@ -98,6 +98,9 @@ install_serve() {
     if [[ $(uname -m) == x86_64 && ! -f kernels/shared_prefix/libshared_prefix.so ]]; then
         say "no C++ compiler with OpenMP was found: attention does not share prefixes on CPUs"
     fi
+    if [[ ! -f kernels/drafts/libdrafts.so ]]; then
+        say "no C++ compiler was found: nothing can be drafted from siblings"
+    fi
 }
 
 # What compiles the kernels; another one, or the first one, and they are compiled anew.
@@ -116,7 +119,7 @@ main() {
         make_base "$python" "$base"
     fi
     install serve "$(digest "$lock" pyproject.toml client/pyproject.toml setup.py \
-        kernels/shared_prefix/csrc/*) $(compiler)" install_serve "$lock"
+        kernels/*/csrc/*) $(compiler)" install_serve "$lock"
     if [[ $profile == dev ]]; then
         install dev "$(digest requirements/dev.txt)" install_lock requirements/dev.txt
         scripts/tools.sh

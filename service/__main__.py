@@ -1,6 +1,6 @@
 """`python -m service` is `coppice`."""
 
-from service.cli import main
+from service.entry import main
 
 if __name__ == "__main__":
     main()

@@ -45,9 +45,12 @@ class Admission:
     def num_samples(self) -> int:
         return self._num_samples
 
-    def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
+    def check_open(self) -> None:
         if self._closed:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+
+    def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
+        self.check_open()
         self._check_possible(samples, prompt_tokens)
         self._check_room(key, samples, prompt_tokens)
         reservation = Reservation(key=key, samples=samples, prompt_tokens=prompt_tokens)

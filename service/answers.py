@@ -17,6 +17,8 @@ NOTHING: tuple[str, ...] = ()
 
 ANYWHERE: Problems = (errors.HeadersTooLarge, errors.Internal)
 WITH_KEY: Problems = (errors.Unauthorized, errors.Forbidden)
+ELSEWHERE = {307: NOTHING}
+OF_FLEET: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
 WHEN_READY: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)
 OF_UPLOAD: Problems = (errors.BodyTooLarge, errors.RequestTimeout)
 OF_BODY: Problems = (
@@ -26,6 +28,7 @@ OF_BODY: Problems = (
     errors.UnsupportedMediaType,
 )
 OF_ENGINE_WORK: Problems = (
+    errors.AdapterNotFound,
     errors.PromptTooLong,
     errors.NoChatTemplate,
     errors.VersionSuperseded,

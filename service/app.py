@@ -10,15 +10,18 @@ from starlette.types import Lifespan
 from engine.protocol import Engine
 from service import problems
 from service.access import authorised
-from service.compat.app import create_compat
+from service.compat.app import Audience, create_compat
 from service.compat.names import Names
 from service.compat.weight_updates import WeightUpdates
+from service.directory.directory import Directory
 from service.edges import Edges
 from service.keyring import Keyring
 from service.requests import RequestScope
 from service.routes import (
+    adapters,
     control,
     documents,
+    drafter,
     health,
     kv,
     metrics,
@@ -27,20 +30,21 @@ from service.routes import (
     status,
     trees,
     ui,
+    weight_files,
     weights,
 )
 from service.server import Server
 from service.settings import Settings
 
-CALLERS = (rollouts, trees, score, kv, status, health, documents)
-OPERATORS = (weights, control, metrics)
+CALLERS = (rollouts, trees, score, kv, weight_files, status, health, documents)
+OPERATORS = (weights, adapters, drafter, control, metrics)
 
 
-def create_app(settings: Settings, engine: Engine) -> FastAPI:
+def create_app(settings: Settings, engine: Engine, directory: Directory | None = None) -> FastAPI:
     """With a port for operators, `state.operators` is their app; otherwise it is none, and this one
     has everything. Both have the probes and the status, and share one server.
     """
-    server = Server(settings, engine)
+    server = Server(settings, engine, directory)
     keyring = Keyring(settings.server.keys_file)
 
     @asynccontextmanager
@@ -52,10 +56,12 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     if settings.server.operators_port is None:
         app = _app(server, keyring, (*CALLERS, *operators), lifespan)
         app.state.operators = None
+        _add_compat(app, server, "everybody")
     else:
         app = _app(server, keyring, CALLERS, lifespan)
         app.state.operators = _app(server, keyring, (*operators, status, health))
-    _add_compat(app, server)
+        _add_compat(app, server, "callers")
+        _add_compat(app.state.operators, server, "operators")
     return app
 
 
@@ -84,9 +90,9 @@ def _app(
     return app
 
 
-def _add_compat(app: FastAPI, server: Server) -> None:
+def _add_compat(app: FastAPI, server: Server, audience: Audience) -> None:
     """Asked last, for addresses that are none of ours: a mount would swallow their 405 as well."""
-    compat = create_compat(server.settings.server.compat)
+    compat = create_compat(server.settings.server.compat, audience)
     compat.state.server = server
     compat.state.keyring = app.state.keyring
     compat.state.names = Names()

@@ -4,11 +4,13 @@ from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from service.enough import Enough
 from service.errors import InvalidRequest
 from service.group import stream
+from service.reuse.asked import check as check_reuse
 from service.trees.plan import check as check_branching
 
 
 def check(request: RolloutRequest, *, waits: bool) -> None:
     """What its fields do not say one by one. `waits`: its caller hears nothing before the end."""
+    check_reuse(request)
     if request.branching is not None:
         for group in request.groups:
             check_branching(request.branching, n=group.n)
@@ -16,6 +18,8 @@ def check(request: RolloutRequest, *, waits: bool) -> None:
             raise InvalidRequest("open a tree with Prefer: respond-async, or as a stream")
         if request.finish is not None and request.finish.policy != "first":
             raise InvalidRequest("a tree's leaves are taken as they come: finish.policy is first")
+    if request.adapter is not None and request.kv is not None:
+        raise InvalidRequest("prompt KV is exported of the base model alone: leave out kv")
     enough = (request.finish and request.finish.samples) or 1
     if any(num_samples_of(request, group) < enough for group in request.groups):
         raise InvalidRequest(f"finish.samples is {enough}, and a group has fewer samples than that")

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,12 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from service.errors import DigestMismatch, InsufficientStorage, InvalidRequest, PathRefused
+from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from service.errors import (
+    DigestMismatch,
+    InsufficientStorage,
+    InvalidRequest,
+    PathRefused,
+    WeightsRefused,
+)
 
 _PREFIX = "weights-"
 _LOCK = ".owner"
 WRITE_BYTES = 4 * 2**20
 SINGLE = "model.safetensors"
+DELTA = ".delta"
+"""In a version's directory: the changes that it came as, for replicas that have its base."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
@@ -67,6 +77,10 @@ class Checkpoints:
         assert self._home is not None, "open first"
         return self._home / label
 
+    def fresh(self, prefix: str) -> Path:
+        """A directory that is nobody's yet."""
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=self._home))
+
     async def receive(self, chunks: AsyncIterator[bytes], announced: str | None) -> Upload:
         """Streams to disk in bounded memory, hashing on the way. `announced`: Content-Digest."""
         expected = _expected_digest(announced)
@@ -84,6 +98,32 @@ class Checkpoints:
             path.unlink()
             raise
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
+
+    async def lineage(self, delta: Upload) -> Lineage:
+        try:
+            return await asyncio.to_thread(lineage_of, delta.path)
+        except DeltaRefused as refused:
+            raise WeightsRefused(f"the delta: {refused}") from refused
+
+    async def patched(self, base: Path, delta: Upload, expected: str) -> Upload:
+        """The whole file that the delta leads to, written and hashed off the loop."""
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = await asyncio.to_thread(apply_delta, base, delta.path, file)
+            if digest != expected:
+                raise DigestMismatch("the delta does not lead to the file that it announces")
+        except DeltaRefused as refused:
+            path.unlink()
+            raise WeightsRefused(f"the delta: {refused}") from refused
+        except OSError as error:
+            path.unlink()
+            raise InsufficientStorage() from error
+        except BaseException:
+            path.unlink()
+            raise
+        return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest)
 
     def keep(self, upload: Upload, label: str, name: str) -> Path:
         home = self.home(label)
@@ -163,3 +203,19 @@ def _expected_digest(header: str | None) -> bytes | None:
     if found is None:
         raise InvalidRequest.of_parameter("Content-Digest", "sha-256=:...: and nothing else")
     return base64.b64decode(found.group(1))
+
+
+def missing_files(home: Path, present: dict[str, str]) -> tuple[str, ...]:
+    """What a sharded checkpoint still lacks: first its index, then what that names."""
+    if INDEX not in present:
+        return (INDEX,)
+    try:
+        named = set(json.loads((home / INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()  # the check that follows says what is wrong with the index
+    return tuple(sorted(name for name in named if name not in present))
+
+
+def num_bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

@@ -26,5 +26,10 @@ class Claim:
         return cls(owner, key, hashlib.sha256(body).digest())
 
     @property
+    def shared_place(self) -> str:
+        """The same for all replicas."""
+        return f"{self.owner}\n{self.key}"
+
+    @property
     def place(self) -> tuple[str, str]:
         return self.owner, self.key

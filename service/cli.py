@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 import yaml
 
+from engine import heap
 from engine.errors import StartFailed
 from engine.protocol import Engine
 from service.flags import with_settings_flags
+from service.graphs import plan_as_text
 from service.keys import new_key, read_keys
 from service.logs import configure_logging
 from service.settings import LogSettings, Settings, load_settings, masked
@@ -33,12 +35,19 @@ log = logging.getLogger(__name__)
 def load_engine(settings: Settings) -> Engine:
     """By name, and only here: nothing else of the service may pull in torch and vLLM."""
     try:
-        module = importlib.import_module("engine.vllm_engine")
+        with heap.importing():
+            module = importlib.import_module("engine.vllm_engine")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):
             raise
         raise StartFailed("vLLM is not installed: install coppice-rl[cpu] or [gpu]") from error
-    return cast(Engine, module.VllmEngine(settings.engine, attention=settings.attention))
+    engine = module.VllmEngine(
+        settings.engine,
+        attention=settings.attention,
+        speculation=settings.speculation,
+        graphs=settings.graphs,
+    )
+    return cast(Engine, engine)
 
 
 def create_app(settings: Settings, engine: Engine) -> "FastAPI":
@@ -80,6 +89,18 @@ def build_cli(parts: Parts | None = None) -> typer.Typer:
         settings = _settings(flags, config)
         typer.echo(yaml.safe_dump(masked(settings), sort_keys=False), nl=False)
 
+    def plan(flags: Mapping[str, str], config: Path | None) -> None:
+        """Print the CUDA graphs that `serve` would capture on a GPU within graphs.budget_bytes."""
+        try:
+            typer.echo(plan_as_text(_settings(flags, config)))
+        except StartFailed as error:
+            _fail(1, str(error))
+
+    graphs = typer.Typer(help="CUDA graphs.", no_args_is_help=True)
+    graphs.command("plan")(with_settings_flags(plan))
+    # A second command makes the first one keep its name.
+    graphs.callback()(lambda: None)
+    cli.add_typer(graphs, name="graphs")
     cli.command("serve")(with_settings_flags(serve))
     cli.command("check-config")(with_settings_flags(check_config))
     cli.command("new-key")(_new_key)

@@ -20,7 +20,7 @@ def started_of(request: RolloutRequest, index: int) -> Started:
 
 
 def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
-    return [VersionSpan(version=s.version, start=s.start, end=s.end) for s in started.versions]
+    return [VersionSpan(**span.model_dump()) for span in started.versions]
 
 
 def check_continued(

@@ -5,15 +5,17 @@ ServiceError
 |  |- MalformedRequest, InvalidJson, InvalidRequest, Unsupported, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
-|  |- NotFound, MethodNotAllowed, RolloutNotFound, SegmentNotFound, VersionNotFound
+|  |- NotFound, MethodNotAllowed, RolloutNotFound, SegmentNotFound, VersionNotFound, AdapterNotFound
+|  |- NoDrafter
 |  |- IdempotencyInProgress, IdempotencyMismatch
 |  |- TreeClosed
-|  |- VersionSuperseded, VersionConflict, RollbackRefused
-|  |- KvNotFound, KvGone, KvVersionConflict, RangeNotSatisfiable
+|  |- VersionSuperseded, VersionConflict, BaseUnavailable, RollbackRefused
+|  |- KvNotFound, KvGone, KvVersionConflict, RangeNotSatisfiable, ReplicaGone
 |  `- WeightsRefused, DigestMismatch, PathRefused
 `- ServerSideError                    the server is at fault or not able just now
    |- Internal, ActivationFailed, InsufficientStorage
-   `- NotReady, Draining, Overloaded, EngineGone, VersionUnavailable
+   |- NotReady, Draining, Overloaded, EngineGone, VersionUnavailable, DirectoryUnavailable
+   `- AdaptersFull
 """
 
 from collections.abc import Mapping
@@ -158,6 +160,14 @@ class VersionNotFound(CallerError):
     code = "version_not_found"
 
 
+class NoDrafter(CallerError):
+    code = "no_drafter"
+
+
+class AdapterNotFound(CallerError):
+    code = "adapter_not_found"
+
+
 class IdempotencyInProgress(CallerError):
     code = "idempotency_in_progress"
 
@@ -172,6 +182,10 @@ class VersionSuperseded(CallerError):
 
 class VersionConflict(CallerError):
     code = "version_conflict"
+
+
+class BaseUnavailable(CallerError):
+    code = "base_unavailable"
 
 
 class RollbackRefused(CallerError):
@@ -192,6 +206,10 @@ class KvVersionConflict(CallerError):
 
 class RangeNotSatisfiable(CallerError):
     code = "range_not_satisfiable"
+
+
+class ReplicaGone(CallerError):
+    code = "replica_gone"
 
 
 class WeightsRefused(CallerError):
@@ -236,3 +254,11 @@ class EngineGone(ServerSideError):
 
 class VersionUnavailable(ServerSideError):
     code = "version_unavailable"
+
+
+class DirectoryUnavailable(ServerSideError):
+    code = "directory_unavailable"
+
+
+class AdaptersFull(ServerSideError):
+    code = "adapters_full"

@@ -23,10 +23,11 @@ from coppice.wire.rollouts import (
     VersionSpan,
 )
 from coppice.wire.spans import cut_spans, joined_spans
-from engine.protocol import Completion, Engine, SampleRequest, Sampling
+from engine.protocol import Completion, Engine, Load, Place, SampleRequest, Sampling
 from service.continued import Started, spans_of
 from service.enough import Enough
-from service.kv.export import Export
+from service.kv.group_exports import GroupExports
+from service.reuse.group_reuse import GroupReuse
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
@@ -43,13 +44,17 @@ class GroupFields(TypedDict):
     sampling: Sampling
     seed: int | None
     priority: int
+    speculation: bool
     exact_version: str | None
     enough: int | None
     deadline_seconds: float | None
     decode: Decode | None
     owner: str
     cache_salt: str | None
+    adapter: str | None
+    num_likeliest: int
     kv_lease_seconds: float | None
+    reuse: GroupReuse | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,9 +63,11 @@ class Group:
 
     `rule` says when enough samples have ended by themselves to make the group done; after
     `deadline_seconds` it takes what there is. Its first samples go on from what has `started`. Its
-    first request carries the `export` of the prompt's keys and values, if they are asked for.
+    first request carries the place of the prompt's keys and values, if `exports` were asked for;
+    `load` is what they do not compute of it.
+    The engine knows its samples as siblings by its `name`, which no other has.
     `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
-    in which they ended.
+    in which they ended. `likeliest` are, by sample, those that `num_likeliest` asks for.
     """
 
     id: str
@@ -70,7 +77,10 @@ class Group:
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
+    speculation: bool = True
     cache_salt: str | None = None
+    adapter: str | None = None
+    num_likeliest: int = 0
     exact_version: str | None = None
     enough: int | None = None
     rule: Enough | None = None
@@ -79,13 +89,16 @@ class Group:
     decode: Decode | None = None
     owner: str = ""
     kv_lease_seconds: float | None = None
-    export: Export | None = None
+    exports: GroupExports | None = None
+    reuse: GroupReuse | None = None
+    load: Load | None = None
     ending: Ending | None = None
     num_done: int = 0
-    ended: list[SampleAnswer] = field(default_factory=list)
     sample_ids: list[str] = field(default_factory=list)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
+    likeliest: dict[int, list[Place]] = field(default_factory=dict)
     _unfinished: set[str] = field(default_factory=set)
 
     @property
@@ -134,7 +147,12 @@ class Group:
             seed=None if self.seed is None else stream(self.seed, place),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            export=self.export.place if self.export and index == 0 else None,
+            export=self.exports.prompt_place if self.exports and index == 0 else None,
+            group=self.name,
+            speculation=self.speculation,
+            load=self.load,
+            adapter=self.adapter,
+            num_likeliest=self.num_likeliest,
         )
 
     @asynccontextmanager
@@ -162,9 +180,10 @@ class Group:
             result = await completion
             self.sample_seconds.append(clock() - self.began_at)
             self._unfinished.discard(self.sample_ids[index])
+            if result.likeliest is not None:
+                self.likeliest[index] = result.likeliest[: self._kept(result)]
             await self._count(engine, index, result)
             answer = await self._sample(index, result)
-            self.ended.append(answer)
             done(answer)
             return answer, result.num_cached_tokens
 
@@ -198,7 +217,9 @@ class Group:
             logprobs=logprobs + result.logprobs[:kept],
             text=await self.decode(token_ids) if self.decode else None,
             finish_reason=self._finish_reason(result),
-            versions=joined_spans([(spans, len(there)), (spans_until(result, kept), kept)]),
+            versions=joined_spans(
+                [(spans, len(there)), (spans_until(result, kept, self.adapter), kept)]
+            ),
         )
 
     def _kept(self, result: Completion) -> int:
@@ -240,8 +261,11 @@ class Group:
         return "cancelled" if self.ending == "cancelled" else "partial"
 
 
-def spans_until(result: Completion, kept: int) -> list[VersionSpan]:
-    whole = [VersionSpan(version=s.version, start=s.start, end=s.end) for s in result.versions]
+def spans_until(result: Completion, kept: int, adapter: str | None) -> list[VersionSpan]:
+    whole = [
+        VersionSpan(version=s.version, start=s.start, end=s.end, adapter=adapter)
+        for s in result.versions
+    ]
     return cut_spans(whole, 0, kept)
 
 

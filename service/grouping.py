@@ -9,7 +9,19 @@ from service.continued import started_of
 from service.group import Group, GroupFields
 from service.prompts import Prompts
 from service.ranks import Ranks
+from service.reuse.segments import Segments
 from service.trees.kinds import tree_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """What other servers' clients may ask for and our own contract does not have."""
+
+    cache_salt: str | None = None
+    num_likeliest: int = 0
+
+
+NOTHING_ASIDE = Aside()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,25 +30,36 @@ class Terms:
 
     owner: str
     exact_version: str | None
-    cache_salt: str | None
+    adapter: str | None
+    aside: Aside
 
 
 class Grouping:
     """Makes groups; starts none."""
 
     def __init__(
-        self, engine: Engine, prompts: Prompts, ranks: Ranks, *, longest_lease: float
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        ranks: Ranks,
+        segments: Segments,
+        *,
+        longest_lease: float,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._ranks = ranks
+        self._segments = segments
         self._longest_lease = longest_lease
 
     def groups(
         self, request: RolloutRequest, prompts: list[list[int]], terms: Terms
     ) -> list[Group]:
         return [
-            self._group(request, self._fields(request, index, prompt, terms))
+            self._group(
+                request,
+                self._segments.settle(request, self._fields(request, index, prompt, terms)),
+            )
             for index, prompt in enumerate(prompts)
         ]
 
@@ -44,7 +67,8 @@ class Grouping:
         index = given["index"]
         if request.branching is None:
             rule = asked.rule_of(request.finish or Finish(), request.groups[index])
-            return Group(rule=rule, started=started_of(request, index), **given)
+            chained = self._segments.chained(request, given, rule=rule)
+            return chained or Group(rule=rule, started=started_of(request, index), **given)
         return tree_group(
             request.branching,
             given,
@@ -66,11 +90,15 @@ class Grouping:
             "enough": finish.samples,
             "deadline_seconds": finish.deadline_seconds,
             "priority": self._ranks.rank(request.priority),
+            "speculation": request.speculation,
             "exact_version": terms.exact_version,
             "owner": terms.owner,
-            "cache_salt": terms.cache_salt,
+            "cache_salt": terms.aside.cache_salt,
+            "adapter": terms.adapter,
+            "num_likeliest": terms.aside.num_likeliest,
             "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
-            "decode": None if group.prompt.token_ids is not None else self._prompts.text,
+            "decode": self._prompts.text if group.prompt.text or group.prompt.messages else None,
+            "reuse": None,
         }
 
     def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:

@@ -1,9 +1,10 @@
 """Idempotency keys: the same request sent again finds the rollout that the first one started.
 
 draft-ietf-httpapi-idempotency-key-header. A key belongs to its caller. It is claimed before the
-prompts are tokenised and bound once the rollout runs; a refusal releases it. A key outlives its
-rollout by a fixed time, even if the answer had to go earlier: a late retry is then told that the
-rollout is gone, and never starts a second one.
+prompts are tokenised and bound once the rollout runs; a refusal releases it. These are the keys of
+this replica; which other one may have one is the directory's to say (service/directory/fleet.py).
+A key outlives its rollout by a fixed time, even if the answer had to go earlier: a late retry is
+then told that the rollout is gone, and never starts a second one.
 """
 
 import time
@@ -22,10 +23,20 @@ class _Claimed:
 
 
 class IdempotencyKeys:
-    """`claim` is followed by one `release`, or by one `bind` and one `ended`."""
+    """`claim` is followed by one `release`, or by one `bind` and one `ended`.
 
-    def __init__(self, *, max_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    `forgotten` is told of every claim that is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_seconds: float,
+        forgotten: Callable[[Claim], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_seconds = max_seconds
+        self._forgotten = forgotten
         self._clock = clock
         self._claimed: dict[tuple[str, str], _Claimed] = {}
         self._ended: deque[tuple[float, Claim]] = deque()
@@ -49,7 +60,8 @@ class IdempotencyKeys:
         self._claimed[claim.place].rollout_id = rollout_id
 
     def release(self, claim: Claim) -> None:
-        self._claimed.pop(claim.place, None)
+        if self._claimed.pop(claim.place, None) is not None:
+            self._forgotten(claim)
 
     def ended(self, claim: Claim) -> None:
         self._ended.append((self._clock() + self._max_seconds, claim))

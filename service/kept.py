@@ -31,6 +31,12 @@ class Kept:
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    @property
+    def num_promised(self) -> int:
+        """That somebody is to come back for."""
+        self.trim()
+        return sum(rollout.promised for _, rollout in self._rollouts.values())
+
     def add(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = (self._clock(), rollout)
         self._num_bytes += rollout.num_bytes

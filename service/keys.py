@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from coppice.wire.base import Label
 from service.sources import SettingsError, read_yaml
 
-Role = Literal["rollout", "kv", "watch", "admin"]
+Role = Literal["rollout", "kv", "watch", "replica", "admin"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
 _PREFIX = "coppice_"  # lets scanners of leaked secrets know one when they see it

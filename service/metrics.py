@@ -23,11 +23,19 @@ from coppice.wire.kv import KvReason
 from coppice.wire.problems import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
-from engine.protocol import SharedPrefixCounts, SkipReason
+from engine.protocol import GraphCounts, SharedPrefixCounts, SkipReason
 from service import __version__
+from service.adapters.adapters import LoadOutcome
+from service.directory.fleet import Fleet
+from service.drafter_metrics import DrafterMetrics
+from service.fleet_weights.fleet_weights import FleetWeights
+from service.fleet_weights.pull import Way
+from service.reuse.metrics import ReuseMetrics
+from service.speculation import SpeculationMetrics
 
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+DIRECTORY_OPERATIONS = ("beat", "claim", "release", "leave")
 RATIOS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 
 
@@ -57,6 +65,28 @@ class Metrics:
             "compat_fields", "Fields of other servers' clients that were not used", "kind"
         )
         self.activations = self._counter("activations", "Weights activated", "mode")
+        self.weights_received_bytes = self._counter(
+            "weights_received_bytes", "Bytes that weights came in, from trainers and replicas"
+        )
+        self.weights_spared_bytes = self._counter(
+            "weights_spared_bytes", "Bytes of weights that deltas did not have to bring"
+        )
+        self.weights_pulls = self._counter(
+            "weights_pulls", "Versions brought from elsewhere by how they came", "way"
+        )
+        self.weights_skew = self._gauge(
+            "weights_skew", "Sequence of the newest version that a replica serves less the oldest's"
+        )
+        self.weights_behind = self._gauge(
+            "weights_replicas_behind", "Replicas that serve an older version than all are to serve"
+        )
+        self.weights_failed = self._gauge(
+            "weights_replicas_failed", "Replicas that could not bring or load a version"
+        )
+        self.adapters = self._gauge("adapters", "LoRA adapters that the engine holds")
+        self.adapter_loads = self._counter(
+            "adapter_loads", "Adapters that were to be loaded by what became of it", "outcome"
+        )
         self.group_seconds = Histogram(
             "coppice_group_duration_seconds",
             "Time from a group's submission to its last sample",
@@ -96,7 +126,7 @@ class Metrics:
             "engine_heartbeat_age_seconds", "Time since the engine's last sign of life"
         )
         self.kv_exports = self._counter(
-            "kv_exports", "Groups that asked for prompt KV: a handle, or why not", "outcome"
+            "kv_exports", "Prompts and paths that were asked for: a handle, or why not", "outcome"
         )
         self.kv_sent_bytes = self._counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
         self.kv_bytes = Gauge(
@@ -104,6 +134,10 @@ class Metrics:
         )
         self.kv_handles = self._gauge("kv_handles", "Handles whose lease runs or is to begin")
         self.kv_transfers = self._gauge("kv_transfers", "Downloads under way or waiting")
+        self.kv_transfers_limit = self._gauge(
+            "kv_transfers_limit", "Downloads that may be under way at once"
+        )
+        self.reuse = ReuseMetrics(self.registry)
         self.lag_seconds = Histogram(
             "coppice_event_loop_lag_seconds",
             "How much later than asked the event loop comes back",
@@ -123,6 +157,44 @@ class Metrics:
             "shared_prefix_steps_skipped", "Steps left to stock attention by why", "reason"
         )
         self._shared_prefix = SharedPrefixCounts()
+        self.speculation = SpeculationMetrics(self.registry)
+        self.drafter = DrafterMetrics(self.registry)
+        self.directory_up = self._gauge("directory_up", "1 while the directory answers")
+        self.directory_settled = self._gauge(
+            "directory_settled", "1 while it is known who is gone, and not only who is there"
+        )
+        self.directory_contact_age = self._gauge(
+            "directory_contact_age_seconds", "Time since the directory was last heard"
+        )
+        self.directory_replicas = self._gauge(
+            "directory_replicas", "Replicas that the directory last named"
+        )
+        self.directory_failures = self._counter(
+            "directory_failures", "Calls of the directory without an answer", "operation"
+        )
+        self.directory_redirects = self._counter(
+            "directory_redirects", "Requests sent to the replica that has what they ask for"
+        )
+        self.directory_unshared = self._counter(
+            "directory_unshared_keys", "Idempotency keys that other replicas could not be asked for"
+        )
+        self.graphs = self._gauge("graphs", "CUDA graphs captured, all of them planned")
+        self.graph_bytes = Gauge(
+            "coppice_graph_bytes",
+            "Bytes of CUDA graphs on a rank",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.graph_steps = self._counter(
+            "graph_steps", "Steps by whether a planned graph decoded them", "outcome"
+        )
+        self.graph_misses = self._counter(
+            "graph_misses",
+            "Decode steps without a planned graph, by their shape",
+            "samples",
+            "tokens",
+        )
+        self._graphs = GraphCounts()
         self.build = Gauge("coppice_build_info", "Always 1", ["version"], registry=self.registry)
         self._begin_at_zero()
 
@@ -136,8 +208,11 @@ class Metrics:
         self.groups.labels(group.outcome).inc()
         self.prompt_tokens.inc(group.num_prompt_tokens)
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
-        if group.kv is not None or group.kv_reason is not None:
-            self.kv_exports.labels(group.kv_reason or "handle").inc()
+        for asked in (group, *(group.segments or ())):
+            if asked.kv is not None or asked.kv_reason is not None:
+                self.kv_exports.labels(asked.kv_reason or "handle").inc()
+        if group.reuse is not None:
+            self.reuse.answered(group.reuse)
         self.completion_tokens.inc(group.num_completion_tokens)
         if group.segments is None:
             for sample in group.samples:
@@ -148,10 +223,25 @@ class Metrics:
             stale = any(span.version != active_version for span in part.versions)
             self.samples_stale.inc(stale)
 
+    def fleet_weights_observed(self, weights: FleetWeights) -> None:
+        self.weights_skew.set(weights.skew())
+        self.weights_behind.set(weights.num_behind())
+        self.weights_failed.set(weights.num_failed())
+
+    def weights_received(self, received_bytes: int, num_bytes: int) -> None:
+        self.weights_received_bytes.inc(received_bytes)
+        self.weights_spared_bytes.inc(max(0, num_bytes - received_bytes))
+
     def kv_observed(self, status: KvStatus) -> None:
         for state in ("free", "reserved", "leased", "quarantined"):
             self.kv_bytes.labels(state).set(getattr(status, f"{state}_bytes"))
         self.kv_handles.set(status.handles)
+
+    def fleet_observed(self, fleet: Fleet) -> None:
+        self.directory_up.set(not fleet.lost)
+        self.directory_settled.set(fleet.settled)
+        self.directory_contact_age.set(fleet.contact_age_seconds)
+        self.directory_replicas.set(len(fleet.sight.replicas))
 
     def attention_counted(self, counts: SharedPrefixCounts) -> None:
         """The engine counts; what it has counted since it was last asked is added here."""
@@ -163,6 +253,20 @@ class Metrics:
         for reason, number in counts.steps_skipped.items():
             more = number - before.steps_skipped.get(reason, 0)
             self.shared_prefix_skipped.labels(reason).inc(more)
+
+    def graphs_counted(self, counts: GraphCounts) -> None:
+        """As `attention_counted`."""
+        before, self._graphs = self._graphs, counts
+        self.graphs.set(counts.num_graphs)
+        self.graph_bytes.labels("budget").set(counts.budget_bytes)
+        self.graph_bytes.labels("estimated").set(counts.estimated_bytes)
+        self.graph_bytes.labels("measured").set(counts.measured_bytes)
+        self.graph_steps.labels("hit").inc(counts.hits - before.hits)
+        self.graph_steps.labels("mixed").inc(counts.mixed - before.mixed)
+        for (samples, tokens), steps in counts.misses.items():
+            more = steps - before.misses.get((samples, tokens), 0)
+            self.graph_steps.labels("miss").inc(more)
+            self.graph_misses.labels(str(samples), str(tokens) if tokens else "uneven").inc(more)
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
@@ -183,8 +287,18 @@ class Metrics:
             self.compat_fields.labels(kind)
         for mode in get_args(ActivationMode):
             self.activations.labels(mode)
+        for operation in DIRECTORY_OPERATIONS:
+            self.directory_failures.labels(operation)
+        for kind in ("budget", "estimated", "measured"):
+            self.graph_bytes.labels(kind)
+        for used in ("hit", "miss", "mixed"):
+            self.graph_steps.labels(used)
         for skipped in get_args(SkipReason):
             self.shared_prefix_skipped.labels(skipped)
+        for outcome in get_args(LoadOutcome):
+            self.adapter_loads.labels(outcome)
+        for way in get_args(Way):
+            self.weights_pulls.labels(way)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"coppice_{name}", text, labels, registry=self.registry)

@@ -17,17 +17,26 @@ _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 MAX_WAIT_SECONDS = 60.0
 
 
-def label(text: str) -> str:
+def label(text: str, parameter: str = "version") -> str:
     try:
         return _LABEL.validate_python(text)
     except ValidationError as error:
         raise InvalidRequest.of_parameter(
-            "version", "1 to 64 letters, digits, dots, dashes and underscores"
+            parameter, "1 to 64 letters, digits, dots, dashes and underscores"
         ) from error
 
 
+def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
+    """The sequence and the base."""
+    base = _one_of(query, "base", "sequence")
+    return _sequence(_one_of(query, "sequence", "base")), None if base is None else label(base)
+
+
 def sequence(query: QueryParams) -> int | None:
-    text = _only(query, "sequence")
+    return _sequence(_one_of(query, "sequence"))
+
+
+def _sequence(text: str | None) -> int | None:
     if text is None:
         return None
     try:
@@ -37,7 +46,7 @@ def sequence(query: QueryParams) -> int | None:
 
 
 def wait_seconds(query: QueryParams) -> float:
-    text = _only(query, "wait")
+    text = _one_of(query, "wait")
     if text is None:
         return 0.0
     if not _NUMBER.fullmatch(text) or float(text) > MAX_WAIT_SECONDS:
@@ -46,13 +55,14 @@ def wait_seconds(query: QueryParams) -> float:
 
 
 def asserted_version(query: QueryParams) -> str | None:
-    text = _only(query, "version")
+    text = _one_of(query, "version")
     return None if text is None else label(text)
 
 
-def _only(query: QueryParams, name: str) -> str | None:
-    """The one parameter that an address takes: others, and a second one, are refused."""
-    unknown = query.keys() - {name}
+def _one_of(query: QueryParams, name: str, *others: str) -> str | None:
+    """A parameter of an address that takes this one and others: any but these, and a second one,
+    are refused."""
+    unknown = query.keys() - {name, *others}
     if unknown:
         raise InvalidRequest.of_parameter(min(unknown), "there is no such parameter")
     values = query.getlist(name)

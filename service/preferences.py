@@ -25,6 +25,16 @@ def wanted_form(accept: str | None) -> Form:
     raise NotAcceptable(f"this server answers {', '.join(Form)}")
 
 
+def wants_file(accept: str | None) -> bool:
+    """The bytes, unless JSON is asked for by name."""
+    accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
+    if Form.JSON in accepted:
+        return False
+    if accepted & {"application/octet-stream", "application/*", "*/*"}:
+        return True
+    raise NotAcceptable("this server answers application/octet-stream, application/json")
+
+
 def wants_async(prefer: str | None) -> bool:
     """RFC 7240; preferences that we do not know are ignored, as it asks."""
     return "respond-async" in {part.partition(";")[0].strip() for part in (prefer or "").split(",")}

@@ -12,6 +12,7 @@ from starlette.types import Scope
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
 from service.connection import NOBODY_READS
+from service.directory import elsewhere
 from service.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
 from service.failures import ENGINE_RETRY_SECONDS
 
@@ -33,6 +34,7 @@ def install(app: FastAPI, write: Write = as_json) -> None:
     app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(EngineDead, _engine_dead)
     app.add_exception_handler(Exception, _unexpected)
+    elsewhere.install(app)
 
 
 def problem_response(

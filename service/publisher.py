@@ -5,16 +5,28 @@ surprises. Refused weights leave nothing behind.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointRefused
 from engine.protocol import Engine
-from service.checkpoints import INDEX, Checkpoints, Upload
-from service.errors import VersionConflict, WeightsRefused
+from service.checkpoints import (
+    DELTA,
+    SINGLE,
+    Checkpoints,
+    Upload,
+    missing_files,
+    num_bytes_of,
+)
+from service.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.versions import Version, Versions
+
+Received = Callable[[int, int], None]
+"""Told of every version's new file: in how many bytes it came, and how many it has."""
+
+Announce = Callable[[Version], Awaitable[bool]]
+"""Tells the other replicas of a version; whether they know now. VersionConflict if it cannot be."""
 
 
 class Publisher:
@@ -27,11 +39,17 @@ class Publisher:
         checkpoints: Checkpoints,
         *,
         retain_superseded: int,
+        received: Received,
+        announce: Announce,
+        dropped: Callable[[str], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._versions = versions
         self._checkpoints = checkpoints
         self._retain = retain_superseded
+        self._received = received
+        self._announce = announce
+        self._dropped = dropped
         self._changing = asyncio.Lock()
 
     async def upload(
@@ -43,31 +61,61 @@ class Publisher:
         sequence: int | None,
         digest: str | None,
         sharded: bool,
+        announced: bool = False,
     ) -> tuple[Version, bool]:
-        """The version as it is now, and whether the file is new to it."""
+        """The version as it is now, and whether the file is new to it. `announced`: the others know
+        of it, for it comes from one of them."""
         self._check_place(label, sequence)
         upload = await self._checkpoints.receive(chunks, digest)
         try:
             async with self._changing:
-                return await self._add(label, name, upload, sequence=sequence, sharded=sharded)
+                return await self._add(
+                    label, name, upload, sequence=sequence, sharded=sharded, announced=announced
+                )
         finally:
             self._checkpoints.discard(upload)
 
-    async def stage_path(self, label: str, path: str, *, sequence: int | None) -> Version:
+    async def upload_delta(
+        self,
+        label: str,
+        base: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        sequence: int | None,
+        digest: str | None,
+        announced: bool = False,
+    ) -> tuple[Version, bool]:
+        """As above: a version of one file comes out, whatever it came as.
+
+        The base cannot be dropped meanwhile: nothing else is changed before this is over.
+        """
+        self._check_place(label, sequence)
+        self._base(base)
+        delta = await self._checkpoints.receive(chunks, digest)
+        try:
+            async with self._changing:
+                return await self._add_patched(label, base, delta, sequence, announced)
+        finally:
+            self._checkpoints.discard(delta)
+
+    async def stage_path(
+        self, label: str, path: str, *, sequence: int | None, announced: bool = False
+    ) -> Version:
         directory = self._checkpoints.allowed(path)
         async with self._changing:
             self._check_place(label, sequence)
             if self._versions.find(label) is not None:
                 raise VersionConflict("the version exists")
             await self._check(directory)
-            return self._versions.put(
+            return await self._staged(
                 Version(
                     label=label,
                     sequence=self._sequence(label, sequence),
                     state="staged",
                     path=directory,
-                    num_bytes=_num_bytes(directory),
+                    num_bytes=num_bytes_of(directory),
                     owned=False,
+                    announced=announced,
                 )
             )
 
@@ -76,9 +124,12 @@ class Publisher:
         if not version.owned:
             await self._check(version.path)
 
-    async def delete(self, label: str) -> None:
+    async def delete(self, label: str, *, tell: bool = True) -> None:
+        """`tell`: the other replicas are to hear of it."""
         async with self._changing:
             self._drop(label)
+            if tell:
+                await self._dropped(label)
 
     async def trim(self) -> None:
         """A trainer that publishes every step must not fill the disk."""
@@ -86,9 +137,50 @@ class Publisher:
             superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
             for version in superseded[: max(0, len(superseded) - self._retain)]:
                 self._drop(version.label)
+                await self._dropped(version.label)
+
+    async def _add_patched(
+        self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
+    ) -> tuple[Version, bool]:
+        held, lineage = self._base(base), await self._checkpoints.lineage(delta)
+        if held.digests[SINGLE] != lineage.base:
+            raise BaseUnavailable(f"{base!r} holds other weights than the delta starts from")
+        whole = await self._checkpoints.patched(held.path / SINGLE, delta, lineage.result)
+        try:
+            return await self._add(
+                label,
+                SINGLE,
+                whole,
+                sequence=sequence,
+                sharded=False,
+                announced=announced,
+                base=base,
+                delta=delta,
+            )
+        finally:
+            self._checkpoints.discard(whole)
+
+    def is_base(self, label: str | None) -> bool:
+        version = None if label is None else self._versions.find(label)
+        return version is not None and version.digests.keys() == {SINGLE}
+
+    def _base(self, label: str) -> Version:
+        """Only of one file of our own it is known what is in it, and that it stays."""
+        if not self.is_base(label):
+            raise BaseUnavailable(f"there is no {label!r} here that was uploaded as one file")
+        return self._versions.get(label)
 
     async def _add(
-        self, label: str, name: str, upload: Upload, *, sequence: int | None, sharded: bool
+        self,
+        label: str,
+        name: str,
+        upload: Upload,
+        *,
+        sequence: int | None,
+        sharded: bool,
+        announced: bool,
+        base: str | None = None,
+        delta: Upload | None = None,
     ) -> tuple[Version, bool]:
         self._check_place(label, sequence)
         known = self._versions.find(label)
@@ -97,6 +189,10 @@ class Publisher:
         if known is not None and (known.state != "incomplete" or name in known.digests):
             raise VersionConflict("the version exists with other bytes")
         home = self._checkpoints.keep(upload, label, name)
+        received_bytes = (delta or upload).num_bytes
+        self._received(received_bytes, upload.num_bytes)
+        if delta is not None:
+            self._checkpoints.keep(delta, label, DELTA)
         digests = {**(known.digests if known else {}), name: upload.sha256}
         version = Version(
             label=label,
@@ -105,8 +201,12 @@ class Publisher:
             path=home,
             num_bytes=upload.num_bytes + (known.num_bytes if known else 0),
             owned=True,
+            received_bytes=received_bytes + (known.received_bytes if known else 0),
+            base=base,
+            delta_sha256=None if delta is None else delta.sha256,
+            announced=announced,
             digests=digests,
-            missing_files=_missing(home, digests) if sharded else (),
+            missing_files=missing_files(home, digests) if sharded else (),
         )
         return await self._put_checked(version), True
 
@@ -119,7 +219,19 @@ class Publisher:
             self._checkpoints.delete(version.label)
             self._versions.forget(version.label)
             raise
-        return self._versions.put(replace(version, state="staged"))
+        return await self._staged(replace(version, state="staged"))
+
+    async def _staged(self, version: Version) -> Version:
+        """It is put into the table before anybody is told, so that whoever asks for it finds it."""
+        self._versions.put(version)
+        if version.announced:
+            return version
+        try:
+            announced = await self._announce(version)
+        except VersionConflict:
+            self._drop(version.label)
+            raise
+        return self._versions.put(replace(version, announced=announced))
 
     async def _check(self, path: Path) -> None:
         try:
@@ -137,28 +249,12 @@ class Publisher:
             raise VersionConflict(f"the version has sequence {known.sequence}")
 
     def _sequence(self, label: str, sequence: int | None) -> int:
-        known = self._versions.find(label)
-        if known is not None:
-            return known.sequence
-        return self._versions.next_sequence() if sequence is None else sequence
+        known = self._versions.sequence_of(label)
+        if sequence is not None:
+            return sequence  # of a version that is here, the same
+        return self._versions.next_sequence() if known is None else known
 
     def _drop(self, label: str) -> None:
         version = self._versions.remove(label)
         if version.owned:
             self._checkpoints.delete(label)
-
-
-def _missing(home: Path, present: dict[str, str]) -> tuple[str, ...]:
-    """What a sharded checkpoint still lacks: first its index, then what that names."""
-    if INDEX not in present:
-        return (INDEX,)
-    try:
-        named = set(json.loads((home / INDEX).read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ()  # the check that follows says what is wrong with the index
-    return tuple(sorted(name for name in named if name not in present))
-
-
-def _num_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)

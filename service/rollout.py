@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from coppice.wire.kv import KvHandle
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
@@ -35,8 +34,10 @@ from service.errors import Draining, ServiceError
 from service.failures import service_error
 from service.group import Ending, Group
 from service.kv.exporting import exporting, with_kv
+from service.kv.group_exports import NOT_CONTINUED, KvTold
 from service.kv.prompt_kv import PromptKv
 from service.logs import group_id, rollout_id
+from service.reuse.group_reuse import with_reuse
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Rollout:
     """Owned by the registry that runs it. Lives on one event loop.
 
     `owner` is the key that it was started with: nobody else may see it. A detached rollout outlives
-    its caller's connection.
+    its caller's connection. `promised`: somebody was told to come back for the answer, and has not.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Rollout:
         self.detached = detached
         self.claim = claim
         self.error: ServiceError | None = None
+        self.promised = False
         self._answers: dict[int, GroupAnswer] = {}
         self._log: list[Record] = [StartRecord(id=rollout_id)]
         self._grown = asyncio.Event()
@@ -73,6 +75,16 @@ class Rollout:
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    @property
+    def adapter(self) -> str | None:
+        """All groups are under the same."""
+        return self.groups[0].adapter
+
+    @property
+    def log(self) -> Sequence[Record]:
+        """As far as it has grown."""
+        return self._log
 
     @property
     def num_samples(self) -> int:
@@ -122,6 +134,11 @@ class Rollout:
         for group in self.groups:
             await group.end(engine, ending)
 
+    def begin_leases(self) -> None:
+        for group in self.groups:
+            if group.exports is not None:
+                group.exports.begin_leases()
+
     async def wait(self) -> None:
         await self._ended.wait()
 
@@ -164,12 +181,17 @@ class Rollout:
             else:
                 self._append(SampleRecord(group=group.index, sample=part))
 
-        def kv_ready(kv: KvHandle) -> None:
-            self._append(KvRecord(group=group.index, kv=kv))
+        def kv_told(segment: str | None, told: KvTold) -> None:
+            if segment is not None or told.kv is not None:  # the group's own answer has the reason
+                record = KvRecord(group=group.index, segment=segment, **told._asdict())
+                self._append(record)
 
-        async with exporting(prompt_kv, group, kv_ready):
+        async with exporting(prompt_kv, group, kv_told):
             answer = await group.run(engine, done)
-        answer = with_kv(answer, prompt_kv, group.export)
+        answer = with_reuse(with_kv(answer, group.exports), group.reuse)
+        for segment in answer.segments or ():
+            if segment.kv_reason == NOT_CONTINUED.kv_reason:
+                kv_told(segment.id, NOT_CONTINUED)
         self._answers[group.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))

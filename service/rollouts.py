@@ -6,7 +6,6 @@ there is no await, so an activation sees either all of a rollout or nothing.
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,12 +13,15 @@ from typing import Any
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service import asked
+from service.adapters.adapters import Adapters
 from service.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.claim import Claim
 from service.continued import check_continued
-from service.errors import Draining, InvalidRequest, RolloutNotFound
+from service.directory.fleet import Fleet
+from service.directory.names import new_rollout_id
+from service.errors import Draining, InvalidRequest, RolloutNotFound, ServiceError
 from service.group import Group
-from service.grouping import Grouping, Terms
+from service.grouping import NOTHING_ASIDE, Aside, Grouping, Terms
 from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.kv.prompt_kv import PromptKv
@@ -28,6 +30,7 @@ from service.rollout import Rollout
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
+POLL_SECONDS = 0.05
 
 
 class Rollouts:
@@ -39,6 +42,8 @@ class Rollouts:
         versions: Versions,
         prompts: Prompts,
         prompt_kv: PromptKv,
+        fleet: Fleet,
+        adapters: Adapters,
         *,
         admission: Admission,
         max_samples_per_request: int,
@@ -51,12 +56,16 @@ class Rollouts:
         self._versions = versions
         self._prompts = prompts
         self._prompt_kv = prompt_kv
+        self._fleet = fleet
+        self._adapters = adapters
         self._admission = admission
         self._max_samples = max_samples_per_request
         self._grouping = grouping
         self._ended = ended
         self._running: dict[str, Rollout] = {}
-        self._keys = IdempotencyKeys(max_seconds=keep_seconds)
+        self._keys = IdempotencyKeys(
+            max_seconds=keep_seconds, forgotten=lambda claim: fleet.release(claim.shared_place)
+        )
         self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
@@ -92,23 +101,34 @@ class Rollouts:
         owner: str,
         detached: bool = False,
         claim: Claim | None = None,
-        cache_salt: str | None = None,
+        aside: Aside = NOTHING_ASIDE,
     ) -> Rollout:
         """Everything that can be refused is refused before the first sample enters the engine.
 
-        With a claim, the rollout that this very request has started before, if there is one.
+        With a claim, the rollout that this very request has started before, if there is one, also
+        during a drain; Elsewhere if another replica has it.
         """
         if claim is None:
-            return await self._start(request, owner=owner, detached=detached, cache_salt=cache_salt)
+            return await self._start(request, owner=owner, detached=detached, aside=aside)
         started = self._keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
         try:
-            return await self._start(
-                request, owner=owner, detached=True, claim=claim, cache_salt=cache_salt
-            )
+            self._admission.check_open()
+            await self._fleet.claim(claim.shared_place)
+            return await self._start_claimed(request, owner=owner, claim=claim, aside=aside)
         except BaseException:
             self._keys.release(claim)
+            raise
+
+    async def _start_claimed(
+        self, request: RolloutRequest, *, owner: str, claim: Claim, aside: Aside
+    ) -> Rollout:
+        try:
+            return await self._start(request, owner=owner, detached=True, claim=claim, aside=aside)
+        except ServiceError:
+            # Before the refusal is answered: who is sent the request next must not find it ours.
+            await self._fleet.give_back(claim.shared_place)
             raise
 
     async def _start(
@@ -118,7 +138,7 @@ class Rollouts:
         owner: str,
         detached: bool,
         claim: Claim | None = None,
-        cache_salt: str | None = None,
+        aside: Aside = NOTHING_ASIDE,
     ) -> Rollout:
         asked.check(request, waits=not (detached or request.stream))
         num_samples = asked.num_samples(request)
@@ -135,7 +155,7 @@ class Rollouts:
         num_tokens = sum(map(len, prompts)) + asked.num_continued(request)
         place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
-            groups = await self._groups(request, prompts, owner, cache_salt)
+            groups = await self._groups(request, prompts, owner, aside)
             rollout = self._made(groups, owner, detached, claim)
             return self._run(rollout, place)
         except BaseException:
@@ -143,17 +163,23 @@ class Rollouts:
             raise
 
     async def _groups(
-        self, request: RolloutRequest, prompts: list[list[int]], owner: str, salt: str | None
+        self, request: RolloutRequest, prompts: list[list[int]], owner: str, aside: Aside
     ) -> list[Group]:
         await self.gate_open()
-        exact_version = self._versions.admit(request.policy)
-        terms = Terms(owner=owner, exact_version=exact_version, cache_salt=salt)
+        terms = Terms(
+            owner=owner,
+            exact_version=self._versions.admit(request.policy),
+            adapter=self._adapters.resolve(request.adapter),
+            aside=aside,
+        )
         return self._grouping.groups(request, prompts, terms)
 
     def _made(
         self, groups: list[Group], owner: str, detached: bool, claim: Claim | None
     ) -> Rollout:
-        rollout = Rollout(uuid.uuid4().hex, groups, owner=owner, detached=detached, claim=claim)
+        rollout = Rollout(
+            new_rollout_id(self._fleet.me), groups, owner=owner, detached=detached, claim=claim
+        )
         if claim is not None:
             self._keys.bind(claim, rollout.id)
         return rollout
@@ -231,6 +257,12 @@ class Rollouts:
             busy = next(r for r in self._running.values() if not r.resting)
             await busy.rested()
 
+    async def fetched(self) -> None:
+        """Until every answer that is there and was promised has been given to somebody, or has been
+        kept for as long as any is."""
+        while self._kept.num_promised:
+            await asyncio.sleep(POLL_SECONDS)
+
     def check(self) -> None:
         """The books balance."""
         self._kept.check()
@@ -238,6 +270,7 @@ class Rollouts:
     def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
+        self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
             rollout.run(self._engine, self._prompt_kv), name=f"rollout-{rollout.id}"
         )
@@ -246,10 +279,11 @@ class Rollouts:
 
     def _forget(self, rollout: Rollout, place: Reservation) -> None:
         self._admission.release(place)
+        self._adapters.end(rollout.adapter)
         if not rollout.ended:
             rollout.never_ran()
         del self._running[rollout.id]
-        self._prompt_kv.begin_leases(g.export for g in rollout.groups if g.export is not None)
+        rollout.begin_leases()
         self._ended(rollout)
         if rollout.detached:
             self._kept.add(rollout)

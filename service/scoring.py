@@ -5,16 +5,29 @@ without a trace. So what was computed across an activation is computed again.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
-from engine.protocol import Engine
+from engine.protocol import Engine, Place
+from service.adapters.adapters import Adapters
 from service.admission import Admission
 from service.errors import InvalidRequest, PromptTooLong
 from service.failures import service_error
 from service.prompts import Prompts
 from service.rollouts import Rollouts
 from service.versions import Versions
+
+Result = TypeVar("Result")
+Computed: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
+
+
+class Terms(NamedTuple):
+    """What holds for every response of a request."""
+
+    policy: Policy | None
+    adapter: str | None
 
 
 class Scoring:
@@ -26,6 +39,7 @@ class Scoring:
         versions: Versions,
         prompts: Prompts,
         rollouts: Rollouts,
+        adapters: Adapters,
         *,
         admission: Admission,
         max_samples_per_request: int,
@@ -34,6 +48,7 @@ class Scoring:
         self._versions = versions
         self._prompts = prompts
         self._rollouts = rollouts
+        self._adapters = adapters
         self._admission = admission
         self._max_samples = max_samples_per_request
 
@@ -49,48 +64,80 @@ class Scoring:
             self._check(item, prompt)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
         with self._admission.held(owner, samples=num_responses, prompt_tokens=num_tokens):
-            return await self._scored(pairs, request.policy)
+            return await self._scored(pairs, Terms(request.policy, request.adapter))
 
-    async def _scored(
-        self, pairs: list[tuple[ScoreItem, list[int]]], policy: Policy | None
-    ) -> ScoreAnswer:
+    async def _scored(self, pairs: list[tuple[ScoreItem, list[int]]], terms: Terms) -> ScoreAnswer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 items = [
-                    tasks.create_task(self._item(item, prompt, policy)) for item, prompt in pairs
+                    tasks.create_task(self._item(item, prompt, terms)) for item, prompt in pairs
                 ]
         except ExceptionGroup as failures:
             raise service_error(failures) from failures
         return ScoreAnswer(items=[item.result() for item in items])
 
     def _check(self, item: ScoreItem, prompt: list[int]) -> None:
-        limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
         for response in item.responses:
-            if len(prompt) + len(response) >= limit:
-                raise PromptTooLong(
-                    f"{len(prompt)} prompt and {len(response)} response tokens; "
-                    f"together they must be below {limit}"
-                )
-            if max(response) >= vocabulary:
-                raise InvalidRequest(f"token ids must be below {vocabulary}")
+            self._check_tokens(prompt, response)
 
-    async def _item(self, item: ScoreItem, prompt: list[int], policy: Policy | None) -> ScoredItem:
+    def _check_tokens(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
+        if len(prompt) + len(response) >= limit:
+            raise PromptTooLong(
+                f"{len(prompt)} prompt and {len(response)} response tokens; "
+                f"together they must be below {limit}"
+            )
+        if max([*prompt, *response]) >= vocabulary:
+            raise InvalidRequest(f"token ids must be below {vocabulary}")
+
+    async def _item(self, item: ScoreItem, prompt: list[int], terms: Terms) -> ScoredItem:
         async with asyncio.TaskGroup() as tasks:
             scored = [
-                tasks.create_task(self._response(prompt, response, policy))
+                tasks.create_task(self._response(prompt, response, terms))
                 for response in item.responses
             ]
         return ScoredItem(
             num_prompt_tokens=len(prompt), responses=[task.result() for task in scored]
         )
 
+    async def prompts(
+        self, prompts: Sequence[list[int]], num_likeliest: int, *, owner: str, terms: Terms
+    ) -> list[list[Place]]:
+        """Each of one version, in their order."""
+        for prompt in prompts:
+            self._check_tokens(prompt, [])
+
+        def prompt_of(prompt: list[int]) -> Computed[list[Place]]:
+            return self._of_one_version(
+                lambda adapter: self._engine.likeliest(prompt, num_likeliest, adapter), terms
+            )
+
+        num_tokens = sum(map(len, prompts))
+        with self._admission.held(owner, samples=len(prompts), prompt_tokens=num_tokens):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    scored = [tasks.create_task(prompt_of(prompt)) for prompt in prompts]
+            except ExceptionGroup as failures:
+                raise service_error(failures) from failures
+        return [task.result()[0] for task in scored]
+
     async def _response(
-        self, prompt: list[int], response: list[int], policy: Policy | None
+        self, prompt: list[int], response: list[int], terms: Terms
     ) -> ScoredResponse:
+        logprobs, version, adapter = await self._of_one_version(
+            lambda adapter: self._engine.score(prompt, response, adapter), terms
+        )
+        return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter)
+
+    async def _of_one_version(
+        self, compute: Callable[[str | None], Awaitable[Result]], terms: Terms
+    ) -> tuple[Result, str, str | None]:
+        """With the labels of the weights and of the adapter that it is of."""
         while True:
             await self._rollouts.gate_open()
-            self._versions.admit(policy)
+            self._versions.admit(terms.policy)
             epoch, version = self._versions.epoch, self._versions.active.label
-            logprobs = await self._engine.score(prompt, response)
+            with self._adapters.using(terms.adapter) as adapter:
+                result = await compute(adapter)
             if epoch == self._versions.epoch:
-                return ScoredResponse(logprobs=logprobs, version=version)
+                return result, version, adapter

@@ -3,21 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from coppice.wire.control import EngineStatus, StatusAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
-from service import __version__
 from service.activation import Activation
-from service.admission import DRAINING_RETRY_SECONDS, Admission
+from service.adapters.adapters import Adapters
+from service.adapters.intake import Intake
+from service.admission import Admission
 from service.checkpoints import Checkpoints
-from service.errors import Draining, EngineGone, NotReady, ServiceError
+from service.directory.chosen import directory_of
+from service.directory.directory import Directory, Replica
+from service.directory.fleet import Fleet
+from service.directory.names import new_replica_id
+from service.drafters import Drafters
+from service.fleet_weights.fleet_weights import FleetWeights
+from service.fleet_weights.standing import Standing
 from service.grouping import Grouping
 from service.kv.prompt_kv import PromptKv
 from service.kv.sending import Sending
@@ -26,35 +31,60 @@ from service.metrics import Metrics
 from service.prompts import Prompts
 from service.publisher import Publisher
 from service.ranks import Ranks
+from service.readiness import Readiness
+from service.reuse.segments import Segments
 from service.rollout import Rollout
 from service.rollouts import Rollouts
 from service.scoring import Scoring
 from service.settings import Settings
 from service.traces import Traces
 from service.trees.open_trees import OpenTrees
-from service.versions import Version, Versions
+from service.versions import Versions, first_version
 
 log = logging.getLogger(__name__)
 
-STARTING_RETRY_SECONDS = 2.0
 Result = TypeVar("Result")
 
 
 class Server:
-    """Created before the event loop; alive inside `running`."""
+    """Created before the event loop; alive inside `running`.
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    A directory that is given is one that other servers of this process share.
+    """
+
+    def __init__(
+        self, settings: Settings, engine: Engine, directory: Directory | None = None
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
         self.traces = Traces(settings.trace)
-        self.versions = Versions(_first_version(settings))
+        self.versions = Versions(first_version(settings.weights.initial_version))
+        self._replica_id = new_replica_id()
+        self.readiness = Readiness(engine)
+        self._standing = Standing()
+        self.fleet = Fleet(
+            directory or directory_of(settings.directory),
+            settings.directory,
+            describe=self._replica,
+            failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
+            unshared=self.metrics.directory_unshared.inc,
+        )
         self.checkpoints = Checkpoints(
             settings.weights.directory, settings.weights.source_directories
         )
         self.prompts = Prompts(engine)
         self.prompt_kv = PromptKv(
-            settings.kv, engine, active_version=lambda: self.versions.active.label
+            settings.kv,
+            engine,
+            replica_id=self._replica_id,
+            active_version=lambda: self.versions.active.label,
+        )
+        self.segments = Segments(
+            engine,
+            directory=settings.kv.directory,
+            capacity_bytes=settings.kv.segments_bytes,
+            epoch=lambda: self.versions.epoch,
         )
         self.sending = Sending(
             max_transfers=settings.kv.max_transfers,
@@ -62,12 +92,19 @@ class Server:
             stall_seconds=settings.limits.write_seconds,
             sent=self.metrics.kv_sent_bytes.inc,
         )
+        self.adapters = Adapters(
+            engine,
+            Intake(self.checkpoints, max_bytes=settings.weights.max_upload_bytes),
+            counted=lambda outcome: self.metrics.adapter_loads.labels(outcome).inc(),
+        )
         self.admission = Admission(settings.limits)
         self.rollouts = Rollouts(
             engine,
             self.versions,
             self.prompts,
             self.prompt_kv,
+            self.fleet,
+            self.adapters,
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
@@ -76,6 +113,7 @@ class Server:
                 engine,
                 self.prompts,
                 Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
+                self.segments,
                 longest_lease=settings.limits.max_tree_lease_seconds,
             ),
             ended=self._count,
@@ -86,6 +124,7 @@ class Server:
             self.versions,
             self.prompts,
             self.rollouts,
+            self.adapters,
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
@@ -94,14 +133,27 @@ class Server:
             self.versions,
             self.checkpoints,
             retain_superseded=settings.weights.retain_superseded,
+            received=self.metrics.weights_received,
+            announce=lambda version: self.fleet_weights.announce(version),
+            dropped=lambda label: self.fleet_weights.dropped(label),
         )
+        self.drafters = Drafters(engine, self.checkpoints)
         self.activation = Activation(
             engine, self.versions, self.publisher, self.rollouts, self.prompt_kv
         )
-        self._draining = False
+        self.fleet_weights = FleetWeights(
+            settings.weights,
+            self.fleet,
+            self.versions,
+            self.publisher,
+            self.checkpoints,
+            self._standing,
+            alone=directory is None and settings.directory.redis_url is None,
+            activate=self._activate_here,
+            came=lambda way: self.metrics.weights_pulls.labels(way).inc(),
+        )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
-        self._started = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -110,13 +162,14 @@ class Server:
         starting = asyncio.create_task(self._start_engine())
         lag = asyncio.create_task(watch_lag(self.metrics.lag_seconds.observe))
         try:
-            async with self.rollouts.running():
+            async with self.fleet.running(), self.rollouts.running(), self.fleet_weights.running():
                 yield
         finally:
             starting.cancel()
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
             self.sending.close()
+            await self.segments.store.close()
             await self.prompt_kv.close()
             await self.engine.stop()
             self.prompts.close()
@@ -126,6 +179,14 @@ class Server:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
+        """Here, and by all replicas that share a directory."""
+        return await self.in_background(
+            self.fleet_weights.activate(label, mode, allow_rollback=allow_rollback)
+        )
+
+    async def _activate_here(
+        self, label: str, mode: ActivationMode, allow_rollback: bool
+    ) -> ActivationAnswer:
         answer = await self.in_background(
             self.activation.activate(label, mode, allow_rollback=allow_rollback)
         )
@@ -134,8 +195,8 @@ class Server:
         return answer
 
     @property
-    def draining(self) -> bool:
-        return self._draining
+    def uptime_seconds(self) -> float:
+        return time.monotonic() - self._started_at
 
     def pulse(self) -> Pulse:
         return self.engine.pulse()
@@ -143,42 +204,24 @@ class Server:
     async def drain(self, seconds: float) -> None:
         """Takes nothing new, lets what was admitted end, and then ends what still runs.
 
-        Prompt KV is read and renewed meanwhile, and until the last lease is over.
+        Prompt KV is read and renewed meanwhile, and until the last lease is over; answers are given
+        to whoever was told to come back for them.
         """
-        self._draining = True
+        self.readiness.draining = True
         self.admission.close()
         self.open_trees.close()
+        self.fleet.soon()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.idle()
                 await self.prompt_kv.idle()
+                await self.rollouts.fetched()
         self.prompt_kv.begin_closing()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:
-        self._draining = True
+        self.readiness.draining = True
         self.engine.kill()
-
-    def check_ready(self) -> None:
-        """Raises the problem for which a new request cannot be served now."""
-        if self._draining:
-            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
-        self.check_serving()
-
-    def check_serving(self) -> None:
-        """As above, for what serves the requests that were taken before a drain."""
-        pulse = self.engine.pulse()
-        if pulse.stage == "dead" or (self._started and not pulse.alive):
-            raise EngineGone(retry_after_seconds=30)
-        if not self._started:
-            raise NotReady("the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS)
-
-    def check_alive(self) -> Pulse:
-        pulse = self.engine.pulse()
-        if not pulse.alive:
-            # Why it did not start may name a path: that is for the log.
-            raise EngineGone(pulse.reason if self._started else "the engine did not start")
-        return pulse
 
     async def in_background(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs to its end even if the caller leaves: a change must not stop half-way."""
@@ -186,39 +229,6 @@ class Server:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return await asyncio.shield(task)
-
-    def status(self) -> StatusAnswer:
-        active = self.versions.active
-        return StatusAnswer(
-            version=__version__,
-            stage=self.engine.pulse().stage,
-            paused=self.activation.paused,
-            weights_version=active.label,
-            weights_sequence=active.sequence,
-            rollouts_running=self.rollouts.num_running,
-            samples_running=self.rollouts.num_samples_running,
-            uptime_seconds=time.monotonic() - self._started_at,
-            engine=self._engine_status() if self._started else None,
-            kv=self.prompt_kv.status() if self._started else None,
-        )
-
-    def observe(self) -> None:
-        """Levels are read when they are asked for, counters are counted when things happen."""
-        pulse = self.engine.pulse()
-        self.metrics.rollouts_running.set(self.rollouts.num_running)
-        self.metrics.samples_running.set(self.rollouts.num_samples_running)
-        self.metrics.samples_admitted.set(self.admission.num_samples)
-        self.metrics.samples_limit.set(self.settings.limits.max_samples_running)
-        self.metrics.paused.set(self.activation.paused)
-        self.metrics.draining.set(self._draining)
-        self.metrics.ready.set(_passes(self.check_ready))
-        self.metrics.live.set(_passes(self.check_alive))
-        self.metrics.weights_sequence.set(self.versions.active.sequence)
-        self.metrics.engine_up.set(self._started and pulse.alive)
-        self.metrics.heartbeat_age.set(pulse.age_seconds)
-        self.metrics.kv_observed(self.prompt_kv.status())
-        self.metrics.kv_transfers.set(self.sending.num_transfers)
-        self.metrics.attention_counted(self.engine.shared_prefix())
 
     async def _start_engine(self) -> None:
         try:
@@ -229,7 +239,23 @@ class Server:
             first = self.versions.active
             self.versions.put(replace(first, path=self.engine.facts.model_path))
             self.prompt_kv.open()
-            self._started = True
+            self.segments.store.open()
+            self.readiness.started = True
+            await self.fleet_weights.catch_up()
+            self.readiness.caught_up = True
+            self.fleet.soon()
+
+    def _replica(self) -> Replica:
+        """What others are told of this one."""
+        active = self.versions.active
+        replica = Replica(
+            id=self._replica_id,
+            url=self.settings.server.advertised_url or "",
+            state=self.readiness.state,
+            version=active.label,
+            sequence=active.sequence,
+        )
+        return self._standing.shown(replica, self.versions)
 
     def _count(self, rollout: Rollout) -> None:
         answers = rollout.answers()
@@ -240,28 +266,3 @@ class Server:
             self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
         # A group that broke off has no answer; its callers are told the problem instead.
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
-
-    def _engine_status(self) -> EngineStatus:
-        facts = self.engine.facts
-        shown = EngineStatus.model_fields.keys()
-        return EngineStatus.model_validate({name: getattr(facts, name) for name in shown})
-
-
-def _passes(check: Callable[[], object]) -> bool:
-    try:
-        check()
-    except ServiceError:
-        return False
-    return True
-
-
-def _first_version(settings: Settings) -> Version:
-    """The weights that the engine starts with: not ours to delete, never uploaded."""
-    return Version(
-        label=settings.weights.initial_version,
-        sequence=0,
-        state="active",
-        path=Path(),  # the engine says where it found them
-        num_bytes=0,
-        owned=False,
-    )

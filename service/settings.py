@@ -16,7 +16,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from coppice.wire.base import Label
-from engine.settings import AttentionSettings, EngineSettings, cache_directory
+from engine.settings import (
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+    cache_directory,
+)
+from service.directory.settings import DirectorySettings
+from service.fleet_weights.peers import parse_allowed
 from service.kv.settings import KvSettings
 from service.sources import (
     SettingsError,
@@ -32,6 +40,10 @@ Shape = Literal["vllm", "sglang", "openai"]
 
 def _split(value: object) -> object:
     return [part for part in value.split(":") if part] if isinstance(value, str) else value
+
+
+def _words(value: object) -> object:
+    return value.split() if isinstance(value, str) else value
 
 
 def _is_loopback(host: str) -> bool:
@@ -71,6 +83,14 @@ class ServerSettings(Section):
             le=65535,
             description="TCP port for /metrics and the routes of the role admin, which are then "
             "on no other; none: they are on server.port",
+        ),
+    ] = None
+    advertised_url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
+            description="address at which clients reach this very replica, whatever stands in "
+            "front; needed where replicas share a directory",
         ),
     ] = None
     ui: Annotated[
@@ -116,9 +136,34 @@ class WeightsSettings(Section):
     retain_superseded: Annotated[
         int, Field(ge=0, description="superseded versions whose files are kept, for going back")
     ] = 2
+    peers: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_words),
+        Field(
+            description="addresses that other replicas may be read from, separated by spaces, such "
+            "as http://10.0.0.0/8:8000 or http://*.replicas:8000; none: nothing is read from them"
+        ),
+    ] = ()
+    peer_key_file: Annotated[
+        Path | None,
+        Field(description="file with the key, of the role replica, that is shown to them"),
+    ] = None
+    fleet_seconds: Annotated[
+        float, Field(gt=0, description="seconds that an activation waits for other replicas")
+    ] = 120.0
+    catch_up_seconds: Annotated[
+        float,
+        Field(ge=0, description="seconds that a new replica tries to get what the others serve"),
+    ] = 300.0
     initial_version: Annotated[
         Label, Field(description="version that the weights loaded at the start are called")
     ] = "v0"
+
+    @model_validator(mode="after")
+    def _refuse_odd_peers(self) -> Self:
+        for peer in self.peers:
+            parse_allowed(peer)
+        return self
 
 
 class LimitsSettings(Section):
@@ -202,11 +247,20 @@ class Settings(Section):
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
     attention: AttentionSettings = Field(default_factory=AttentionSettings)
+    speculation: SpeculationSettings = Field(default_factory=SpeculationSettings)
+    graphs: GraphsSettings = GraphsSettings()
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     limits: LimitsSettings = LimitsSettings()
     kv: KvSettings = KvSettings()
+    directory: DirectorySettings = DirectorySettings()
     log: LogSettings = LogSettings()
     trace: TraceSettings = TraceSettings()
+
+    @model_validator(mode="after")
+    def _refuse_nowhere(self) -> Self:
+        if self.directory.redis_url is not None and self.server.advertised_url is None:
+            raise ValueError("directory.redis_url needs server.advertised_url, for the others")
+        return self
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:

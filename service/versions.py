@@ -8,6 +8,7 @@ replica alike. Exactly one version is active. Pure bookkeeping: no files, no eng
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from coppice.wire.rollouts import Policy
@@ -25,7 +26,8 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """`owned`: the files were uploaded and are ours to delete."""
+    """`owned`: the files were uploaded and are ours to delete. `delta_sha256`: of the changes that
+    it came as, which are kept too. `announced`: the other replicas have been told of it."""
 
     label: str
     sequence: int
@@ -33,6 +35,10 @@ class Version:
     path: Path
     num_bytes: int
     owned: bool
+    received_bytes: int = 0
+    base: str | None = None
+    delta_sha256: str | None = None
+    announced: bool = False
     digests: Mapping[str, str] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
 
@@ -42,9 +48,23 @@ class Version:
             sequence=self.sequence,
             state=self.state,
             num_bytes=self.num_bytes,
+            received_bytes=self.received_bytes,
+            base=self.base,
             sha256=next(iter(self.digests.values())) if len(self.digests) == 1 else None,
             missing_files=list(self.missing_files),
         )
+
+
+def first_version(label: str) -> Version:
+    """The weights that the engine starts with: not ours to delete, never uploaded."""
+    return Version(
+        label=label,
+        sequence=0,
+        state="active",
+        path=Path(),  # the engine says where it found them
+        num_bytes=0,
+        owned=False,
+    )
 
 
 class Versions:
@@ -57,6 +77,7 @@ class Versions:
         assert first.state == "active"
         self._known = {first.label: first}
         self._active = first.label
+        self._heard: dict[str, int] = {}
         self.epoch = 0
 
     @property
@@ -74,8 +95,17 @@ class Versions:
     def find(self, label: str) -> Version | None:
         return self._known.get(label)
 
+    def hear_of(self, sequences: Mapping[str, int]) -> None:
+        """Of versions that other replicas have."""
+        self._heard |= sequences
+
+    def sequence_of(self, label: str) -> int | None:
+        known = self.find(label)
+        return self._heard.get(label) if known is None else known.sequence
+
     def next_sequence(self) -> int:
-        return max(version.sequence for version in self._known.values()) + 1
+        known = (version.sequence for version in self._known.values())
+        return max(chain(known, self._heard.values())) + 1
 
     def check_sequence(self, label: str, sequence: int) -> None:
         """Two labels never share a sequence: min_version could not tell them apart."""
@@ -105,8 +135,8 @@ class Versions:
         if policy.exact_version is not None:
             return self._admit_exact(policy.exact_version)
         assert policy.min_version is not None
-        wanted = self.find(policy.min_version)
-        if wanted is None or wanted.sequence > self.active.sequence:
+        wanted = self.sequence_of(policy.min_version)
+        if wanted is None or wanted > self.active.sequence:
             raise _not_yet(policy.min_version)
         return None
 
@@ -121,6 +151,9 @@ class Versions:
             )
         return version
 
+    def announced(self, label: str, announced: bool) -> None:
+        self._known[label] = replace(self._known[label], announced=announced)
+
     def activated(self, label: str) -> None:
         self._known[self._active] = replace(self.active, state="superseded")
         self._active = label
@@ -130,8 +163,8 @@ class Versions:
     def _admit_exact(self, label: str) -> str:
         if label == self._active:
             return label
-        wanted = self.find(label)
-        if wanted is not None and wanted.sequence > self.active.sequence:
+        wanted = self.sequence_of(label)
+        if wanted is not None and wanted > self.active.sequence:
             raise _not_yet(label)
         raise VersionSuperseded(f"{self._active!r} is active")
 

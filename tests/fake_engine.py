@@ -6,23 +6,30 @@ computed, and exported, in a sample's first step.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import CheckpointRefused, EngineDead, EngineError, RequestRefused
 from engine.protocol import (
+    AdapterForm,
     Completion,
     Conversation,
+    DrafterStatus,
     EngineFacts,
     EngineFinish,
     EngineStage,
     ExportWord,
+    GraphCounts,
     PauseMode,
+    Place,
     Pulse,
+    Ranked,
     Reply,
     SampleRequest,
     SharedPrefixCounts,
+    SpeculationCounts,
     ToolCall,
     VersionSpan,
 )
@@ -38,6 +45,7 @@ class Running:
     done: asyncio.Future[Completion]
     limit: int
     computed: bool = False
+    num_cached: int = 0
     ends: EngineFinish | None = None
     token_versions: list[str] = field(default_factory=list)
 
@@ -46,7 +54,12 @@ class FakeEngine:
     """Its public attributes make it misbehave; `calls` and `loaded` say what was asked of it."""
 
     def __init__(
-        self, *, max_context_tokens: int = 512, instant: bool = True, prompt_kv: bool = False
+        self,
+        *,
+        max_context_tokens: int = 512,
+        instant: bool = True,
+        prompt_kv: bool = False,
+        max_adapters: int = 0,
     ) -> None:
         self.instant = instant
         self.prompt_kv = prompt_kv
@@ -60,16 +73,27 @@ class FakeEngine:
         self.score_gate: asyncio.Event | None = None
         self.scored = 0
         self.scoring = 0
+        self.scored_under: list[str | None] = []
         self.alive = True
         self.finish: EngineFinish = "length"
         self.calls: list[str] = []
         self.submitted: list[SampleRequest] = []
         self.loaded: list[Path] = []
         self.running: dict[str, Running] = {}
+        self.written: dict[str, str] = {}
+        self.max_adapters = max_adapters
+        self.adapters: dict[str, Path] = {}
+        self.adapter_error: EngineError | None = None
         self.version = ""
         self.entropy: Callable[[int], float] = lambda place: float(place % 7)
         self.paused = False
         self.counted = SharedPrefixCounts()
+        self.speculated = SpeculationCounts()
+        self.graphs_counted = GraphCounts()
+        self.drafting: DrafterStatus | None = None
+        self.drafter_path = Path("/nowhere")
+        self.refused_drafter: EngineError | None = None
+        self.offered: list[tuple[str, bytes]] = []
         self._stage: EngineStage = "starting"
 
     @property
@@ -92,6 +116,9 @@ class FakeEngine:
             vllm_version="0",
             kv_format=FORMAT if self.prompt_kv else None,
             kv_reason=None if self.prompt_kv else "disabled",
+            max_logprobs=20,
+            max_adapters=self.max_adapters,
+            max_adapter_rank=16 if self.max_adapters else 0,
         )
 
     def pulse(self) -> Pulse:
@@ -100,6 +127,12 @@ class FakeEngine:
 
     def shared_prefix(self) -> SharedPrefixCounts:
         return self.counted
+
+    def speculation(self) -> SpeculationCounts:
+        return self.speculated
+
+    def graphs(self) -> GraphCounts:
+        return self.graphs_counted
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:
@@ -144,6 +177,8 @@ class FakeEngine:
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         if not self.alive:
             raise EngineDead("dead")
+        if any(sample.adapter not in (None, *self.adapters) for sample in samples):
+            raise RequestRefused("there is no such adapter")
         self.submitted += samples
         loop = asyncio.get_running_loop()
         added = [
@@ -155,7 +190,11 @@ class FakeEngine:
             self.step(VOCAB_SIZE)
         return [sample.done for sample in added]
 
-    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+    async def score(
+        self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        assert adapter is None or adapter in self.adapters
+        self.scored_under.append(adapter)
         if not self.alive:
             raise EngineDead("dead")
         while self.paused:
@@ -168,6 +207,13 @@ class FakeEngine:
         finally:
             self.scoring -= 1
         return [-float(len(prompt) + i) for i in range(len(response))]
+
+    async def likeliest(
+        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
+    ) -> list[Place]:
+        scores = await self.score([], prompt, adapter)
+        places = zip(prompt[1:], scores[1:], strict=True)
+        return [[], *(_place(token, score, num_likeliest) for token, score in places)]
 
     def step(self, num_tokens: int = 1) -> None:
         """Samples so many more tokens for everyone, up to each one's limit."""
@@ -222,6 +268,42 @@ class FakeEngine:
         self.loaded.append(path)
         self.version = version
 
+    def drafter(self) -> DrafterStatus | None:
+        return self.drafting
+
+    def drafter_file(self) -> Path:
+        return self.drafter_path
+
+    def check_drafter(self, path: Path) -> None:
+        if isinstance(self.refused_drafter, CheckpointRefused):
+            raise self.refused_drafter
+
+    def offer_drafter(self, path: Path, version: str) -> None:
+        if self.refused_drafter is not None:
+            raise self.refused_drafter
+        self.offered.append((version, path.read_bytes()))
+        path.unlink()
+
+    def check_adapter(self, path: Path) -> AdapterForm:
+        """Whatever is in the file; its config's `refused` says why it does not fit."""
+        config = json.loads((path / "adapter_config.json").read_bytes())
+        if "refused" in config:
+            raise CheckpointRefused(config["refused"])
+        num_bytes = (path / "adapter_model.safetensors").stat().st_size
+        return AdapterForm(rank=config["r"], num_modules=1, num_bytes=num_bytes)
+
+    async def load_adapter(self, label: str, path: Path) -> None:
+        assert label not in self.adapters and len(self.adapters) < self.max_adapters
+        self.calls.append(f"load {label}")
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters[label] = path
+
+    async def unload_adapter(self, label: str) -> None:
+        assert not any(running.request.adapter == label for running in self.running.values())
+        if self.adapters.pop(label, None) is not None:
+            self.calls.append(f"unload {label}")
+
     def die(self) -> None:
         self.alive, self._stage = False, "dead"
         for sample in self.running.values():
@@ -230,10 +312,24 @@ class FakeEngine:
 
     def _compute_prompt(self, sample: Running) -> None:
         """`export_word` is what becomes of every export: bytes for COMMITTED only."""
-        if sample.request.export is not None and not sample.computed:
-            tokens = sample.request.prompt_token_ids
-            write_export(sample.request.export, tokens, self.version, self.export_word)
+        if not sample.computed:
+            self._load(sample)
+            self._export(sample.request)
         sample.computed = True
+
+    def _export(self, request: SampleRequest) -> None:
+        if request.export is None:
+            return
+        write_export(request.export, request.prompt_token_ids, self.version, self.export_word)
+        if self.export_word == ExportWord.COMMITTED and request.export.name is not None:
+            self.written[request.export.name] = self.version
+
+    def _load(self, sample: Running) -> None:
+        """Whole, and only what the version that serves has written."""
+        load = sample.request.load
+        names = [piece.source.name for piece in load.pieces] if load is not None else []
+        if load is not None and all(self.written.get(n or "") == self.version for n in names):
+            sample.num_cached = load.num_tokens
 
     def _finish(self, sample: Running, finish: EngineFinish) -> None:
         del self.running[sample.request.id]
@@ -247,10 +343,26 @@ class FakeEngine:
             logprobs=[-0.5] * count,
             finish=finish,
             versions=_spans(sample.token_versions),
-            num_cached_tokens=0,
+            num_cached_tokens=sample.num_cached,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_over else None,
+            likeliest=_places(places, sample.request.num_likeliest),
         )
         sample.done.set_result(completion)
+
+
+def _places(places: range, num_likeliest: int) -> list[Place] | None:
+    if not num_likeliest:
+        return None
+    return [_place(place % VOCAB_SIZE, -0.5, num_likeliest) for place in places]
+
+
+def _place(token: int, logprob: float, num_likeliest: int) -> Place:
+    """The token and those after it, itself the likeliest."""
+    others = range(num_likeliest)
+    return [
+        Ranked(token, logprob, 1),
+        *(Ranked((token + i) % VOCAB_SIZE, logprob - i, i + 1) for i in others),
+    ]
 
 
 def _spans(versions: list[str]) -> tuple[VersionSpan, ...]:

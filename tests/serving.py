@@ -1,6 +1,7 @@
 """A server on a real socket inside the test's own event loop."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,9 +15,36 @@ from fastapi import FastAPI
 from engine.protocol import Engine
 from service.app import create_app
 from service.bounded_protocol import bounded_by
+from service.directory.directory import Directory
+from service.runner import Listener
 from service.server import Server
 from service.settings import Settings
 from tests.contract.recorded import Recorded
+
+TLS = httpx.create_ssl_context()  # a client takes 30 ms to make one of its own
+
+
+class PromptListener(Listener):
+    """uvicorn looks ten times a second whether to end; a thousand tests would sleep for minutes."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.leave = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.leave.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:
+            await asyncio.sleep(0.001)
+        for server in self.servers:
+            await server.wait_closed()
+        await self.lifespan.shutdown()
 
 
 @dataclass(frozen=True)
@@ -38,28 +66,34 @@ def settings_for(tmp_path: Path, **sections: dict[str, Any]) -> Settings:
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, tmp_path: Path, *, wait: bool = True, **sections: dict[str, Any]
+    engine: Engine,
+    tmp_path: Path,
+    *,
+    wait: bool = True,
+    port: int = 0,
+    shared: Directory | None = None,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Served]:
     settings = settings_for(tmp_path, **sections)
-    app = create_app(settings, engine)
+    app = create_app(settings, engine, shared)
     http_class = bounded_by(settings.limits)
     config = uvicorn.Config(
         app,
         http=http_class,
-        port=0,
+        port=port,
         log_level="warning",
         lifespan="on",
         ws="none",
         server_header=False,
     )
-    listener = uvicorn.Server(config)
+    listener = PromptListener(config)
     task = asyncio.create_task(listener.serve())
     try:
         while not listener.started:
             await asyncio.sleep(0.001)
         port = listener.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        transport = Recorded(httpx.AsyncHTTPTransport())
+        transport = Recorded(httpx.AsyncHTTPTransport(verify=TLS))
         async with httpx.AsyncClient(base_url=url, timeout=60, transport=transport) as http:
             while wait and (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
@@ -71,5 +105,5 @@ async def serving(
                 connections=listener.server_state.connections,
             )
     finally:
-        listener.should_exit = True
+        listener.leave.set()
         await task

@@ -19,7 +19,7 @@ def serving_in_thread(engine: Engine, tmp_path: Path, **sections: dict[str, Any]
     leave: Future[None] = Future()
 
     async def serve() -> None:
-        async with serving(engine, tmp_path, wait=True, **sections) as served:
+        async with serving(engine, tmp_path, wait=True, port=0, shared=None, **sections) as served:
             address.set_result(served.url)
             await asyncio.wrap_future(leave)
 

@@ -24,6 +24,8 @@ from service.credentials import presented_key
 from service.keys import read_keys
 from service.sources import SettingsError
 
+pytestmark = pytest.mark.slow
+
 quick = settings(
     deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,6 +48,16 @@ def test_the_service_imports_neither_torch_nor_vllm(module: str) -> None:
 def test_settings_and_commands_need_no_http_server(module: str) -> None:
     modules = imported(f"import {module}", ROOT, ROOT / "client")
     assert modules.isdisjoint({"fastapi", "uvicorn"})
+
+
+def test_processes_of_the_engine_import_nothing_of_the_service() -> None:
+    """multiprocessing imports in them what the service began with."""
+    modules = imported("import service.__main__", ROOT, ROOT / "client")
+    assert {name for name in modules if name.partition(".")[0] == "service"} == {
+        "service",
+        "service.__main__",
+        "service.entry",
+    }
 
 
 def test_the_client_imports_nothing_of_the_server() -> None:

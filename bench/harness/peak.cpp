@@ -1,4 +1,4 @@
-// What a thread multiplies and adds from registers alone: the ceiling of any kernel.
+// What a thread multiplies and adds from registers alone, and reads from memory: the ceilings of any kernel.
 #include <immintrin.h>
 
 #include <chrono>
@@ -6,7 +6,9 @@
 #ifdef __AVX512BF16__
 using Vector = __m512;
 constexpr int kFlops = 64;
-static inline Vector zero() { return _mm512_setzero_ps(); }
+static inline Vector set(float x) { return _mm512_set1_ps(x); }
+static inline Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); }
+static inline Vector load(const float* at) { return _mm512_loadu_ps(at); }
 static inline Vector step(Vector sum) {
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
   return _mm512_dpbf16_ps(sum, one, one);
@@ -14,24 +16,61 @@ static inline Vector step(Vector sum) {
 #else
 using Vector = __m256;
 constexpr int kFlops = 16;
-static inline Vector zero() { return _mm256_setzero_ps(); }
-static inline Vector step(Vector sum) { return _mm256_fmadd_ps(sum, _mm256_set1_ps(1), sum); }
+static inline Vector set(float x) { return _mm256_set1_ps(x); }
+static inline Vector add(Vector x, Vector y) { return _mm256_add_ps(x, y); }
+static inline Vector load(const float* at) { return _mm256_loadu_ps(at); }
+static inline Vector step(Vector sum) { return _mm256_fmadd_ps(set(1), set(1), sum); }
 #endif
+
+namespace {
 
 // Enough sums side by side that none waits for its last step.
 constexpr int kSums = 12;
 
+class Seconds {
+ public:
+  double passed() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
+
+// All of them are used: what is not would not be computed.
+void use(Vector (&sums)[kSums]) {
+  for (Vector& sum : sums) asm volatile("" : : "x"(sum));
+}
+
+}  // namespace
+
 extern "C" double flops_per_second(int steps) {
+  // They begin differently: of equal ones a compiler makes one.
   Vector sums[kSums];
-  for (Vector& sum : sums) sum = zero();
-  const auto began = std::chrono::steady_clock::now();
-  for (int i = 0; i < steps; i++) {
+  for (int i = 0; i < kSums; i++) sums[i] = set(i);
+  const Seconds seconds;
+  for (int n = 0; n < steps; n++) {
 #pragma GCC unroll 16
-    for (Vector& sum : sums) {
-      sum = step(sum);
-      asm volatile("" : "+v"(sum));
+    for (int i = 0; i < kSums; i++) sums[i] = step(sums[i]);
+  }
+  use(sums);
+  return double(steps) * kSums * kFlops / seconds.passed();
+}
+
+// The processor's own prefetcher stops at every page, so lines are asked for a page ahead.
+extern "C" double bytes_per_second(const float* from, long floats) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float), kLine = 16, kAhead = 1024;
+  Vector sums[kSums];
+  for (int i = 0; i < kSums; i++) sums[i] = set(i);
+  const Seconds seconds;
+  for (long at = 0; at + kSums * kLine <= floats; at += kSums * kLine) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; i++) {
+      __builtin_prefetch(from + at + i * kLine + kAhead, 0, 2);
+      for (int part = 0; part < kLine; part += kWidth)
+        sums[i] = add(sums[i], load(from + at + i * kLine + part));
     }
   }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
-  return double(steps) * kSums * kFlops / seconds.count();
+  use(sums);
+  return sizeof(float) * double(floats) / seconds.passed();
 }

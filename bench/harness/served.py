@@ -9,20 +9,30 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import REGISTRY
 
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.bounded_protocol import bounded_by
+from service.kv.settings import KvSettings
 from service.settings import Settings, WeightsSettings
 
 
 @asynccontextmanager
 async def served(
-    engine_settings: EngineSettings, attention: AttentionSettings | None = None
+    engine_settings: EngineSettings,
+    attention: AttentionSettings | None = None,
+    kv: KvSettings | None = None,
+    speculation: SpeculationSettings | None = None,
 ) -> AsyncIterator[tuple[VllmEngine, str]]:
-    engine = VllmEngine(engine_settings, attention=attention or AttentionSettings())
+    engine = VllmEngine(
+        engine_settings, attention=attention or AttentionSettings(), speculation=speculation
+    )
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(engine=engine_settings, weights=WeightsSettings(directory=Path(folder)))
+        settings = Settings(
+            engine=engine_settings,
+            weights=WeightsSettings(directory=Path(folder)),
+            kv=kv or KvSettings(),
+        )
         config = uvicorn.Config(
             create_app(settings, engine),
             http=bounded_by(settings.limits),

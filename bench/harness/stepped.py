@@ -1,7 +1,8 @@
 """vLLM in this process, its decode steps timed whole, by each kind of attention in turn.
 
 Neighbouring steps of the same samples go to vLLM's own attention and to that over shared prefixes,
-with a third that leaves attention out as the bound.
+with a third that leaves attention out as the bound. On a machine that has other work, steps are run
+by one thread and its processor time is taken: what others do to that is little.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.harness.pairs import Pairs, Ratio
 from bench.harness.record import Row
@@ -58,6 +60,7 @@ class Case:
     group_size: int
     prefix: int
     system: int = 0
+    drafted: int = 0
     goal: float | None = None
 
     @property
@@ -66,7 +69,10 @@ class Case:
         system = f" behind {self.system} tokens that all share" if self.system else ""
         if self.group_size == 1:
             return f"{self.num_groups} different prompts of {self.prefix}"
-        return f"{self.num_groups} {groups} of {self.group_size}, prefix {self.prefix}{system}"
+        tokens = f", {1 + self.drafted} query tokens a sample" if self.drafted else ""
+        return (
+            f"{self.num_groups} {groups} of {self.group_size}, prefix {self.prefix}{system}{tokens}"
+        )
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +113,7 @@ class Steps:
 class Engine:
     """vLLM in this process, stepped by hand."""
 
-    def __init__(self, model: Path, cache: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, cache: Path, *, alone: bool, **settings: Any) -> None:
         from vllm import LLM
 
         from engine.attention import installed
@@ -134,6 +140,7 @@ class Engine:
         layers = runner.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in group.layer_names]
         self._number = 0
+        self._alone = alone
 
     def close(self) -> None:
         self._client.shutdown()
@@ -141,12 +148,16 @@ class Engine:
     def measure(self, case: Case, *, seconds: float, rounds: int) -> Steps:
         """At least nine rounds, then until the time is up or `rounds` were measured."""
         self._begin(case, num_tokens=3 * rounds + 30)
+        num_threads = torch.get_num_threads()
+        if not self._alone:
+            torch.set_num_threads(1)
         steps, began = Steps(), time.perf_counter()
         self._round(Steps(), 0)
         for number in range(rounds):
             self._round(steps, number)
             if number >= 8 and time.perf_counter() - began > seconds:
                 break
+        torch.set_num_threads(num_threads)
         self._llm.llm_engine.abort_request(self._names, internal=True)
         self._llm.llm_engine.step()
         return steps
@@ -186,9 +197,10 @@ class Engine:
             steps.without.append(self._step())
 
     def _step(self) -> float:
-        began = time.perf_counter()
+        clock = time.perf_counter if self._alone else time.thread_time
+        began = clock()
         self._llm.llm_engine.step()
-        return 1000 * (time.perf_counter() - began)
+        return 1000 * (clock() - began)
 
     def _num_grouped(self) -> int:
         from engine.attention.counts import COUNTS

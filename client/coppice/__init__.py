@@ -10,9 +10,12 @@ from coppice.credit import (
 )
 from coppice.errors import (
     ActivationFailed,
+    AdaptersFull,
     BadAnswer,
+    BaseUnavailable,
     ConnectionFailed,
     CoppiceError,
+    DirectoryUnavailable,
     Draining,
     EngineUnavailable,
     Forbidden,
@@ -25,6 +28,8 @@ from coppice.errors import (
     Overloaded,
     ProblemError,
     QuotaExceeded,
+    Redirected,
+    ReplicaGone,
     RequestInProgress,
     RequestTimeout,
     RolloutLost,
@@ -49,6 +54,7 @@ from coppice.retry import Retry
 from coppice.samples import Sample
 from coppice.scores import Score
 from coppice.tree import Segment, Tree
+from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
@@ -63,20 +69,35 @@ from coppice.wire.records import (
     SegmentRecord,
     StartRecord,
 )
-from coppice.wire.rollouts import Finish, GroupRequest, Message, Policy, Prompt, Usage, VersionSpan
+from coppice.wire.reuse import Reuse, ReuseAnswer
+from coppice.wire.rollouts import (
+    Finish,
+    GroupRequest,
+    Message,
+    Policy,
+    Prompt,
+    PromptSegment,
+    Usage,
+    VersionSpan,
+)
 from coppice.wire.score import ScoreItem
 from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
 
 __all__ = [
     "ActivationAnswer",
     "ActivationFailed",
+    "AdapterAnswer",
+    "AdaptersAnswer",
+    "AdaptersFull",
     "AsyncPending",
     "AsyncRollouts",
     "BadAnswer",
+    "BaseUnavailable",
     "BranchRequest",
     "Branching",
     "ConnectionFailed",
     "CoppiceError",
+    "DirectoryUnavailable",
     "Draining",
     "EndRecord",
     "EngineUnavailable",
@@ -109,11 +130,16 @@ __all__ = [
     "Prompt",
     "PromptKV",
     "PromptLike",
+    "PromptSegment",
     "QuotaExceeded",
     "Record",
+    "Redirected",
+    "ReplicaGone",
     "RequestInProgress",
     "RequestTimeout",
     "Retry",
+    "Reuse",
+    "ReuseAnswer",
     "RolloutLost",
     "RolloutResult",
     "Rollouts",

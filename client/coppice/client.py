@@ -6,9 +6,12 @@ from typing import Self, Unpack
 
 import httpx
 
+from coppice.core.adapters import AdapterOperations
 from coppice.core.control import ControlOperations
 from coppice.core.courier import Courier
+from coppice.core.drafter import DrafterOperations
 from coppice.core.driver import Driver
+from coppice.core.following import Following
 from coppice.core.pace import Pace
 from coppice.core.pending import AsyncPending
 from coppice.core.rollouts import RolloutOperations
@@ -19,6 +22,7 @@ from coppice.face import Face, blocking, iterating
 from coppice.http.asynchronous import AsyncDriver, AsyncPace
 from coppice.http.blocking import BlockingDriver, BlockingPace, run
 from coppice.http.exchange import client_options
+from coppice.http.trust import Trust
 from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
 from coppice.retry import Retry
@@ -28,15 +32,22 @@ USUAL_RETRY = Retry()
 
 
 class Operations(
-    RolloutOperations, TreeOperations, ScoreOperations, WeightsOperations, ControlOperations
+    RolloutOperations,
+    TreeOperations,
+    ScoreOperations,
+    WeightsOperations,
+    DrafterOperations,
+    AdapterOperations,
+    ControlOperations,
 ):
     """Everything that a server does, over one driver."""
 
-    def __init__(self, driver: Driver, pace: Pace, retry: Retry) -> None:
-        self._courier = Courier(driver, pace, retry)
+    def __init__(self, driver: Driver, trust: Trust, pace: Pace, retry: Retry) -> None:
+        self._courier = Courier(Following(driver, trust), pace, retry)
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Closes its connections, and forgets the weights that it has sent."""
+        self._kept = None
         await self._courier.driver.close()
 
 
@@ -45,8 +56,10 @@ class AsyncRollouts(Operations):
 
     `base_url` may hold credentials, http://user:key@host, in the place of `api_key`. `timeout` is
     how long, in seconds, the connection may be silent: a rollout may take hours, its progress
-    records come every 15 s. `retry` says how failed calls are repeated. `transport` replaces
-    httpx's own, `pace` the clock and the dice. Calls may overlap freely.
+    records come every 15 s. `retry` says how failed calls are repeated. `replicas` are other hosts
+    than base_url's that a fleet may send calls on to, with the key: names, `*.domain`, addresses or
+    networks. `transport` replaces httpx's own, `pace` the clock and the dice. Calls may overlap
+    freely.
     """
 
     def __init__(
@@ -56,12 +69,13 @@ class AsyncRollouts(Operations):
         api_key: str | None = None,
         timeout: float | None = USUAL_TIMEOUT_SECONDS,
         retry: Retry = USUAL_RETRY,
+        replicas: Iterable[str] = (),
         transport: httpx.AsyncBaseTransport | None = None,
         pace: Pace | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = AsyncDriver(httpx.AsyncClient(transport=transport, **options))
-        super().__init__(driver, pace or AsyncPace(), retry)
+        super().__init__(driver, Trust(base_url, replicas), pace or AsyncPace(), retry)
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,12 +121,14 @@ class Rollouts(Face[Operations]):
         api_key: str | None = None,
         timeout: float | None = USUAL_TIMEOUT_SECONDS,
         retry: Retry = USUAL_RETRY,
+        replicas: Iterable[str] = (),
         transport: httpx.BaseTransport | None = None,
         pace: Pace | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = BlockingDriver(httpx.Client(transport=transport, **options))
-        super().__init__(Operations(driver, pace or BlockingPace(), retry))
+        trust = Trust(base_url, replicas)
+        super().__init__(Operations(driver, trust, pace or BlockingPace(), retry))
 
     rollout = blocking(Operations.rollout)
     stream = iterating(Operations.stream)
@@ -136,6 +152,14 @@ class Rollouts(Face[Operations]):
     publish_weights = blocking(Operations.publish_weights)
     weights = blocking(Operations.weights)
     delete_weights = blocking(Operations.delete_weights)
+
+    drafter = blocking(Operations.drafter)
+    upload_drafter = blocking(Operations.upload_drafter)
+    download_drafter = blocking(Operations.download_drafter)
+    load_adapter = blocking(Operations.load_adapter)
+    publish_adapter = blocking(Operations.publish_adapter)
+    adapters = blocking(Operations.adapters)
+    unload_adapter = blocking(Operations.unload_adapter)
 
     pause = blocking(Operations.pause)
     resume = blocking(Operations.resume)

@@ -23,7 +23,7 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
         token_ids=sample.token_ids.tolist(),
         logprobs=sample.logprobs.tolist(),
         versions=[
-            GivenSpan(version=span.version, start=span.start, end=span.end)
+            GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
             for span in sample.versions
         ],
     )

@@ -9,22 +9,27 @@
         KvLost
         BadAnswer
           GatewayFailed
+        Redirected
       ProblemError              the server said no, and why
         InvalidRequest
           IdempotencyMismatch
         Unauthorized
         Forbidden
         NotFound
+          ReplicaGone
         TreeClosed
         VersionSuperseded
         VersionUnavailable
         VersionConflict
+          BaseUnavailable
         KvUnavailable
         WeightsRefused
         RequestTimeout
         RequestInProgress
         QuotaExceeded
         Overloaded
+        AdaptersFull
+        DirectoryUnavailable
         EngineUnavailable
           Draining
         ServerFailed
@@ -102,6 +107,18 @@ class GatewayFailed(BadAnswer):
         return True
 
 
+class Redirected(TransportError):
+    """The server sent the call on to an address that it was not followed to."""
+
+    def __init__(self, message: str, *, location: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
+
+    @property
+    def retryable(self) -> bool:
+        return False
+
+
 class ProblemError(CoppiceError):
     """The server answered with a problem; of this very class if its code is newer than us."""
 
@@ -156,7 +173,11 @@ class Forbidden(ProblemError):
 
 
 class NotFound(ProblemError):
-    """No such rollout, segment, version or address."""
+    """No such rollout, segment, version or address, or no drafter."""
+
+
+class ReplicaGone(NotFound):
+    """The replica that had the rollout has gone: send the rollout again."""
 
 
 class TreeClosed(ProblemError):
@@ -173,6 +194,10 @@ class VersionUnavailable(ProblemError):
 
 class VersionConflict(ProblemError):
     """The weights version is in a state that does not allow this."""
+
+
+class BaseUnavailable(VersionConflict):
+    """The version that a delta starts from is gone from the server, or another: send it whole."""
 
 
 class KvUnavailable(ProblemError):
@@ -197,6 +222,14 @@ class QuotaExceeded(ProblemError):
 
 class Overloaded(ProblemError):
     """The server has as much queued as it takes."""
+
+
+class AdaptersFull(ProblemError):
+    """No place for another adapter, until one is unloaded or its last rollout ends."""
+
+
+class DirectoryUnavailable(ProblemError):
+    """Which replica has the rollout cannot be said just now."""
 
 
 class EngineUnavailable(ProblemError):
@@ -224,6 +257,8 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "rollout_not_found": NotFound,
     "segment_not_found": NotFound,
     "version_not_found": NotFound,
+    "no_drafter": NotFound,
+    "adapter_not_found": NotFound,
     "kv_not_found": KvUnavailable,
     "method_not_allowed": InvalidRequest,
     "not_acceptable": InvalidRequest,
@@ -232,9 +267,11 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "tree_closed": TreeClosed,
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
+    "base_unavailable": BaseUnavailable,
     "rollback_refused": VersionConflict,
     "kv_version_conflict": KvUnavailable,
     "kv_gone": KvUnavailable,
+    "replica_gone": ReplicaGone,
     "body_too_large": InvalidRequest,
     "unsupported_media_type": InvalidRequest,
     "range_not_satisfiable": InvalidRequest,
@@ -253,8 +290,10 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "not_ready": EngineUnavailable,
     "draining": Draining,
     "overloaded": Overloaded,
+    "adapters_full": AdaptersFull,
     "engine_dead": EngineUnavailable,
     "version_unavailable": VersionUnavailable,
+    "directory_unavailable": DirectoryUnavailable,
     "insufficient_storage": ServerFailed,
 }
 

@@ -8,7 +8,10 @@ from coppice.prompts import PromptLike, groups_of
 from coppice.samples import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
+from coppice.wire.reuse import Reuse
 from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
+
+_PLAIN = ("priority", "speculation", "adapter")
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -27,7 +30,12 @@ class RolloutOptions(TypedDict, total=False):
     finish: Finish | None
     branching: Branching | None
     continue_from: Iterable[Iterable[Sample]]
+    reuse: Reuse | None
     priority: int
+    speculation: bool
+    adapter: str | None
+    session: str
+    """A name that proxies keep on one replica, where its earlier turns are cached."""
 
 
 def rollout_request(
@@ -42,10 +50,20 @@ def rollout_request(
     started = continue_from_of(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"kv", "policy", "finish", "branching", "priority"})
+    rest = _only(given, {"kv", "policy", "finish", "branching", "reuse", *_PLAIN})
     return RolloutRequest(
         groups=groups, sampling=sampling, continue_from=started, stream=True, **rest
     )
+
+
+def session_headers(options: RolloutOptions) -> dict[str, str]:
+    """Taken out of the options: it is not for the server, but for what stands in front of it."""
+    session = options.pop("session", None)
+    if session is None:
+        return {}
+    if not session or not all("!" <= character <= "~" for character in session):
+        raise ValueError("session must be printable ASCII without spaces")
+    return {"X-Session-ID": session}
 
 
 def _only(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

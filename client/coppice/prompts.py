@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.rollouts import GroupRequest, Message, Prompt
+from coppice.wire.rollouts import GroupRequest, Message, Prompt, PromptSegment
 
 PromptLike = (
     str
@@ -15,10 +15,12 @@ PromptLike = (
     | NDArray[np.integer[Any]]
     | Sequence[Message]
     | Sequence[Mapping[str, str]]
+    | Sequence[PromptSegment]
     | Prompt
     | GroupRequest
 )
-"""Text, token ids, the messages of a conversation, or a wire object, which is sent as it is."""
+"""Text, token ids, the messages of a conversation, segments, or a wire object, which is sent as it
+is."""
 
 _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 
@@ -59,6 +61,8 @@ def prompt_of(prompt: Any, where: str) -> Prompt:
     parts = _parts_of(prompt)
     if not parts:
         raise ValueError(f"{where} is empty")
+    if isinstance(parts[0], PromptSegment):
+        return Prompt(segments=parts)
     if isinstance(parts[0], Mapping | Message):
         return Prompt(messages=[_message_of(part) for part in parts])
     return Prompt(token_ids=token_ids_of(parts, where))

@@ -13,6 +13,7 @@ from coppice.samples import Sample
 from coppice.tree import Segment, Tree, tree_of
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.packed import Packed, Part, parts_of
+from coppice.wire.reuse import ReuseAnswer
 from coppice.wire.rollouts import (
     GroupHead,
     Outcome,
@@ -32,7 +33,9 @@ class Group:
 
     A tree that was asked for with flatten=True has samples as well, the whole paths of its leaves.
     `num_dropped` of its segments were taken out by whoever grew it. `chosen` are the indices of the
-    samples that Finish(samples=...) took, if they came to be.
+    samples that Finish(samples=...) took, if they came to be. Unless `exact`, the samples come from
+    an approximation of their prompt: recompute their log-probabilities and weight them. `reuse`
+    says what was computed of a prompt that came in segments.
     """
 
     id: str
@@ -48,6 +51,7 @@ class Group:
     tree: Tree | None = None
     num_dropped: int = 0
     chosen: tuple[int, ...] | None = None
+    reuse: ReuseAnswer | None = None
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
@@ -89,6 +93,7 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         tree=None if head.leaves is None else tree_of(segments, head.leaves),
         num_dropped=head.num_dropped,
         chosen=None if head.chosen is None else tuple(head.chosen),
+        reuse=head.reuse,
     )
 
 
@@ -160,6 +165,8 @@ def _segment_of(
         finish_reason=answer.finish_reason,
         num_leaves=answer.num_leaves or 0,
         versions=tuple(answer.versions),
+        kv=answer.kv,
+        kv_reason=answer.kv_reason,
     )
 
 

@@ -21,18 +21,22 @@ Scorable = tuple[PromptLike, Iterable[TokenIds]] | ScoreItem
 class Score:
     """One prompt's responses, in the order given. logprobs[i][j] is of response i's token j.
 
-    versions[i] is the weights version that scored response i, all of it.
+    versions[i] is the weights version that scored response i, all of it, and adapters[i] the
+    `name@version` of the adapter over it.
     """
 
     num_prompt_tokens: int
     logprobs: tuple[NDArray[np.float32], ...]
     versions: tuple[str, ...]
+    adapters: tuple[str | None, ...]
 
 
-def score_request(items: Iterable[Scorable], policy: Policy | None) -> ScoreRequest:
+def score_request(
+    items: Iterable[Scorable], policy: Policy | None, adapter: str | None
+) -> ScoreRequest:
     """TypeError or ValueError where none can be made."""
     wire = [_item_of(item, f"item {position}") for position, item in enumerate(items)]
-    return ScoreRequest(items=wire, policy=policy)
+    return ScoreRequest(items=wire, policy=policy, adapter=adapter)
 
 
 def scores_of(answer: ScoreAnswer, request: ScoreRequest) -> tuple[Score, ...]:
@@ -64,4 +68,5 @@ def _score_of(scored: ScoredItem, asked: ScoreItem) -> Score:
         num_prompt_tokens=scored.num_prompt_tokens,
         logprobs=tuple(np.array(item.logprobs, dtype=np.float32) for item in scored.responses),
         versions=tuple(item.version for item in scored.responses),
+        adapters=tuple(item.adapter for item in scored.responses),
     )

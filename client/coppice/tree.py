@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.samples import Sample
+from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.rollouts import SegmentFinish, VersionSpan
 from coppice.wire.spans import joined_spans
 
@@ -18,7 +19,8 @@ class Segment:
     """What was sampled between two cuts. logprobs[i] belongs to token_ids[i].
 
     Without a parent it begins at the prompt. versions count from its own first token. `depth` is
-    how often its path was split, `num_leaves` how many paths go through it.
+    how often its path was split, `num_leaves` how many paths go through it. `kv` is a handle on the
+    keys and values of the path up to its last token, if they were asked for and can be had.
     """
 
     id: str
@@ -30,6 +32,8 @@ class Segment:
     finish_reason: SegmentFinish
     num_leaves: int
     versions: tuple[VersionSpan, ...]
+    kv: KvHandle | None = None
+    kv_reason: KvReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -96,27 +96,24 @@ class _Growth:
         rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
         if len(rows) == 0:
             return rows, groups[:0], starts
-        offsets = np.cumsum(sizes) - sizes
-        agreed = self._agreed(rows, rows[offsets], sizes, int(starts.min()))
-        ends = np.minimum.reduceat(np.minimum(agreed, self._depths[rows]), offsets)
-        self._add_nodes(rows, sizes, rows[offsets], starts[offsets], ends)
-        end_of = np.repeat(ends, sizes)
-        ended = self._depths[rows] == end_of
-        self.open[rows[ended]] = True
+        offsets = sizes.cumsum() - sizes
+        firsts, depths = rows[offsets], self._depths[rows]
+        agreed = self._agreed(rows, firsts, sizes, int(starts.min()), int(depths.max()))
+        ends: Int32s = np.minimum.reduceat(np.minimum(agreed, depths), offsets).astype(np.int32)
+        self._add_nodes(rows, sizes, firsts, starts[offsets], ends)
+        end_of = ends.repeat(sizes)
         self._shared[rows] = end_of
-        on = ~ended
-        return rows[on], np.repeat(np.arange(len(sizes)), sizes)[on], end_of[on]
+        on = depths != end_of
+        self.open[rows[~on]] = True
+        return rows[on], np.arange(len(sizes)).repeat(sizes)[on], end_of[on]
 
-    def _agreed(self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int) -> Int32s:
+    def _agreed(self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int) -> Int64s:
         """For each row, the first column in which it differs from its group's first row."""
-        stop = int(self._depths[rows].max())
         columns = self._table[:, start:stop]
-        differs = columns[rows] != columns[firsts].repeat(sizes, axis=0)
-        first = differs.argmax(axis=1)
-        none = ~differs[np.arange(len(rows)), first]
-        first[none] = stop - start
-        self.num_columns = max(self.num_columns, min(start + int(first.max()) + 1, stop))
-        agreed: Int32s = (first + start).astype(np.int32)
+        differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
+        np.not_equal(columns[rows], columns[firsts].repeat(sizes, axis=0), out=differs[:, :-1])
+        agreed: Int64s = differs.argmax(axis=1) + start
+        self.num_columns = max(self.num_columns, min(int(agreed.max()) + 1, stop))
         return agreed
 
     def _add_nodes(
@@ -146,10 +143,13 @@ def _split(
     keys = (groups << 32) | blocks
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    heads = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
-    sizes = np.diff(heads, append=len(keys))
-    order = order[np.repeat(sizes > 1, sizes)]
-    return rows[order], starts[order], sizes[sizes > 1]
+    changes = np.flatnonzero(keys[1:] != keys[:-1])
+    bounds = np.empty(len(changes) + 2, dtype=np.int64)
+    bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(keys)
+    sizes = bounds[1:] - bounds[:-1]
+    several = sizes > 1
+    order = order[several.repeat(sizes)]
+    return rows[order], starts[order], sizes[several]
 
 
 def _joined(pieces: list[Int32s] | list[Int64s]) -> Int32s:

@@ -1,7 +1,8 @@
 """The KV connector that vLLM loads by this module's path, once in EngineCore and once a worker.
 
-It only hands what vLLM calls to the two sides, guarded. It loads nothing, holds no block back and
-reports nothing: a prompt is exported or not, and the arena's words say which.
+It only hands what vLLM calls to the two sides, guarded. It holds no block back: a prompt is
+exported or not, and the arena's words say which. What is loaded is there before the step's forward;
+blocks that could not be filled are reported, and vLLM computes them.
 """
 
 from collections.abc import Mapping
@@ -17,11 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from engine.guard import Failure, attempt
 from engine.kv.form import CacheForm, UnsupportedCache, cache_form
-from engine.kv.jobs import ExportJobs
+from engine.kv.jobs import ExportJob, StepJobs
+from engine.kv.load_planner import LoadPlanner
+from engine.kv.loader import SEGMENTS, Loader
 from engine.kv.scheduler_side import ExportPlanner
 from engine.kv.worker_side import PROMPT_KV, ExportWriter
 
 _NOT_HELD: Final = (False, None)
+_NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()
 
 
 class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -34,10 +38,16 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.refused = decided.message if isinstance(decided, Failure) else None
         if isinstance(decided, str):
             self.refused = decided
-        self.planner = ExportPlanner(self.form)
+        # vLLM computes what was not loaded again, but only where there is one group.
+        self.one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
+        self.loads = LoadPlanner(self.form)
+        self.planner = ExportPlanner(self.form, written=self.loads.written)
         self.writer: ExportWriter | None = None
+        self.loader: Loader | None = None
         if self.form is not None and role == KVConnectorRole.WORKER:
-            self.writer = ExportWriter(self.form, get_tensor_model_parallel_rank())
+            rank = get_tensor_model_parallel_rank()
+            self.writer = ExportWriter(self.form, rank)
+            self.loader = Loader(self.form, rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -49,30 +59,42 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @PROMPT_KV.returning(None)
     def on_new_request(self, request: Any) -> None:
         self.planner.add(request)
+        self.loads.add(request)
 
+    @SEGMENTS.returning((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        return 0, False
+        return self.loads.claim(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """Nothing comes from outside."""
+        """Not guarded: a claim that nobody fills would be sampled from."""
+        self.loads.allocated(request, blocks, num_external)
 
-    @PROMPT_KV.guarded(lambda self, scheduler_output: ExportJobs())
-    def build_connector_meta(self, scheduler_output: Any) -> ExportJobs:
+    def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
+        return StepJobs(exports=self._exports_of(scheduler_output), loads=self.loads.take())
+
+    @PROMPT_KV.returning(_NO_EXPORTS)
+    def _exports_of(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
         return self.planner.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @PROMPT_KV.returning(_NOT_HELD)
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
+        self.loads.forget(request.request_id)
+        return self._exported(request)
+
+    @PROMPT_KV.returning(_NOT_HELD)
+    def _exported(self, request: Any) -> tuple[bool, None]:
         self.planner.forget(request.request_id)
         return _NOT_HELD
 
-    @PROMPT_KV.returning(None)
     def reset_cache(self) -> None:
-        """Called where every cached prefix is forgotten: between two versions."""
+        """Called where every cached prefix is forgotten: between two versions. Not guarded: it
+        cannot fail, and what it forgets would otherwise be loaded under other weights.
+        """
+        self.loads.start_epoch()
         self.planner.start_epoch()
 
     # The workers' side
@@ -81,12 +103,20 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if self.writer is not None:
             self.writer.register(kv_caches)
+        if self.loader is not None:
+            self.loader.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Before the forward, in every step that has a load."""
+        if self.loader is not None and self.has_connector_metadata():
+            for job in self._get_connector_metadata().loads:
+                self.loader.load(job)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """All layers were loaded at once."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self.loader is None else self.loader.take_failed()
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -95,14 +125,18 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """After the forward, and before any block of it can be handed out again."""
-        if self.writer is not None and self.has_connector_metadata():
-            for job in self._get_connector_metadata().jobs:
-                self.writer.export(job)
+        if self.writer is None or self.loader is None or not self.has_connector_metadata():
+            return
+        done = self.writer.refuse if self.loader.take_step_failed() else self.writer.export
+        for job in self._get_connector_metadata().exports:
+            done(job)
 
     @PROMPT_KV.returning(None)
     def shutdown(self) -> None:
         if self.writer is not None:
             self.writer.close()
+        if self.loader is not None:
+            self.loader.close()
 
 
 def _decided(vllm_config: Any, kv_cache_config: Any) -> CacheForm | str:

@@ -4,6 +4,7 @@ Only plain attention over one table of blocks: what is not proven to be that is 
 reason, never exported as something it is not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,10 +38,22 @@ class CacheForm:
 
     def heads_of(self, rank: int) -> range:
         """What a rank writes. Where heads are replicated, the first rank of them does."""
-        replicas = max(1, self.num_ranks // self.num_kv_heads)
+        held = self.heads_held_by(rank)
+        return held if rank % self._replicas == 0 else held[:0]
+
+    def heads_held_by(self, rank: int) -> range:
         num_heads = max(1, self.num_kv_heads // self.num_ranks)
-        first = rank // replicas * num_heads
-        return range(first, first + (num_heads if rank % replicas == 0 else 0))
+        first = rank // self._replicas * num_heads
+        return range(first, first + num_heads)
+
+    @property
+    def _replicas(self) -> int:
+        return max(1, self.num_ranks // self.num_kv_heads)
+
+    def kernel_blocks(self, block_ids: Sequence[int], kernel_block: int) -> list[int]:
+        """Some GPU kernels want smaller blocks than the scheduler's: those lie side by side."""
+        split = self.block_size // kernel_block
+        return [block * split + part for block in block_ids for part in range(split)]
 
 
 def cache_form(vllm_config: Any, kv_cache_config: Any) -> CacheForm:

@@ -4,19 +4,35 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine.kv.place import Place
+from engine.kv.place import Piece, Place
 from engine.protocol import ExportWord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """A prompt whose blocks are complete after this step's forward; `word` is what to say of it."""
+    """Tokens whose blocks are complete after this step's forward; `word` is what to say of them.
+
+    `block_ids` begin with the block that holds the first of them.
+    """
 
     place: Place
     block_ids: tuple[int, ...]
     word: ExportWord
 
 
-@dataclass(frozen=True, slots=True)
-class ExportJobs(KVConnectorMetadata):  # type: ignore[misc]
-    jobs: tuple[ExportJob, ...] = ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadJob:
+    """Pieces that fill blocks, from the first token of the first block on, before the forward."""
+
+    pieces: tuple[Piece, ...]
+    block_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepJobs(KVConnectorMetadata):  # type: ignore[misc]
+    exports: tuple[ExportJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()

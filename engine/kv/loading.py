@@ -5,5 +5,6 @@ from typing import Final
 CONNECTOR: Final = {
     "kv_connector": "PromptKvConnector",
     "kv_connector_module_path": "engine.kv.connector",
-    "kv_role": "kv_producer",
+    "kv_role": "kv_producer",  # a consumer's loads may outlive a step; ours never do
+    "kv_load_failure_policy": "recompute",
 }

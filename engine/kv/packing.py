@@ -1,13 +1,23 @@
 """The order of a packed CPU block, learnt by writing through vLLM's own cache-write operation."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from vllm import _custom_ops
 
+from engine.kv.form import CacheForm
 from kernels.kv_pack.order import PackOrder, index_digits, learnt_order
 
 NUM_HEADS: Final = 2  # enough to see that they are packed alike
+
+
+def packed_order(
+    caches: Sequence[torch.Tensor], form: CacheForm, attention_layers: Mapping[str, Any]
+) -> PackOrder:
+    """Of the caches of a model whose attention kernels vLLM has chosen."""
+    isa = attention_layers[form.layers[0]].isa
+    return derive_order(caches[0].shape[2], form.head_dim, form.dtype, isa)
 
 
 def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:

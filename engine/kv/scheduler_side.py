@@ -1,17 +1,17 @@
 """In EngineCore: which prompts are complete after a step, and whether one version computed them.
 
-A prompt is exported in the step that computes the last of its tokens asked for, so no block has to
+Tokens are exported in the step that computes the last of those asked for, so no block has to
 outlive its request. It belongs to one epoch, the time between two activations, or it is mixed: a
 request begins anew whenever it is scheduled for the first time or again after a preemption, and
 finds no block of an earlier epoch then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from engine.kv.form import CacheForm
-from engine.kv.jobs import ExportJob, ExportJobs
+from engine.kv.jobs import ExportJob
 from engine.kv.place import Place
 from engine.protocol import ExportWord
 
@@ -23,10 +23,14 @@ class Tracked:
 
 
 class ExportPlanner:
-    """Owns what is still to be exported. Called from EngineCore's loop only."""
+    """Owns what is still to be exported. Called from EngineCore's loop only.
 
-    def __init__(self, form: CacheForm | None) -> None:
+    `written` hears the name of whatever one version has computed, if it has one.
+    """
+
+    def __init__(self, form: CacheForm | None, *, written: Callable[[str], None]) -> None:
         self._form = form
+        self._written = written
         self._epoch = 0
         self._tracked: dict[str, Tracked] = {}
 
@@ -46,9 +50,9 @@ class ExportPlanner:
     def start_epoch(self) -> None:
         self._epoch += 1
 
-    def plan(self, output: Any) -> ExportJobs:
+    def plan(self, output: Any) -> tuple[ExportJob, ...]:
         """The jobs of the step that `output` describes."""
-        return ExportJobs(tuple(self._jobs(output))) if self._tracked else ExportJobs()
+        return tuple(self._jobs(output)) if self._tracked else ()
 
     def _jobs(self, output: Any) -> Iterator[ExportJob]:
         for request_id, num_computed, begins in _scheduled(output):
@@ -58,17 +62,20 @@ class ExportPlanner:
             if begins:
                 tracked.epoch = self._epoch
             after = num_computed + output.num_scheduled_tokens[request_id]
-            if after >= tracked.place.num_tokens:
+            if after >= tracked.place.end:
                 del self._tracked[request_id]
                 yield self._job(tracked, output.kv_connector_block_state.get_block_ids(request_id))
 
     def _job(self, tracked: Tracked, block_ids: Any) -> ExportJob:
         assert self._form is not None, "only supported caches are tracked"
-        num_blocks = -(-tracked.place.num_tokens // self._form.block_size)
+        place, size = tracked.place, self._form.block_size
+        blocks = slice(place.first // size, -(-place.end // size))
         mixed = tracked.epoch != self._epoch
+        if place.name is not None and not mixed:
+            self._written(place.name)
         return ExportJob(
-            place=tracked.place,
-            block_ids=tuple(block_ids[self._form.group][:num_blocks]),
+            place=place,
+            block_ids=tuple(block_ids[self._form.group][blocks]),
             word=ExportWord.MIXED_VERSION if mixed else ExportWord.COMMITTED,
         )
 

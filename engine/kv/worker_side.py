@@ -18,7 +18,7 @@ from engine.kv.arena import WORD_BYTES, ArenaRefused, MappedArena
 from engine.kv.copying import Copier, CudaCopier, PackedCopier
 from engine.kv.form import CacheForm
 from engine.kv.jobs import ExportJob
-from engine.kv.packing import derive_order
+from engine.kv.packing import packed_order
 from engine.protocol import ExportWord
 
 PROMPT_KV = feature("prompt_kv")
@@ -62,6 +62,10 @@ class ExportWriter:
             logger.warning("a prompt was not exported: %s", error)
             self._give_up(job)
 
+    def refuse(self, job: ExportJob) -> None:
+        """What the step computed is not the prompt's."""
+        self._give_up(job)
+
     def _give_up(self, job: ExportJob) -> None:
         attempt(self._say, job, ExportWord.FAILED)
 
@@ -72,7 +76,8 @@ class ExportWriter:
             return
         assert self._copier is not None, "prepared before anything is exported"
         done = functools.partial(self._done, job)
-        self._copier.copy(self._kernel_blocks(job), self._out(job), done)
+        block_ids, skip = self._kernel_blocks(job)
+        self._copier.copy(block_ids, self._out(job), done, skip=skip)
 
     def _say(self, job: ExportJob, word: ExportWord) -> None:
         arena = self._arena(job.place.arena)
@@ -84,9 +89,7 @@ class ExportWriter:
     def _chosen(self, attention_layers: Mapping[str, Any]) -> Copier:
         if not current_platform.is_cpu():
             return CudaCopier(self._caches)
-        block, head_dim = self._caches[0].shape[2], self._form.head_dim
-        isa = attention_layers[self._form.layers[0]].isa
-        order = derive_order(block, head_dim, self._form.dtype, isa)
+        order = packed_order(self._caches, self._form, attention_layers)
         return PackedCopier(self._caches, order)
 
     def _out(self, job: ExportJob) -> torch.Tensor:
@@ -96,12 +99,13 @@ class ExportWriter:
         shape = (len(form.layers), 2, form.num_kv_heads, num_tokens, form.head_dim)
         return region.view(shape)[:, :, self._heads.start : self._heads.stop]
 
-    def _kernel_blocks(self, job: ExportJob) -> list[int]:
-        """Some GPU kernels want smaller blocks than the scheduler's: those lie side by side."""
+    def _kernel_blocks(self, job: ExportJob) -> tuple[list[int], int]:
+        """And how many tokens of the first are not wanted."""
         block = self._caches[0].shape[2]
-        split = self._form.block_size // block
-        num_blocks = -(-job.place.num_tokens // block)
-        return [b * split + part for b in job.block_ids for part in range(split)][:num_blocks]
+        before, skip = divmod(job.place.first % self._form.block_size, block)
+        num_blocks = -(-(skip + job.place.num_tokens) // block)
+        blocks = self._form.kernel_blocks(job.block_ids, block)
+        return blocks[before : before + num_blocks], skip
 
     def _arena(self, path: str) -> MappedArena:
         if path not in self._arenas:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.patches import chunked_seed, expand_kernel
+from engine.patches import adapter_rows, chunked_seed, expand_kernel, graph_candidates
 
 WORKING_PROCESSES = ("EngineCore", "VllmWorker")
 
@@ -15,7 +15,7 @@ class Patch:
 
     name: str
     install: Callable[[], None]
-    platform: Literal["cpu"]
+    platform: Literal["cpu", "gpu"]
     processes: tuple[str, ...]
 
 
@@ -27,6 +27,18 @@ PATCHES = (
         platform="cpu",
         processes=WORKING_PROCESSES,
     ),
+    Patch(
+        name="adapter_rows",
+        install=adapter_rows.install,
+        platform="cpu",
+        processes=WORKING_PROCESSES,
+    ),
+    Patch(
+        name="graph_candidates",
+        install=graph_candidates.install,
+        platform="gpu",
+        processes=WORKING_PROCESSES,
+    ),
 )
 
 
@@ -34,9 +46,12 @@ def install_patches(process_name: str) -> tuple[str, ...]:
     """Install what a process of this name needs, and say what that was. Safe to call again."""
     from vllm.platforms import current_platform
 
-    wanted = tuple(patch for patch in PATCHES if process_name.startswith(patch.processes))
-    if not current_platform.is_cpu():
-        return ()
+    platform = "cpu" if current_platform.is_cpu() else "gpu"
+    wanted = tuple(
+        patch
+        for patch in PATCHES
+        if patch.platform == platform and process_name.startswith(patch.processes)
+    )
     for patch in wanted:
         patch.install()
     return tuple(patch.name for patch in wanted)

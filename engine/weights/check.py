@@ -35,7 +35,7 @@ def check(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Che
     index = _without_repeated_head(served, read_checkpoint(candidate))
     refuse_differences(served, index)
     for tensor in sorted(index.tensors.values(), key=lambda t: (t.file, t.start)):
-        _refuse_values(tensor, dtype)
+        refuse_values(tensor, dtype)
     return index
 
 
@@ -59,7 +59,8 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
     return all(bytes(ours) == bytes(theirs) for ours, theirs in pairs)
 
 
-def _refuse_values(tensor: StoredTensor, dtype: str) -> None:
+def refuse_values(tensor: StoredTensor, dtype: str) -> None:
+    """Unless all of them are finite once they are converted."""
     not_finite = NOT_FINITE[tensor.dtype]
     limit = TOO_LARGE.get((tensor.dtype, dtype), not_finite)
     bits = BITS[NUM_VALUE_BYTES[tensor.dtype]]

@@ -40,23 +40,34 @@ def _read_tensor(stored: StoredTensor) -> torch.Tensor:
     return flat.view(TORCH_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
-def load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load every tensor of the model. After an exception only `reset` and another load help."""
-    model = worker.model_runner.get_model()
+def load(
+    worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, drafter: bool = False
+) -> None:
+    """Load every tensor of the model, or of the small one that drafts for it. After an exception
+    only `reset` and another load help."""
+    model = _model(worker, drafter)
+    config = worker.model_config
+    if drafter:
+        config = worker.vllm_config.speculative_config.draft_model_config
     tied = _tied_modules(model)
     with torch.device(worker.device), torch.inference_mode(False), torch.no_grad():
         initialize_layerwise_reload(model)
         _put_back(tied)
         model.load_weights(tensors)
-        finalize_layerwise_reload(model, worker.model_config)
+        finalize_layerwise_reload(model, config)
         _repack(tied)
     worker.synchronize_device()
 
 
-def reset(worker: Any) -> None:
+def reset(worker: Any, *, drafter: bool = False) -> None:
     """Make a load that broke off as if it had not begun, but for the values it wrote."""
-    _put_back(worker.model_runner.get_model().modules())
+    _put_back(_model(worker, drafter).modules())
     LOADING_LAYERS.clear()
+
+
+def _model(worker: Any, drafter: bool) -> Any:
+    runner = worker.model_runner
+    return runner.drafter.model if drafter else runner.get_model()
 
 
 def _put_back(layers: Iterable[torch.nn.Module]) -> None:

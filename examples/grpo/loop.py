@@ -80,7 +80,9 @@ class Loop:
             )
             self._learner.update()
         with watch("weights"):
-            self._rollouts.publish_weights(_version(number), self._learner.weights(), mode="keep")
+            self._rollouts.publish_weights(
+                _version(number), self._learner.weights(), mode="keep", delta=True
+            )
         samples = [sample for group in answers for sample in group.samples]
         lengths = [len(sample.token_ids) for sample in samples]
         return Step(

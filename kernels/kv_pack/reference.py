@@ -1,4 +1,4 @@
-"""The slow way, one vector or value at a time: what `unpack` and `gather` have to equal."""
+"""The slow way, one vector or value at a time: what the fast ways have to equal."""
 
 from collections.abc import Sequence
 
@@ -34,3 +34,32 @@ def slow_gather(
                 both = caches[layer][block_ids[token // block], head, token % block]
                 out[layer, 0, head, token] = both[:head_dim]
                 out[layer, 1, head, token] = both[head_dim:]
+
+
+def slow_pack(
+    values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: Sequence[int], order: PackOrder
+) -> None:
+    layers, two, heads, num_tokens, head_dim = values.shape
+    block = caches[0].shape[2]
+    for layer in range(layers):
+        for head in range(heads):
+            for token in range(num_tokens):
+                packed = caches[layer][block_ids[token // block], head].view(-1)
+                keys, rest = packed[: block * head_dim], packed[block * head_dim :]
+                for channel in range(head_dim):
+                    place = token % block * head_dim + channel
+                    keys[order.keys[place]] = values[layer, 0, head, token, channel]
+                    rest[order.values[place]] = values[layer, 1, head, token, channel]
+
+
+def slow_scatter(
+    values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: Sequence[int]
+) -> None:
+    layers, two, heads, num_tokens, head_dim = values.shape
+    block = caches[0].shape[2]
+    for layer in range(layers):
+        for head in range(heads):
+            for token in range(num_tokens):
+                both = caches[layer][block_ids[token // block], head, token % block]
+                both[:head_dim] = values[layer, 0, head, token]
+                both[head_dim:] = values[layer, 1, head, token]

@@ -25,10 +25,10 @@ def unpack(
     max_places: int = MAX_PLACES,
 ) -> None:
     """From packed blocks, contiguous on the CPU, where the last two dimensions are in `order`."""
-    _check(caches, block_ids, out)
+    check_shapes(caches, block_ids, out)
     flat = [cache.view(-1) for cache in caches]
     blocks_a_pass = max(1, max_places // caches[0][0].numel())
-    for tokens, places in _passes(caches[0], block_ids, order, out.shape[3], blocks_a_pass):
+    for tokens, places in passes(caches[0], block_ids, order, out.shape[3], blocks_a_pass):
         for values, layer in zip(flat, out, strict=True):
             layer[:, :, tokens].copy_(values.index_select(0, places.view(-1)).view(places.shape))
 
@@ -39,7 +39,7 @@ def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.T
     Heads or tokens may come first, and a block may hold all layers: that is all in the strides.
     One gather and one copy a layer, on the current stream of a GPU.
     """
-    _check(caches, block_ids, out)
+    check_shapes(caches, block_ids, out)
     num_tokens = out.shape[3]
     for cache, layer in zip(caches, out, strict=True):
         blocks = cache.index_select(0, block_ids)  # [n, H, N, 2 * D]
@@ -47,7 +47,7 @@ def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.T
         layer.copy_(halves.flatten(2, 3)[:, :, :num_tokens])
 
 
-def _check(
+def check_shapes(
     caches: Sequence[torch.Tensor], block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
     num_blocks, heads, block, content = caches[0].shape
@@ -58,7 +58,7 @@ def _check(
     assert (len(block_ids) - 1) * block < num_tokens <= len(block_ids) * block, "blocks and tokens"
 
 
-def _passes(
+def passes(
     cache: torch.Tensor,
     block_ids: Sequence[int],
     order: PackOrder,

@@ -1,13 +1,18 @@
 """The sub-application: asked when none of our own routes has the address."""
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi.routing import APIRoute
 from pydantic_core import to_json
+from starlette.routing import BaseRoute
 
 from service import problems
-from service.access import authorised, public
+from service.access import authorised, declared, public
 from service.compat import (
+    adapters,
     chat,
     completions,
     generate,
@@ -24,19 +29,24 @@ from service.settings import Shape
 
 DOCUMENT = "/compat/openapi.json"
 
+Audience = Literal["everybody", "callers", "operators"]
+
 OPENAI = (models.router, completions.router, chat.router)
 ROUTERS: dict[Shape, Sequence[APIRouter]] = {
     "openai": OPENAI,
-    "vllm": (*OPENAI, server_info.router, generate.router, vllm_control.router, unserved.vllm),
+    "vllm": (
+        *(*OPENAI, server_info.router, adapters.router),
+        *(generate.router, vllm_control.router, unserved.vllm),
+    ),
     "sglang": (
-        *(*OPENAI, server_info.router),
+        *(*OPENAI, server_info.router, adapters.router),
         *(sglang_generate.router, sglang_control.router, unserved.sglang),
     ),
 }
 
 
-def create_compat(shapes: Sequence[Shape]) -> FastAPI:
-    """Routes that two shapes share are there once."""
+def create_compat(shapes: Sequence[Shape], audience: Audience = "everybody") -> FastAPI:
+    """Routes that two shapes share are there once. Operators are who needs the role admin."""
     app = FastAPI(
         dependencies=[Depends(authorised)],
         openapi_url=None,
@@ -48,14 +58,23 @@ def create_compat(shapes: Sequence[Shape]) -> FastAPI:
     wanted = [router for shape in shapes for router in ROUTERS[shape]]
     for router in {id(router): router for router in wanted}.values():
         app.include_router(router)
+    app.router.routes = [route for route in app.routes if _is_for(audience, route)]
     _describe(app)
     return app
 
 
+def _is_for(audience: Audience, route: BaseRoute) -> bool:
+    assert isinstance(route, APIRoute), "these shapes have no other routes"
+    access = declared(route.endpoint)
+    is_admin = access is not None and access.role == "admin"
+    return audience == "everybody" or is_admin == (audience == "operators")
+
+
 def _describe(app: FastAPI) -> None:
-    content = to_json(document(app.routes))
+    """Generated when it is first asked for: few ask, and it is most of the time the app takes."""
+    content = cache(lambda: to_json(document(app.routes)))
 
     @app.get(DOCUMENT, include_in_schema=False)
     @public
     async def described() -> Response:
-        return Response(content, media_type="application/json")
+        return Response(content(), media_type="application/json")

@@ -4,35 +4,31 @@ The model's own template makes tokens of a conversation, and the parsers that th
 make tool calls and reasoning of a response.
 """
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
-from coppice.wire.rollouts import Policy, RolloutAnswer, SampleAnswer
+from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.protocol import Conversation, Reply
 from service.access import Caller, needs
-from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
-from service.compat import events
+from service.compat import events, likeliest
 from service.compat.bodies import ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.generate import logprobs
-from service.compat.messages import members
 from service.compat.running import (
-    Work,
+    STREAMED,
+    RequestFields,
+    adapter_of,
     answered,
-    check_model,
     encoded,
     finish_reason,
     spans,
     start,
     usage,
 )
-from service.compat.sampling import Count, MaxTokens, SamplingFields, seed
+from service.compat.sampling import MaxTokens, SamplingFields
 from service.connection import NOBODY_READS
 from service.errors import InvalidRequest
 from service.rollout import Rollout
@@ -40,10 +36,6 @@ from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter()
-
-SAMPLED = answers(
-    {200: (*JSON, events.MEDIA_TYPE)}, *WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK
-)
 
 
 class ChatMessage(ForeignModel):
@@ -81,24 +73,19 @@ class Tool(ForeignModel):
     function: Function
 
 
-class ChatBody(SamplingFields):
-    """`logprobs`: of the sampled tokens, which is all there are."""
+class ChatBody(SamplingFields, RequestFields):
+    """`logprobs`: of the sampled tokens, and of so many others as `top_logprobs` says."""
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
-    n: Count = 1
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
+    top_logprobs: likeliest.Count | None = None
     stream: bool = False
-    return_token_ids: bool = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    policy: Policy | None = None
 
     def conversation(self) -> Conversation:
         return Conversation(
@@ -109,26 +96,21 @@ class ChatBody(SamplingFields):
         )
 
 
-@router.post("/v1/chat/completions", responses=SAMPLED, openapi_extra=body_of(ChatBody))
+@router.post("/v1/chat/completions", responses=STREAMED, openapi_extra=body_of(ChatBody))
 @needs("rollout")
 async def chat(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_foreign(request, ChatBody, server)
-    check_model(server, body.model)
+    adapter = adapter_of(server, body.model)
+    likeliest.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
     prompt = await server.prompts.conversation(conversation)
-    work = Work(
-        prompts=[prompt],
-        n=body.n,
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
-        seed=seed(body.seed),
-        priority=body.priority,
-        policy=body.policy,
-        cache_salt=body.cache_salt,
-    )
+    most = body.max_completion_tokens or body.max_tokens
+    others = body.top_logprobs if body.logprobs else None
+    work = body.work([prompt], body, most, adapter, others)
     rollout = await start(server, caller, work)
-    talk = Talk(server, body, conversation, prompt)
+    talk = Talk(server, body, conversation, prompt, rollout)
     if body.stream:
-        return StreamingResponse(talk.events(rollout), media_type=events.MEDIA_TYPE)
+        return talk.streamed()
     answer = await answered(request, server, rollout)
     if answer is None:
         return NOBODY_READS
@@ -140,12 +122,18 @@ class Talk:
     """One request's conversation, and how its responses are written down."""
 
     def __init__(
-        self, server: Server, body: ChatBody, conversation: Conversation, prompt: list[int]
+        self,
+        server: Server,
+        body: ChatBody,
+        conversation: Conversation,
+        prompt: list[int],
+        rollout: Rollout,
     ) -> None:
         self._server = server
         self._body = body
         self._conversation = conversation
         self._prompt = prompt
+        self._rollout = rollout
 
     def answer(self, answer: RolloutAnswer, choices: list[dict[str, Any]]) -> dict[str, Any]:
         whole = {
@@ -163,29 +151,25 @@ class Talk:
             "index": sample.index,
             message_name: _message(reply),
             "finish_reason": self._finish_reason(sample, reply),
-            "logprobs": {"content": logprobs(sample)} if self._body.logprobs else None,
+            "logprobs": self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": spans(sample),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
 
-    async def events(self, rollout: Rollout) -> AsyncIterator[bytes]:
-        """A choice is sent when it has ended: the engine hands out samples, not single tokens."""
+    def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
+        places = likeliest.of_sample(self._rollout, 0, sample.index)
+        return {"content": logprobs(sample, places)}
+
+    def streamed(self) -> Response:
+        rollout = self._rollout
+
+        async def choice(_: int, sample: SampleAnswer) -> dict[str, Any]:
+            return _numbered(await self.choice(sample, "delta"))
+
         head = self._head("chat.completion.chunk", rollout.id)
-        try:
-            async for record in rollout.records():
-                match record:
-                    case SampleRecord(sample=sample):
-                        choice = await self.choice(sample, "delta")
-                        yield events.data({**head, "choices": [_numbered(choice)]})
-                    case ProgressRecord():
-                        yield events.KEEP_ALIVE
-                    case EndRecord(problem=problem) if problem is not None:
-                        yield events.data(members(problem))
-            yield events.DONE
-        finally:
-            self._server.rollouts.left(rollout)
+        return events.streamed(self._server, rollout, head, choice)
 
     async def _reply(self, sample: SampleAnswer) -> Reply:
         asked = self._conversation
@@ -202,7 +186,7 @@ class Talk:
             "id": f"chatcmpl-{rollout_id}",
             "object": kind,
             "created": events.now(),
-            "model": self._server.engine.facts.model,
+            "model": self._body.model or self._server.engine.facts.model,
         }
 
 

@@ -23,7 +23,7 @@ _PENALTY = "not served, because the samples would not be the model's own: reward
 _STOP = "strings are not matched against tokens: use stop_token_ids"
 _GUIDED = "guided decoding is not served: parse the response and reward it"
 _TEXT_ONLY = "only text models are served"
-_OTHERS = "only the sampled token's log-probability is answered: send 0, or ask POST /v1/score"
+_OTHERS = "not here: ask for logprobs of /v1/completions, or POST /v1/score"
 
 REFUSED: dict[str, Refusal] = {
     "min_p": Refusal((0,), _TRUNCATION),
@@ -57,7 +57,7 @@ REFUSED: dict[str, Refusal] = {
     "top_logprobs": Refusal((0,), _OTHERS),
     "top_logprobs_num": Refusal((0,), _OTHERS),
     "token_ids_logprob": Refusal(([],), _OTHERS),
-    "prompt_logprobs": Refusal((), "not served here: ask POST /v1/score"),
+    "prompt_logprobs": Refusal((), "not served here: ask POST /v1/score, or /v1/completions"),
     "return_hidden_states": Refusal((False,), "not served: ask for prompt KV with /v1/rollouts"),
     "return_routed_experts": Refusal((False,), "not served: routing is not recorded"),
     "features": Refusal((), _TEXT_ONLY),
@@ -66,7 +66,6 @@ REFUSED: dict[str, Refusal] = {
     "audio_data": Refusal(([],), _TEXT_ONLY),
     "video_data": Refusal(([],), _TEXT_ONLY),
     "input_embeds": Refusal((), "not served: send input_ids"),
-    "lora_path": Refusal((), "adapters are not served: merge, and publish whole weights"),
     "session_params": Refusal(({},), "not served: send the whole prompt, its prefix is cached"),
 }
 

@@ -7,9 +7,10 @@ engine was given, and no token is ever made into text and back.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request, Response
+from pydantic import Field
 from pydantic_core import to_json
 
 from coppice.wire.rollouts import (
@@ -22,14 +23,22 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     Sampling,
 )
+from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.compat.bodies import ForeignModel
+from service.compat.events import MEDIA_TYPE
+from service.compat.sampling import SamplingFields, masked
 from service.connection import while_connected
 from service.errors import InvalidRequest
+from service.grouping import Aside
 from service.keys import Key
 from service.rollout import Rollout
 from service.server import Server
 
 FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
+RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
+SAMPLED = answers({200: JSON}, *RAISED)
+STREAMED = answers({200: (*JSON, MEDIA_TYPE)}, *RAISED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,8 @@ class Work:
     priority: int = 0
     policy: Policy | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
+    num_likeliest: int = 0
 
     def request(self) -> RolloutRequest:
         groups = [
@@ -50,7 +61,41 @@ class Work:
             for prompt in self.prompts
         ]
         return RolloutRequest(
-            groups=groups, sampling=self.sampling, policy=self.policy, priority=self.priority
+            groups=groups,
+            sampling=self.sampling,
+            policy=self.policy,
+            priority=self.priority,
+            adapter=self.adapter,
+        )
+
+
+class RequestFields(ForeignModel):
+    """What OpenAI's shapes and vLLM's say beside a prompt and a distribution."""
+
+    model: str | None = None
+    return_token_ids: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    policy: Policy | None = None
+
+    def work(
+        self,
+        prompts: Sequence[list[int]],
+        wanted: SamplingFields,
+        max_tokens: int | None,
+        adapter: str | None,
+        num_likeliest: int | None,
+    ) -> Work:
+        return Work(
+            prompts=prompts,
+            n=wanted.n,
+            sampling=wanted.sampling(max_tokens),
+            seed=masked(wanted.seed),
+            priority=self.priority,
+            policy=self.policy,
+            cache_salt=self.cache_salt,
+            adapter=adapter,
+            num_likeliest=num_likeliest or 0,
         )
 
 
@@ -59,16 +104,20 @@ def salt(caller: Key, given: str | None) -> str | None:
     return None if given is None else f"{caller.name}:{given}"
 
 
-def check_model(server: Server, model: str | None) -> None:
-    served = server.engine.facts.model
-    if model not in (None, served):
-        raise InvalidRequest.of_parameter("model", f"this server serves {served!r}")
+def adapter_of(server: Server, model: str | None) -> str | None:
+    """The adapter that a model's name stands for; none for the served model itself."""
+    facts = server.engine.facts
+    if model in (None, facts.model):
+        return None
+    if not facts.max_adapters:
+        raise InvalidRequest.of_parameter("model", f"this server serves {facts.model!r}")
+    server.adapters.resolve(model)
+    return model
 
 
 async def start(server: Server, caller: Key, work: Work) -> Rollout:
-    return await server.rollouts.start(
-        work.request(), owner=caller.name, cache_salt=salt(caller, work.cache_salt)
-    )
+    aside = Aside(cache_salt=salt(caller, work.cache_salt), num_likeliest=work.num_likeliest)
+    return await server.rollouts.start(work.request(), owner=caller.name, aside=aside)
 
 
 async def answered(request: Request, server: Server, rollout: Rollout) -> RolloutAnswer | None:

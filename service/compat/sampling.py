@@ -23,6 +23,7 @@ class SamplingFields(ForeignModel):
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     ignore_eos: bool = False
     seed: int | None = None
+    n: Count = 1
 
     def sampling(self, max_tokens: int | None) -> Sampling:
         """Both -1 and 0 mean that no token is cut off by its rank."""
@@ -36,5 +37,5 @@ class SamplingFields(ForeignModel):
         )
 
 
-def seed(given: int | None) -> int | None:
-    return None if given is None else given & _SEED_MASK
+def masked(seed: int | None) -> int | None:
+    return None if seed is None else seed & _SEED_MASK

@@ -8,19 +8,26 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
 from service.access import Caller, needs
-from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.compat.bodies import ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.names import Running
-from service.compat.running import Work, answered, encoded, finish_reason, spans, start, texts
-from service.compat.sampling import Count, MaxTokens, SamplingFields, seed
+from service.compat.running import (
+    SAMPLED,
+    Work,
+    adapter_of,
+    answered,
+    encoded,
+    finish_reason,
+    spans,
+    start,
+    texts,
+)
+from service.compat.sampling import MaxTokens, SamplingFields, masked
 from service.connection import NOBODY_READS
 from service.errors import InvalidRequest
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
-
-SAMPLED = answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
 
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -30,12 +37,11 @@ class SglangSampling(SamplingFields):
     """Without max_new_tokens 128, as in SGLang."""
 
     max_new_tokens: MaxTokens | None = 128
-    n: Count = 1
     sampling_seed: int | None = None
 
 
 class SglangBody(ForeignModel):
-    """One prompt or a list of them, as text or as token ids."""
+    """One prompt or a list of them, as text or as token ids. `lora_path` is an adapter's name."""
 
     text: Text | list[Text] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
@@ -45,6 +51,7 @@ class SglangBody(ForeignModel):
     stream: Annotated[bool, Field(description="refused if true")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     extra_key: Name | None = None
+    lora_path: Name | None = None
     policy: Policy | None = None
 
     @property
@@ -82,10 +89,11 @@ async def generate(
         prompts=prompts,
         n=wanted.n,
         sampling=wanted.sampling(wanted.max_new_tokens),
-        seed=seed(wanted.seed if wanted.sampling_seed is None else wanted.sampling_seed),
+        seed=masked(wanted.seed if wanted.sampling_seed is None else wanted.sampling_seed),
         priority=body.priority or 0,
         policy=body.policy,
         cache_salt=body.extra_key,
+        adapter=adapter_of(server, body.lora_path),
     )
     rollout = await start(server, caller, work)
     with running.named(caller.name, body.rid or rollout.id, rollout):

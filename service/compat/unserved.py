@@ -14,16 +14,16 @@ TENSORS = (
     "weights come neither over NCCL nor as pickled tensors: publish them over HTTP (PUT "
     "/v1/weights), or name a directory with POST /update_weights_from_disk"
 )
-ADAPTERS = "adapters are not served: merge the adapter and publish whole weights"
+ADAPTER_TENSORS = (
+    "adapters do not come as pickled tensors: name a directory with POST /load_lora_adapter, or "
+    "upload one with PUT /v1/adapters"
+)
 MEMORY = "memory is not given back: the engine has its device to itself"
 RENDER = "only text models are served: send token ids to /v1/completions or /inference/v1/generate"
 
 _VLLM = {
     "/init_weight_transfer_engine": NCCL,
     "/init_broadcaster": NCCL,
-    "/load_lora_adapter": ADAPTERS,
-    "/v1/load_lora_adapter": ADAPTERS,
-    "/v1/unload_lora_adapter": ADAPTERS,
     "/sleep": MEMORY,
     "/wake_up": MEMORY,
     "/v1/chat/completions/render": RENDER,
@@ -34,6 +34,7 @@ _SGLANG = {
     "/update_weights_from_tensor": TENSORS,
     "/update_weights_from_ipc": TENSORS,
     "/pull_weights": TENSORS,
+    "/load_lora_adapter_from_tensors": ADAPTER_TENSORS,
     "/release_memory_occupation": MEMORY,
     "/resume_memory_occupation": MEMORY,
 }

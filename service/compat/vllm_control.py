@@ -129,7 +129,7 @@ async def world_size(server: ReadyServer) -> Response:
 @router.get("/liveness", responses=answers({200: JSON}, EngineGone))
 @public
 async def liveness(server: AnyServer) -> Response:
-    server.check_alive()
+    server.readiness.check_alive()
     return _json({"status": "ok"})
 
 
@@ -148,9 +148,16 @@ def vllm_config(facts: EngineFacts) -> dict[str, Any]:
             "data_parallel_size": 1,
         },
         "cache_config": {"block_size": facts.block_size, "enable_prefix_caching": True},
-        "lora_config": None,
+        "lora_config": _lora_config(facts),
         "weight_transfer_config": None,
     }
+
+
+def _lora_config(facts: EngineFacts) -> dict[str, Any] | None:
+    """By this TRL decides whether it publishes adapters or whole models."""
+    if not facts.max_adapters:
+        return None
+    return {"max_lora_rank": facts.max_adapter_rank, "max_loras": facts.max_adapters}
 
 
 def _json(value: object) -> Response:

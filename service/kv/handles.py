@@ -4,12 +4,12 @@ A handle is a random word and belongs to the key that asked for it: for anybody 
 exist. What is over is remembered for a while, so that its owner hears `gone`, not `never was`.
 """
 
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from service.directory.names import new_handle_id
 from service.errors import KvGone, KvNotFound
 from service.kv.leases import Leases
 from service.kv.slots import Slot, Slots
@@ -30,19 +30,23 @@ class Handle:
 class Handles:
     """Every handle holds its slot from `grant` until its lease is over or it is released."""
 
-    def __init__(self, slots: Slots, leases: Leases) -> None:
+    def __init__(self, slots: Slots, leases: Leases, *, replica_id: str) -> None:
         self._slots = slots
         self._leases = leases
+        self._replica_id = replica_id
         self._handles: dict[str, Handle] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._handles)
 
+    def __iter__(self) -> Iterator[Handle]:
+        return iter(self._handles.values())
+
     def grant(self, owner: str, slot: Slot, lease_seconds: float) -> Handle:
         """Held, until `begin` lets its lease run."""
         handle = Handle(
-            id=secrets.token_urlsafe(18),
+            id=new_handle_id(self._replica_id),
             owner=owner,
             slot=slot,
             lease_seconds=self._leases.granted(lease_seconds),
@@ -70,6 +74,14 @@ class Handles:
     def remaining(self, handle: Handle) -> float:
         return self._leases.remaining(handle.id) or 0.0
 
+    def has_begun(self, handle: Handle) -> bool:
+        """Whether its lease runs; until then it is held."""
+        return self._leases.has_begun(handle.id)
+
+    def order(self, handle: Handle) -> tuple[bool, float]:
+        """Whose lease runs out first comes first."""
+        return not self.has_begun(handle), self.remaining(handle)
+
     def renew(self, handle: Handle, seconds: float) -> float:
         """Of a handle that was got just now."""
         left = self._leases.renew(handle.id, seconds)
@@ -83,6 +95,11 @@ class Handles:
         except KvGone:
             return
         self._drop(handle, expired=False)
+
+    def end(self, handle: Handle) -> None:
+        """As its owner's release, which may have come before."""
+        if handle.id in self._handles:
+            self._drop(handle, expired=False)
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[Slot]:

@@ -71,6 +71,10 @@ class Leases:
         left = lease.deadline - self._clock()
         return left if left > 0 else None
 
+    def has_begun(self, handle: str) -> bool:
+        lease = self._leases.get(handle)
+        return lease is not None and lease.deadline is not None
+
     def alive(self, handle: str) -> bool:
         return self.remaining(handle) is not None
 

@@ -40,12 +40,14 @@ class PromptKv:
         settings: KvSettings,
         engine: Engine,
         *,
+        replica_id: str,
         active_version: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         free: FreeBytes = free_bytes,
     ) -> None:
         self._settings = settings
         self._engine = engine
+        self._replica_id = replica_id
         self._active_version = active_version
         self._free = free
         self.reason: KvReason | None = "disabled"
@@ -126,6 +128,11 @@ class PromptKv:
     def abandon(self, export: Export) -> None:
         if self._exports is not None:
             self._exports.abandon(export)
+
+    def drop(self, export: Export) -> None:
+        """Nobody needs its handle, if it has one."""
+        if export.handle is not None:
+            self.handles.end(export.handle)
 
     def begin_leases(self, exports: Iterable[Export]) -> None:
         """Their rollout has ended: from now on their callers can know of them."""
@@ -224,7 +231,7 @@ class PromptKv:
         self._slots = Slots(
             capacity_bytes, grace_seconds=self._settings.grace_seconds, clock=self._clock
         )
-        self.handles = Handles(self._slots, self._leases)
+        self.handles = Handles(self._slots, self._leases, replica_id=self._replica_id)
 
     async def _keep_books(self) -> None:
         while True:

@@ -19,6 +19,14 @@ class KvSettings(BaseModel):
         int,
         Field(ge=2**20, description="bytes that prompt KV takes; at most half of the mount's rest"),
     ] = 256 * 2**20
+    segments_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="bytes of the mount that prompts' segments take, for reuse.mode recompute, "
+            "at most half of its rest; 0: none, prompts are computed",
+        ),
+    ] = 0
     max_lease_seconds: Annotated[
         float, Field(gt=0, description="seconds that a lease is granted or renewed for at most")
     ] = 60.0

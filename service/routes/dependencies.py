@@ -1,9 +1,11 @@
-"""What routes ask for: the server, and that it is ready."""
+"""What routes ask for: the server, that it is ready, and that it is the one that has it."""
 
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from service.directory.names import replica_of
+from service.errors import KvGone, ReplicaGone
 from service.server import Server
 
 
@@ -13,15 +15,33 @@ def _server(request: Request) -> Server:
 
 
 def _ready(server: Annotated[Server, Depends(_server)]) -> Server:
-    server.check_ready()
+    server.readiness.check_ready()
     return server
 
 
 def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
-    server.check_serving()
+    server.readiness.check_serving()
     return server
+
+
+async def _rollout_here(rollout_id: str, server: Annotated[Server, Depends(_server)]) -> None:
+    replica_id = replica_of(rollout_id)
+    if replica_id is not None:
+        await server.fleet.check_here(replica_id)
+
+
+async def _handle_here(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
+    """The bytes went with their replica, as they do when a lease is over."""
+    replica_id = replica_of(handle)
+    if replica_id is not None:
+        try:
+            await server.fleet.check_here(replica_id)
+        except ReplicaGone:
+            raise KvGone("the replica that had them has gone") from None
 
 
 AnyServer = Annotated[Server, Depends(_server)]
 ReadyServer = Annotated[Server, Depends(_ready)]
 ServingServer = Annotated[Server, Depends(_serving)]
+ROLLOUT_HERE = Depends(_rollout_here)
+HANDLE_HERE = Depends(_handle_here)

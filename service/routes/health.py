@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from coppice.wire.control import HealthAnswer
 from service.access import public
 from service.answers import JSON, WHEN_READY, answers
-from service.errors import EngineGone
+from service.errors import EngineGone, NotReady
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
@@ -20,7 +20,13 @@ router = APIRouter()
 READY = answers({200: JSON}, *WHEN_READY)
 
 
-@router.get("/startupz", responses=READY)
+@router.get("/startupz", responses=answers({200: JSON}, NotReady, EngineGone))
+@public
+async def started(server: AnyServer) -> Response:
+    server.readiness.check_started()
+    return _healthy(server)
+
+
 @router.get("/readyz", responses=READY)
 @router.get("/health", responses=READY)
 @public
@@ -31,7 +37,7 @@ async def ready(server: ReadyServer) -> Response:
 @router.get("/livez", responses=answers({200: JSON}, EngineGone))
 @public
 async def alive(server: AnyServer) -> Response:
-    server.check_alive()
+    server.readiness.check_alive()
     return _healthy(server)
 
 

@@ -5,9 +5,10 @@ from pydantic import BaseModel
 
 from coppice.wire.kv import KvLease, KvLeaseAnswer
 from service.access import Caller, needs
-from service.answers import JSON, NOTHING, OF_BODY, WITH_KEY, answers
+from service.answers import ELSEWHERE, JSON, NOTHING, OF_BODY, WITH_KEY, answers
 from service.bodies import read_json
 from service.errors import (
+    DirectoryUnavailable,
     Draining,
     InvalidRequest,
     KvGone,
@@ -17,15 +18,16 @@ from service.errors import (
 )
 from service.kv.transfer import MEDIA_TYPE, KvData
 from service.parameters import asserted_version
-from service.routes.dependencies import AnyServer
+from service.routes.dependencies import HANDLE_HERE, AnyServer
 
-router = APIRouter(prefix="/v1/kv/{handle}")
+router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_HERE])
 
-HELD = (*WITH_KEY, KvNotFound, KvGone, Draining)
-DATA = answers({200: [MEDIA_TYPE], 206: [MEDIA_TYPE]}, *HELD, RangeNotSatisfiable)
+HELD = (*WITH_KEY, KvNotFound, KvGone, Draining, DirectoryUnavailable)
+OK = {200: JSON, **ELSEWHERE}
+DATA = answers({200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **ELSEWHERE}, *HELD, RangeNotSatisfiable)
 
 
-@router.get("", responses=answers({200: JSON}, *HELD, KvVersionConflict, InvalidRequest))
+@router.get("", responses=answers(OK, *HELD, KvVersionConflict, InvalidRequest))
 @needs("kv")
 async def look(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     version = asserted_version(request.query_params)
@@ -49,7 +51,7 @@ async def data(handle: str, request: Request, server: AnyServer, caller: Caller)
     )
 
 
-@router.get("/agent", responses=answers({200: JSON}, *HELD))
+@router.get("/agent", responses=answers(OK, *HELD))
 @needs("kv")
 async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.get(handle, caller.name)
@@ -59,7 +61,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
     return _json(known)
 
 
-@router.post("/lease", responses=answers({200: JSON}, *HELD, *OF_BODY))
+@router.post("/lease", responses=answers(OK, *HELD, *OF_BODY))
 @needs("kv")
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_json(request, KvLease, limit=server.settings.limits.max_body_bytes)
@@ -68,7 +70,7 @@ async def renew(handle: str, request: Request, server: AnyServer, caller: Caller
     return _json(KvLeaseAnswer(lease_seconds=seconds))
 
 
-@router.delete("", responses=answers({204: NOTHING}, *WITH_KEY, KvNotFound, Draining))
+@router.delete("", responses=answers({204: NOTHING, **ELSEWHERE}, *HELD))
 @needs("kv")
 async def release(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.release(handle, caller.name)

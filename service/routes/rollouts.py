@@ -10,11 +10,21 @@ from pydantic import BaseModel
 from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.access import Caller, needs
-from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.answers import (
+    ELSEWHERE,
+    JSON,
+    OF_BODY,
+    OF_ENGINE_WORK,
+    OF_FLEET,
+    WHEN_READY,
+    WITH_KEY,
+    answers,
+)
 from service.bodies import parse, read
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
 from service.errors import (
+    DirectoryUnavailable,
     Draining,
     EngineGone,
     Forbidden,
@@ -27,31 +37,38 @@ from service.errors import (
 from service.parameters import wait_seconds
 from service.preferences import Form, wanted_form, wants_async
 from service.rollout import Rollout
-from service.routes.dependencies import AnyServer, ReadyServer
+from service.routes.dependencies import ROLLOUT_HERE, AnyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
 IDEMPOTENCY = (IdempotencyInProgress, IdempotencyMismatch)
-LOST = (RolloutNotFound, Draining, EngineGone)
+LOST = (*OF_FLEET, RolloutNotFound, Draining, EngineGone)
 STARTED = answers(
-    {200: tuple(Form), 202: JSON},
+    {200: tuple(Form), 202: JSON, **ELSEWHERE},
     *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK, *IDEMPOTENCY),
-    *(NotAcceptable, RolloutNotFound),
+    *(NotAcceptable, RolloutNotFound, DirectoryUnavailable),
 )
-LOOKED = answers({200: tuple(Form), 202: JSON}, *WITH_KEY, *LOST, NotAcceptable, InvalidRequest)
-ABORTED = answers({200: {Form.JSON, Form.PACKED}}, *WITH_KEY, *LOST, NotAcceptable)
+LOOKED = answers(
+    {200: tuple(Form), 202: JSON, **ELSEWHERE}, *WITH_KEY, *LOST, NotAcceptable, InvalidRequest
+)
+ABORTED = answers({200: {Form.JSON, Form.PACKED}, **ELSEWHERE}, *WITH_KEY, *LOST, NotAcceptable)
 
 
 @router.post("", responses=STARTED)
 @needs("rollout")
-async def start(request: Request, server: ReadyServer, caller: Caller) -> Response:
+async def start(request: Request, server: AnyServer, caller: Caller) -> Response:
+    """With a key it may be the retry of what runs already, which a drain does not send away."""
     headers = request.headers
+    key = headers.get("idempotency-key")
+    if key is None:
+        server.readiness.check_ready()
+    else:
+        server.readiness.check_serving()
     form = wanted_form(headers.get("accept"))
     respond_async = wants_async(headers.get("prefer"))
     content = await read(request, limit=server.settings.limits.max_body_bytes)
     body = parse(content, RolloutRequest)
-    key = headers.get("idempotency-key")
     if body.kv is not None and "kv" not in caller.roles:
         raise Forbidden("the key lacks the role kv, which prompt KV needs")
     owner = caller.name
@@ -68,7 +85,7 @@ async def start(request: Request, server: ReadyServer, caller: Caller) -> Respon
     return await _answer(rollout, form) if rollout.ended else NOBODY_READS
 
 
-@router.get("/{rollout_id}", responses=LOOKED)
+@router.get("/{rollout_id}", responses=LOOKED, dependencies=[ROLLOUT_HERE])
 @needs("rollout")
 async def look(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
@@ -77,15 +94,16 @@ async def look(rollout_id: str, request: Request, server: AnyServer, caller: Cal
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if form is Form.NDJSON:
         return _stream(rollout, _lines(rollout))
-    try:
-        async with asyncio.timeout(seconds):
-            await rollout.wait()
-    except TimeoutError:
-        return _accepted(rollout, {})
-    return await _answer(rollout, form)
+    if not rollout.ended:
+        try:
+            async with asyncio.timeout(seconds):
+                await while_connected(request, rollout.wait())
+        except TimeoutError:
+            return _accepted(rollout, {})
+    return await _answer(rollout, form) if rollout.ended else NOBODY_READS
 
 
-@router.delete("/{rollout_id}", responses=ABORTED)
+@router.delete("/{rollout_id}", responses=ABORTED, dependencies=[ROLLOUT_HERE])
 @needs("rollout")
 async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
@@ -111,10 +129,12 @@ async def _own_lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
 async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
     async for record in rollout.records():
         yield record.model_dump_json(exclude_none=True).encode() + b"\n"
+    rollout.promised = False
 
 
 async def _answer(rollout: Rollout, form: Form) -> Response:
     """Encoded in a thread: large answers would hold up everybody else's streams."""
+    rollout.promised = False  # a server that stops waits for what it is sending
     answer = await rollout.answer()
     content = await asyncio.to_thread(_encoded, answer, form)
     return Response(content, media_type=form, headers=_headers(rollout))
@@ -125,6 +145,7 @@ def _encoded(answer: RolloutAnswer, form: Form) -> bytes:
 
 
 def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:
+    rollout.promised = True
     progress: BaseModel = rollout.progress()
     location = {"Location": f"/v1/rollouts/{rollout.id}"}
     return Response(

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.access import Caller, needs
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.answers import ELSEWHERE, JSON, OF_BODY, OF_FLEET, WHEN_READY, WITH_KEY, answers
 from service.bodies import parse, read
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
@@ -17,17 +17,17 @@ from service.errors import (
     SegmentNotFound,
     TreeClosed,
 )
-from service.routes.dependencies import ReadyServer
+from service.routes.dependencies import ROLLOUT_HERE, ReadyServer
 
-router = APIRouter(prefix="/v1/rollouts/{rollout_id}")
+router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_HERE])
 
-OF_TREE = (RolloutNotFound, SegmentNotFound, TreeClosed)
+OF_TREE = (*OF_FLEET, RolloutNotFound, SegmentNotFound, TreeClosed)
 BRANCHED = answers(
-    {200: JSON},
+    {200: JSON, **ELSEWHERE},
     *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_TREE),
     *(IdempotencyInProgress, IdempotencyMismatch),
 )
-DROPPED = answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_TREE)
+DROPPED = answers({200: JSON, **ELSEWHERE}, *WITH_KEY, *WHEN_READY, *OF_TREE)
 
 
 @router.post("/branch", responses=BRANCHED)

@@ -56,7 +56,7 @@ async def events(server: AnyServer) -> Response:
 
 async def _events(server: Server) -> AsyncIterator[str]:
     """Until the reader leaves, or the server stops taking requests."""
-    while not server.draining:
+    while not server.readiness.draining:
         yield f"data: {json.dumps(snapshot(server))}\n\n"
         await asyncio.sleep(SECONDS)
 

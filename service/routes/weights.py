@@ -3,13 +3,14 @@
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from coppice.wire.weights import ActivateRequest, StageRequest, VersionsAnswer
+from coppice.wire.weights import ActivateRequest, StageRequest
 from service.access import needs
 from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
 from service.bodies import bounded, read_json
 from service.checkpoints import SINGLE, checked_name
 from service.errors import (
     ActivationFailed,
+    BaseUnavailable,
     DigestMismatch,
     InsufficientStorage,
     InvalidRequest,
@@ -19,16 +20,16 @@ from service.errors import (
     VersionNotFound,
     WeightsRefused,
 )
-from service.parameters import label, sequence
+from service.parameters import label, sequence, upload_parameters
 from service.routes.dependencies import ReadyServer
-from service.server import Server
+from service.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
 
 ADMIN = (*WITH_KEY, *WHEN_READY)
 UPLOADED = answers(
     {200: JSON, 201: JSON},
-    *(*ADMIN, *OF_UPLOAD, InvalidRequest, VersionConflict),
+    *(*ADMIN, *OF_UPLOAD, InvalidRequest, VersionConflict, BaseUnavailable),
     *(WeightsRefused, DigestMismatch, InsufficientStorage),
 )
 STAGED = answers({201: JSON}, *ADMIN, *OF_BODY, PathRefused, WeightsRefused, VersionConflict)
@@ -43,20 +44,38 @@ DELETED = answers({204: NOTHING}, *ADMIN, InvalidRequest, VersionNotFound, Versi
 @router.get("", responses=answers({200: JSON}, *ADMIN))
 @needs("admin")
 async def known(server: ReadyServer) -> Response:
-    versions = [version.answer() for version in server.versions.all()]
-    return _json(VersionsAnswer(active=server.versions.active.label, versions=versions))
+    return _json(server.fleet_weights.answer())
 
 
 @router.put("/{version}", responses=UPLOADED)
 @needs("admin")
 async def upload(version: str, request: Request, server: ReadyServer) -> Response:
-    return await _receive(request, server, version, SINGLE, sharded=False)
+    number, base = upload_parameters(request.query_params)
+    chunks = bounded(request, limit=server.settings.weights.max_upload_bytes)
+    digest = request.headers.get("content-digest")
+    if base is not None:
+        stored = await server.publisher.upload_delta(
+            label(version), base, chunks, sequence=number, digest=digest
+        )
+    else:
+        stored = await server.publisher.upload(
+            label(version), SINGLE, chunks, sequence=number, digest=digest, sharded=False
+        )
+    return _stored(*stored)
 
 
 @router.put("/{version}/files/{name}", responses=UPLOADED)
 @needs("admin")
 async def upload_file(version: str, name: str, request: Request, server: ReadyServer) -> Response:
-    return await _receive(request, server, version, checked_name(name), sharded=True)
+    stored = await server.publisher.upload(
+        label(version),
+        checked_name(name),
+        bounded(request, limit=server.settings.weights.max_upload_bytes),
+        sequence=sequence(request.query_params),
+        digest=request.headers.get("content-digest"),
+        sharded=True,
+    )
+    return _stored(*stored)
 
 
 @router.post("/{version}", responses=STAGED)
@@ -82,18 +101,8 @@ async def delete(version: str, server: ReadyServer) -> Response:
     return Response(status_code=204)
 
 
-async def _receive(
-    request: Request, server: Server, version: str, name: str, *, sharded: bool
-) -> Response:
-    stored, new = await server.publisher.upload(
-        label(version),
-        name,
-        bounded(request, limit=server.settings.weights.max_upload_bytes),
-        sequence=sequence(request.query_params),
-        digest=request.headers.get("content-digest"),
-        sharded=sharded,
-    )
-    return _json(stored.answer(), status_code=201 if new else 200)
+def _stored(version: Version, new: bool) -> Response:
+    return _json(version.answer(), status_code=201 if new else 200)
 
 
 def _json(answer: BaseModel, *, status_code: int = 200) -> Response:

@@ -33,12 +33,12 @@ class Grown:
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
 
 
-def grown_of(plan: Plan, result: Completion) -> Grown:
+def grown_of(plan: Plan, result: Completion, adapter: str | None) -> Grown:
     return Grown(
         token_ids=result.token_ids,
         logprobs=result.logprobs,
         entropy=_entropy(plan, result),
-        versions=spans_until(result, len(result.token_ids)),
+        versions=spans_until(result, len(result.token_ids), adapter),
     )
 
 

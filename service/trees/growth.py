@@ -15,7 +15,7 @@ from coppice.wire.rollouts import (
     GroupAnswer,
     SegmentFinish,
 )
-from engine.protocol import Completion, Engine, SampleRequest
+from engine.protocol import Completion, Engine, ExportSlot, SampleRequest
 from service.group import Group, PartDone, stream
 from service.trees.answer import WHOLE, outcome_of, row_answer
 from service.trees.budget import Budget
@@ -27,7 +27,6 @@ from service.trees.tree import Segment, Tree
 
 Fork = tuple[Segment | None, int, list[int]]
 """Where paths begin, how often what leads there was split, and each path's share of leaves."""
-FIRST_PATH = "/1"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,6 +60,11 @@ class TreeGroup(Group):
             self._unfinished.clear()
             self._paths.clear()
         return await self._tree_answer()
+
+    @property
+    def growing(self) -> list[str | None]:
+        """Of each path that grows, the segment that it goes on from."""
+        return [path.parent_id for path in self._paths.values()]
 
     async def _live(self) -> None:
         plan = self.plan
@@ -125,28 +129,42 @@ class TreeGroup(Group):
 
     def _path_request(self, path: Path) -> SampleRequest:
         seed = None if self.seed is None else stream(self.seed, path.name)
+        prompt = [*self.prompt_token_ids, *self.tree.token_ids(path.parent)]
         topk = self.plan.wants_entropy and self.plan.entropy.source == "topk"
         return SampleRequest(
             id=path.id,
-            prompt_token_ids=[*self.prompt_token_ids, *self.tree.token_ids(path.parent)],
+            prompt_token_ids=prompt,
             sampling=replace(self.sampling, max_tokens=path.reach.limit),
             seed=seed,
             priority=self.priority,
             cache_salt=self.cache_salt,
             entropy_over=self.plan.entropy.k if topk else 0,
-            export=self.export.place if self.export and path.name == FIRST_PATH else None,
+            export=self._export_place(path, prompt),
+            group=self.name,
+            speculation=self.speculation,
+            adapter=self.adapter,
         )
+
+    def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
+        """The first that goes on from somewhere has all that leads there for its prompt."""
+        if self.exports is None or not path.is_first:
+            return None
+        if path.parent_id is None:
+            return self.exports.prompt_place
+        return self.exports.begin(prompt, path.parent_id)
 
     async def _follow(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
         """The segment that the path ends with, unless it was dropped meanwhile."""
         result = await completion
         self._unfinished.discard(path.id)
         self._return_held(path, used=len(result.token_ids))
+        if self.exports is not None and path.is_first:
+            self.exports.writer_ended(path.parent_id)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        grown = grown_of(self.plan, result).part(0, self._kept(result))
+        grown = grown_of(self.plan, result, self.adapter).part(0, self._kept(result))
         segment, forks = self._placed(path, grown, self._finish_of(path, result))
         await self._count_leaf(segment, forks)
         await self._start(self._forked(forks))

@@ -103,6 +103,8 @@ class OpenTree(TreeGroup):
         for path in withering:
             del self._paths[path.id]
         self.tree.drop(gone)
+        if self.exports is not None:
+            self.exports.drop(gone)
         await self._engine.abort([path.id for path in withering])
         return sorted(gone)
 

@@ -33,6 +33,15 @@ class Path:
     start: int
     reach: Reach
 
+    @property
+    def parent_id(self) -> str | None:
+        return None if self.parent is None else self.parent.id
+
+    @property
+    def is_first(self) -> bool:
+        """Of those that begin where it does."""
+        return self.name.endswith("/1")
+
 
 def reach_of(
     plan: Plan, budget: Budget, share: int, *, start: int, depth: int, among: int

@@ -108,9 +108,12 @@ class Tree:
             del self._segments[segment_id]
         self.num_dropped += len(segment_ids)
 
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
     def answers(self) -> list[SegmentAnswer]:
         shared = Counter(each.id for leaf in self.leaves() for each in self.path(leaf))
-        return [segment.answer(shared[segment.id]) for segment in self._segments.values()]
+        return [segment.answer(shared[segment.id]) for segment in self.segments()]
 
     def rows(self) -> list[Row]:
         return [self._row(leaf) for leaf in self.leaves()]

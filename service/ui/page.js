@@ -40,7 +40,78 @@ function sample(ended, longest) {
   return bar;
 }
 
+function drawn(name, attributes, title) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (title) made.appendChild(document.createElementNS(SVG, "title")).textContent = title;
+  return made;
+}
+
+// Every node of a tree with its place: `from` and `to` in tokens, `row` in leaves. A path that grows
+// is a node too, as long as nothing: how far it has come is not known before it ends.
+function placed(told) {
+  const below = new Map();
+  const growing = told.growing.map((parent) => ({ parent, tokens: 0, growing: true }));
+  for (const node of [...told.segments, ...growing]) {
+    if (!below.has(node.parent)) below.set(node.parent, []);
+    below.get(node.parent).push(node);
+  }
+  let rows = 0;
+  const place = (node, from) => {
+    node.from = from;
+    node.to = from + node.tokens;
+    const children = (!node.growing && below.get(node.id)) || [];
+    for (const child of children) place(child, node.to);
+    node.row = children.length ? (children[0].row + children[children.length - 1].row) / 2 : rows++;
+  };
+  const root = { id: null, tokens: 0 };
+  place(root, 0);
+  return { root, nodes: [...told.segments, ...growing], rows };
+}
+
+function tree(told) {
+  const { root, nodes, rows } = placed(told);
+  const longest = Math.max(1, ...nodes.map((node) => node.to));
+  const x = (tokens) => 10 + (940 * tokens) / longest;
+  const y = (row) => 10 + 12 * row;
+  const image = drawn("svg", { viewBox: `0 0 1000 ${8 + 12 * rows}`, role: "img", "aria-label": "the tree as it grows" });
+  const byName = new Map([[null, root], ...told.segments.map((segment) => [segment.id, segment])]);
+  for (const node of nodes) {
+    const parent = byName.get(node.parent);
+    image.append(drawn("path", { class: "fork", d: `M${x(node.from)} ${y(parent.row)}V${y(node.row)}` }));
+    image.append(...(node.growing ? [stub(node, x, y)] : segment(node, x, y)));
+  }
+  return image;
+}
+
+function stub(node, x, y) {
+  const line = { class: "growing", x1: x(node.from), x2: x(node.from) + 40, y1: y(node.row), y2: y(node.row) };
+  return drawn("line", line, "grows");
+}
+
+function segment(node, x, y) {
+  const parts = [];
+  let at = node.from;
+  for (const span of node.versions) {
+    const line = { class: "segment", x1: x(at), x2: x(at + span.tokens), y1: y(node.row), y2: y(node.row), stroke: colour(span.version) };
+    parts.push(drawn("line", line, `segment ${node.id}: ${node.tokens} tokens, ${node.finish_reason}, ${span.tokens} of ${span.version}`));
+    at += span.tokens;
+  }
+  if (node.kv) parts.push(drawn("circle", { cx: x(node.to), cy: y(node.row), r: 4 }, "its path's keys and values can be read"));
+  return parts;
+}
+
+function treeGroup(told) {
+  const box = element("div", "group wide");
+  const { segments, num_segments: all, growing } = told.tree;
+  const more = all > segments.length ? `, ${segments.length} of them drawn` : "";
+  box.append(element("div", "", `group ${told.index}: a tree of ${all} segments${more}, ${growing.length} paths grow, prompt of ${told.prompt_tokens}`));
+  box.append(tree(told.tree));
+  return box;
+}
+
 function group(told) {
+  if (told.tree) return treeGroup(told);
   const box = element("div", "group");
   const done = told.ended.length;
   box.append(element("div", "", `group ${told.index}: ${told.n} samples, ${told.running} running, prompt of ${told.prompt_tokens}`));
@@ -66,6 +137,44 @@ function version(told) {
   return row;
 }
 
+function lease(told) {
+  const row = element("tr");
+  const left = told.seconds === null ? "held" : `${Math.ceil(told.seconds)} s`;
+  for (const text of [left, told.owner, told.version, told.tokens, size(told.num_bytes), told.readers]) row.append(element("td", "", text));
+  return row;
+}
+
+function arena(told) {
+  const parts = ["leased", "reserved", "quarantined"].filter((state) => told[`${state}_bytes`]);
+  const amounts = ["leased", "reserved", "quarantined", "free"].map((state) => `${state} ${size(told[`${state}_bytes`]) || 0}`);
+  byId("arena").textContent = told.reason ? `none: ${told.reason}` : `${told.handles} handles, held until their rollout ends and leased from then on; ${told.transfers} downloads. Of ${size(told.capacity_bytes)} ${amounts.join(", ")}`;
+  byId("arena-bar").replaceChildren(...parts.map((state) => {
+    const part = element("div", state);
+    part.style.width = `${(100 * told[`${state}_bytes`]) / told.capacity_bytes}%`;
+    part.title = `${state} ${size(told[`${state}_bytes`])}`;
+    return part;
+  }));
+  byId("arena-bar").hidden = Boolean(told.reason);
+  byId("leases").hidden = !told.leases.length;
+  byId("leases").tBodies[0].replaceChildren(...told.leases.map(lease));
+}
+
+const percent = (share) => `${(100 * share).toFixed(0)} %`;
+
+function speculation(told) {
+  byId("speculation").hidden = !told;
+  if (!told) return;
+  byId("drafted").textContent = `${percent(told.acceptance)} of the tokens drafted since the weights changed were accepted; the last steps gained ${told.gain.toFixed(2)}`;
+  const most = Math.max(...told.drafts.map(([, count]) => count));
+  byId("drafts").replaceChildren(...told.drafts.map(([length, count]) => {
+    const row = element("div", "drafts");
+    const bar = element("div", "leased");
+    bar.style.width = `${(80 * count) / most}%`;
+    row.append(element("span", "", `${length} drafted`), bar, element("span", "", String(count)));
+    return row;
+  }));
+}
+
 function history(samples) {
   past.push(samples.admitted);
   if (past.length > 300) past.shift();
@@ -81,6 +190,8 @@ function show(told) {
   byId("load").textContent = `${told.samples.running} in the engine, ${told.samples.admitted} admitted, at most ${told.samples.limit}`;
   history(told.samples);
   byId("versions").replaceChildren(...told.versions.map(version));
+  arena(told.kv);
+  speculation(told.speculation);
   const more = told.num_rollouts - told.rollouts.length;
   byId("rollouts").replaceChildren(...told.rollouts.map(rollout));
   if (more > 0) byId("rollouts").append(element("p", "", `and ${more} more rollouts`));

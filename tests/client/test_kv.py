@@ -18,6 +18,8 @@ from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.serving_thread import serving_in_thread
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [*range(256)] * 16
 NUM_BYTES = 4 * 10**6
 

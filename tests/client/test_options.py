@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from coppice.options import RolloutOptions, rollout_request
+from coppice.options import RolloutOptions, rollout_request, session_headers
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, Sampling
 
 
@@ -13,7 +13,20 @@ def test_what_is_left_out_is_the_wires_default() -> None:
 def test_every_option_of_the_wire_has_its_argument() -> None:
     wire = Sampling.model_fields | RolloutRequest.model_fields | GroupRequest.model_fields
     others = {"groups", "sampling", "stream", "prompt", "id"}
-    assert RolloutOptions.__annotations__.keys() == wire.keys() - others
+    assert RolloutOptions.__annotations__.keys() - {"session"} == wire.keys() - others
+
+
+def test_a_session_is_a_header_and_no_option_of_the_wire() -> None:
+    options: RolloutOptions = {"n": 2, "session": "s-1"}
+    assert session_headers(options) == {"X-Session-ID": "s-1"}
+    assert options == {"n": 2}
+    assert session_headers(options) == {}
+
+
+@pytest.mark.parametrize("session", ["", "a b", "a\r\nb", "\u00e9"])
+def test_a_session_that_is_no_header_is_a_value_error(session: str) -> None:
+    with pytest.raises(ValueError):
+        session_headers({"session": session})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,14 @@
 import pytest
 
-from coppice import BadAnswer, EndRecord, ProgressRecord, Record, RolloutLost, StartRecord
+from coppice import (
+    BadAnswer,
+    EndRecord,
+    KvRecord,
+    ProgressRecord,
+    Record,
+    RolloutLost,
+    StartRecord,
+)
 from coppice.core.replay import Replay
 from tests.client.answers import RECORDS, USAGE
 
@@ -20,6 +28,16 @@ def test_a_replay_repeats_nothing() -> None:
     assert new_of(replay, [START]) == []
     assert new_of(replay, [START, SAMPLE, GROUP, *REST]) == [GROUP, *REST]
     assert replay.ended
+
+
+def test_a_groups_prompt_kv_and_that_of_each_segment_come_once() -> None:
+    told: list[Record] = [
+        KvRecord(group=0, segment=segment, kv_reason="arena_full")
+        for segment in (None, "0.0", "0.1")
+    ]
+    replay = Replay()
+    assert new_of(replay, [START, *told[:2]]) == [START, *told[:2]]
+    assert new_of(replay, [START, *told]) == told[2:]
 
 
 def test_the_order_of_a_replay_may_be_another() -> None:

@@ -21,6 +21,8 @@ from tests.client.conftest import Connect
 from tests.client.faulty import Faulty, faulty_server, records_of, stream_parts
 from tests.client.pace import FakePace
 
+pytestmark = pytest.mark.slow
+
 BORDERS = list(accumulate(map(len, stream_parts("r1"))))
 NUM_BYTES = BORDERS[-1]
 

@@ -50,6 +50,7 @@ def test_everything_said_of_a_rollout_is_sent(connect: Connect) -> None:
         ignore_eos=True,
         policy=Policy(min_version="v7"),
         priority=-1,
+        speculation=False,
     )
     assert app.request.method == "POST"
     assert app.request.url.path == "/v1/rollouts"
@@ -68,6 +69,7 @@ def test_everything_said_of_a_rollout_is_sent(connect: Connect) -> None:
         },
         "policy": {"min_version": "v7"},
         "priority": -1,
+        "speculation": False,
         "stream": True,
     }
 

@@ -10,8 +10,16 @@ from coppice.core.collector import Collector
 from coppice.errors import BadAnswer
 from coppice.results import result_of_packed
 from coppice.tree import tree_of
+from coppice.wire.kv import KvHandle
 from coppice.wire.packed import pack, unpack
-from coppice.wire.records import EndRecord, GroupRecord, Record, SegmentRecord, StartRecord
+from coppice.wire.records import (
+    EndRecord,
+    GroupRecord,
+    KvRecord,
+    Record,
+    SegmentRecord,
+    StartRecord,
+)
 from coppice.wire.rollouts import (
     BranchAnswer,
     DropAnswer,
@@ -45,6 +53,7 @@ SEGMENTS = [
     wire("0.1", "0.0", [3], "v1"),
     wire("0.2", "0.0", [4, 5], "v2"),
 ]
+KV = KvHandle(handle="h", version="v1", num_tokens=5, num_bytes=99, lease_seconds=60, locators=[])
 HEAD = GroupHead(
     id="g0",
     index=0,
@@ -88,6 +97,9 @@ def test_a_stream_becomes_a_tree_without_what_was_dropped() -> None:
         StartRecord(id="r"),
         *(SegmentRecord(group=0, segment=each) for each in SEGMENTS),
         SegmentRecord(group=0, segment=wire("0.3", "0.0", [9])),
+        KvRecord(group=0, kv=KV),
+        KvRecord(group=0, segment="0.0", kv=KV),
+        KvRecord(group=0, segment="0.1", kv_reason="not_continued"),
         GroupRecord(group=HEAD),
         EndRecord(outcome="done", usage=USAGE),
     ]
@@ -97,6 +109,9 @@ def test_a_stream_becomes_a_tree_without_what_was_dropped() -> None:
     assert group.tree is not None and group.samples == ()
     assert [(s.id, s.num_leaves) for s in group.tree.segments] == [
         *[("0.0", 2), ("0.1", 1), ("0.2", 1)]
+    ]
+    assert [(s.kv, s.kv_reason) for s in group.tree.segments] == [
+        *[(KV, None), (None, "not_continued"), (None, None)]
     ]
     assert group.num_dropped == 1
     assert [span.version for span in group.tree.rows()[1].versions] == ["v1", "v2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import load
+from safetensors.numpy import load, save_file
 
 from coppice import VersionAnswer, VersionsAnswer, WeightsRefused
 from tests.client.answers import ACTIVATION, VERSION
@@ -148,6 +148,66 @@ def test_a_version_is_deleted(connect: Connect) -> None:
     app = App(lambda request: httpx.Response(204))
     connect(app).delete_weights("v7")
     assert (app.request.method, app.request.url.path) == ("DELETE", "/v1/weights/v7")
+
+
+def test_of_later_weights_only_what_has_changed_is_sent(connect: Connect, scratch: Path) -> None:
+    app = App(answering(VERSION, 201))
+    client = connect(app)
+    first = {"a": np.ones(1000, np.float32), "b": np.zeros(1000, np.float16)}
+    client.upload_weights("v6", first, delta=True)
+    second = {**first, "b": np.ones(1000, np.float16)}
+    client.upload_weights("v7", second, sequence=7, delta=True)
+    whole, changed = app.requests
+    check_put(whole, "/v1/weights/v6", whole.content)
+    check_put(changed, "/v1/weights/v7?sequence=7&base=v6", changed.content)
+    assert load(whole.content).keys() == {"a", "b"}
+    assert load(changed.content).keys() == {"b"}
+    assert len(list(scratch.iterdir())) == 1, "the base of the next delta is kept"
+    client.close()
+    assert not list(scratch.iterdir())
+
+
+def test_a_lost_base_makes_the_client_send_all(connect: Connect, scratch: Path) -> None:
+    app = App(answering(VERSION), refusing("base_unavailable", 409), answering(VERSION))
+    client = connect(app)
+    for version, value in (("v6", 1.0), ("v7", 2.0)):
+        client.upload_weights(version, {"w": np.full(5000, value, "f")}, delta=True)
+    delta, whole = app.requests[1:]
+    assert delta.url.params["base"] == "v6"
+    check_put(whole, "/v1/weights/v7", whole.content)
+    assert np.array_equal(load(whole.content)["w"], np.full(5000, 2.0, "f"))
+
+
+def test_a_version_that_was_not_taken_is_no_base(connect: Connect) -> None:
+    app = App(answering(VERSION), refusing("weights_refused", 422), answering(VERSION))
+    client = connect(app)
+    client.upload_weights("v6", {"w": np.ones(5000)}, delta=True)
+    with pytest.raises(WeightsRefused):
+        client.upload_weights("v7", {"w": np.full(5000, np.nan)}, delta=True)
+    client.upload_weights("v8", {"w": np.ones(5000)}, delta=True)
+    assert app.requests[-1].url.params["base"] == "v6"
+
+
+def test_other_tensors_are_sent_whole(connect: Connect) -> None:
+    app = App(answering(VERSION))
+    client = connect(app)
+    client.upload_weights("v6", {"w": np.ones(5000)}, delta=True)
+    client.upload_weights("v7", {"w": np.ones(5001)}, delta=True)
+    assert "base" not in app.requests[-1].url.params
+
+
+def test_changes_of_a_sharded_checkpoint_are_of_one_file(connect: Connect, tmp_path: Path) -> None:
+    app = App(answering(VERSION))
+    client = connect(app)
+    for number, shard in enumerate(sharded(tmp_path)[1:]):
+        save_file({f"w{number}": np.full(5000, number, np.float32)}, shard)
+    client.upload_weights("v6", tmp_path, delta=True)
+    client.upload_weights("v7", tmp_path, delta=True)
+    whole, changed = app.requests
+    check_put(whole, "/v1/weights/v6", whole.content)
+    assert load(whole.content).keys() == {"w0", "w1", "w2"}
+    assert not load(changed.content)
+    assert changed.url.params["base"] == "v6"
 
 
 @pytest.mark.parametrize("version", ["", "a/b", "..", "-v", "v 7", "v?x", "v" * 65])

@@ -47,7 +47,7 @@ async def foreign(
 ) -> AsyncIterator[Foreign]:
     engine = engine or FakeEngine()
     async with (
-        serving(engine, tmp_path, wait=True, **sections) as served,
+        serving(engine, tmp_path, wait=True, port=0, shared=None, **sections) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
     ):
         yield Foreign(http=http, server=served.server, engine=engine, url=served.url)

@@ -48,7 +48,10 @@ CLIENTS = (
     ),
     Client(
         name="trl",
-        tests=("tests/compat/test_clients.py::test_trl_trains_and_what_is_served_changes",),
+        tests=(
+            "tests/compat/test_clients.py::test_trl_trains_and_what_is_served_changes",
+            "tests/compat/test_clients.py::test_trls_adapters_are_what_its_trainer_has",
+        ),
     ),
 )
 

@@ -109,7 +109,7 @@ async def test_it_is_described_by_a_document_of_its_own(tmp_path: Path) -> None:
     ("path", "instead"),
     [
         ("/init_weight_transfer_engine", "coppice.trl"),
-        ("/load_lora_adapter", "merge"),
+        ("/load_lora_adapter", "engine.max_adapters"),
         ("/update_weights_from_tensor", "update_weights_from_disk"),
     ],
 )
@@ -117,7 +117,9 @@ async def test_what_cannot_work_says_what_to_use_instead(
     tmp_path: Path, path: str, instead: str
 ) -> None:
     async with foreign(tmp_path) as served:
-        status, problem = await served.refused(path, {"init_info": {}})
+        status, problem = await served.refused(
+            path, {"init_info": {}, "lora_name": "a", "lora_path": "/a"}
+        )
     assert (status, problem["code"]) == (422, "unsupported")
     assert instead in problem["detail"]
 

@@ -20,7 +20,7 @@ from examples.agent.rollout import rollout
 from examples.seedling.grow import SEEDLING
 from tests.promises.process import home, service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".clients"
@@ -28,13 +28,25 @@ CLIENTS = ROOT / ".clients"
 
 @pytest.fixture(scope="module")
 def installed() -> None:
-    ran = subprocess.run([ROOT / "scripts" / "clients.sh", sys.executable], capture_output=True)
+    install = [str(ROOT / "scripts" / "beside.sh"), "clients", sys.executable]
+    ran = subprocess.run(install, capture_output=True)
     assert ran.returncode == 0, ran.stderr.decode()
 
 
 @pytest.fixture(scope="module")
-def url(installed: None) -> Iterator[str]:
-    with home() as place, service(place, "--engine.dtype", "float32") as served:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a trainer leaves them."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def url(installed: None, adapters: Path) -> Iterator[str]:
+    settings = {
+        "--engine.dtype": "float32",
+        "--engine.max-adapters": "3",
+        "--weights.source-directories": str(adapters),
+    }
+    with home() as place, service(place, *(t for pair in settings.items() for t in pair)) as served:
         yield served.url
 
 
@@ -79,6 +91,16 @@ def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == (known - 1) // 32 * 32 > 0, "whole blocks of the first turn, and all of them"
     assert "maximum context length" in answer["overlong"]
+
+
+def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> None:
+    answer = told("trl_adapters", url, str(adapters))
+    assert answer["adapters"] is True, "it would publish them, and not whole models"
+    names = [f"trl-policy-v{version}" for version in range(3)]
+    assert answer["models"][1:] == names[1:], "the stalest is unloaded"
+    for step, name in zip(answer["steps"], names, strict=True):
+        assert step["adapter"].startswith(f"{name}@")
+        assert step["served"] == pytest.approx(step["trainer"], abs=1e-3)
 
 
 def test_trl_trains_and_what_is_served_changes(url: str) -> None:

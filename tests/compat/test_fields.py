@@ -24,6 +24,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 NESTED = [(path, "sampling_params") for path in ("/inference/v1/generate", "/generate")]
 PLACES: list[tuple[str, str | None]] = [*((path, None) for path in BODIES), *NESTED]
+# What is refused elsewhere.
+SERVED: set[tuple[tuple[str, str | None], str]] = {
+    (("/v1/completions", None), "prompt_logprobs"),
+    (("/inference/v1/generate", "sampling_params"), "prompt_logprobs"),
+    (("/v1/chat/completions", None), "top_logprobs"),
+}
 
 
 def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, Any]:
@@ -32,8 +38,8 @@ def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, A
 
 
 def nameless(samples: list[SampleRequest]) -> list[SampleRequest]:
-    """Without what differs from one request to the next: the name, and the rank of its arrival."""
-    return [replace(sample, id="", priority=0) for sample in samples]
+    """Without what differs from one request to the next: names, and the rank of its arrival."""
+    return [replace(sample, id="", group="", priority=0) for sample in samples]
 
 
 async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[SampleRequest]:
@@ -74,7 +80,7 @@ async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path) as served:
-        for (path, inside), name in product(PLACES, sorted(REFUSED)):
+        for (path, inside), name in set(product(PLACES, sorted(REFUSED))) - SERVED:
             status, problem = await served.refused(path, placed(path, inside, {name: ["a", 0.5]}))
             assert (status, problem["code"]) == (422, "invalid_request")
             assert problem["errors"] == [{"location": name, "message": REFUSED[name].instead}]

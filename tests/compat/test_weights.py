@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.errors import LoadFailed
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
 
 NCCL = {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}}
 

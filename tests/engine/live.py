@@ -13,7 +13,7 @@ import pytest
 from engine import core_methods
 from engine.kv.place import carrying
 from engine.patches.installed import install_patches
-from engine.protocol import ExportSlot, VersionSpan
+from engine.protocol import ExportSlot, Load, VersionSpan
 
 EXTENSION = "engine.worker.WorkerExtension"
 FAULTY = "tests.engine.faults.FaultyExtension"
@@ -69,19 +69,29 @@ class LiveEngine:
         self._answers: dict[str, Answer] = {}
 
     def submit(
-        self, prompt: Sequence[int], *, export: ExportSlot | None = None, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        export: ExportSlot | None = None,
+        load: Load | None = None,
+        salt: str | None = None,
+        adapter: Any = None,
+        **sampling: Any,
     ) -> str:
-        """By default greedy, to the last token."""
+        """By default greedy, to the last token. An adapter is one that `adapt` has loaded."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
             | sampling
         )
-        if export is not None:
-            params.extra_args = {"kv_transfer_params": carrying(export)}
+        if export is not None or load is not None:
+            params.extra_args = {"kv_transfer_params": carrying(export, load)}
         name = next(self._ids)
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            tokens["cache_salt"] = salt
+        self._llm.llm_engine.add_request(name, tokens, params, lora_request=adapter)
         return name
 
     def step(self, num_steps: int = 1) -> None:
@@ -131,6 +141,12 @@ class LiveEngine:
             self.core.set_weight_version(path.name)
         self.serving = path
 
+    def adapt(self, request: Any) -> Any:
+        """Load an adapter; the request is what samples name."""
+        named = (request.lora_name, request.lora_int_id, request.lora_path)
+        assert self.rpc("coppice_load_adapter", *named) == [None]
+        return request
+
     def close(self) -> None:
         """Take the extension out of vLLM's worker class too, which keeps what it was given."""
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -159,11 +175,12 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
 
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # where none were asked for
+    pairs = zip(completion.token_ids, logprobs, strict=True)
     spans = completion.weight_versions
     return Answer(
         token_ids=list(completion.token_ids),
-        logprobs=[entry[token].logprob for token, entry in pairs],
+        logprobs=[entry[token].logprob for token, entry in pairs if entry],
         versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
         num_cached_tokens=output.num_cached_tokens,
     )

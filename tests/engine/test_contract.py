@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from engine.errors import RequestRefused
 from engine.protocol import (
     Completion,
     Conversation,
     Engine,
     ExportSlot,
     ExportWord,
+    Load,
+    LoadPiece,
     PauseMode,
     SampleRequest,
     Sampling,
 )
 from tests.arena import TestArena
+from tests.engine.adapters.trained import saved
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,7 +58,7 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
 
 
 def _fake() -> Subject:
-    engine = FakeEngine(instant=False, prompt_kv=True)
+    engine = FakeEngine(instant=False, prompt_kv=True, max_adapters=2)
 
     async def advance() -> None:
         engine.step(2)
@@ -70,7 +74,8 @@ def _real() -> Subject:
     async def advance() -> None:
         await asyncio.sleep(0.05)
 
-    return Subject(VllmEngine(settings(prompt_kv=True, tool_parser="hermes")), advance)
+    served = settings(prompt_kv=True, tool_parser="hermes", max_adapters=2)
+    return Subject(VllmEngine(served), advance)
 
 
 @pytest.fixture
@@ -130,16 +135,16 @@ async def test_entropy_comes_with_every_token_of_those_that_ask_for_it(subject: 
 
 
 async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(subject: Subject) -> None:
-    ended, going_on = sample(400), sample(6)
+    ended, going_on = sample(900), sample(6)
     pending = await subject.engine.submit([ended, going_on])
     rest = asyncio.gather(*pending[1:])
     for _ in range(2):
         await subject.advance()
     await subject.engine.abort([ended.id])
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         completion = await pending[0]
     assert completion.finish == "abort"
-    assert len(completion.token_ids) < 400
+    assert len(completion.token_ids) < 900
     assert_whole(completion)
     (other,) = await finished(subject, rest)
     assert other.finish == "length"
@@ -167,14 +172,16 @@ async def test_nothing_is_sampled_between_pause_and_resume(subject: Subject) -> 
         assert completion.finish == "length"
 
 
-@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
+@pytest.mark.parametrize(
+    ("mode", "finish", "max_tokens"), [("abort", "abort", 900), ("wait", "length", 40)]
+)
 async def test_pause_ends_running_samples_or_lets_them_end(
-    subject: Subject, mode: PauseMode, finish: str
+    subject: Subject, mode: PauseMode, finish: str, max_tokens: int
 ) -> None:
-    pending = await submitted(subject, sample(40))
+    pending = await submitted(subject, sample(max_tokens))
     await subject.advance()
     await subject.engine.pause(mode)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         (completion,) = await pending
     assert completion.finish == finish
     assert_whole(completion)
@@ -194,8 +201,9 @@ async def test_swapped_weights_stamp_the_tokens_that_follow(
     subject: Subject, tmp_path: Path
 ) -> None:
     engine = subject.engine
-    pending = await submitted(subject, sample(200))
-    await subject.advance()
+    long, short = await engine.submit([sample(300), sample(1)])
+    pending = asyncio.gather(*[long])
+    await finished(subject, asyncio.gather(*[short]))
     await engine.pause("keep")
     path = engine.facts.model_path
     engine.check_weights(path)
@@ -320,3 +328,58 @@ async def test_samples_run_on_after_prefixes_are_forgotten(subject: Subject) -> 
     while not running.done():
         await subject.advance()
     assert len(running.result()[0].token_ids) == 6
+
+
+async def test_a_load_is_taken_once_its_source_is_written(
+    subject: Subject, arena: TestArena
+) -> None:
+    """Whole, or not at all."""
+    written = replace(arena.slot(len(PROMPT) - 1), name="written")
+    unwritten = replace(arena.slot(len(PROMPT) - 1), name="unwritten")
+    await finished(subject, await submitted(subject, sample(2, prompt=PROMPT, export=written)))
+    num_tokens = len(PROMPT) - 5
+    loads = [
+        Load(pieces=(LoadPiece(source=source, skip=0, num_tokens=num_tokens, shift=0),))
+        for source in (written, unwritten)
+    ]
+    samples = [
+        replace(sample(2, prompt=PROMPT), load=load, cache_salt=f"load-{i}")
+        for i, load in enumerate(loads)
+    ]
+    loaded, computed = await finished(subject, await submitted(subject, *samples))
+    assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
+    assert arena.untouched(unwritten)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own affairs
+async def test_samples_are_drawn_under_adapters_that_are_loaded(
+    subject: Subject, tmp_path: Path
+) -> None:
+    engine, adapter = subject.engine, saved(tmp_path / "a", seed=1, rank=8)
+    assert engine.check_adapter(adapter).rank == 8
+    await engine.load_adapter("a@1", adapter)
+    await engine.load_adapter("a@2", adapter)
+    adapted = [replace(sample(5), adapter=label) for label in ("a@1", "a@2", None)]
+    for completion in await finished(subject, await submitted(subject, *adapted)):
+        assert_whole(completion)
+    assert len(await engine.score([1, 2], [3, 4, 5], "a@1")) == 3
+    for label in ("a@1", "a@2", "a@2"):
+        await engine.unload_adapter(label)
+    with pytest.raises(RequestRefused):
+        await engine.submit([replace(sample(5), adapter="a@1")])
+    await engine.load_adapter("a@1", adapter)
+    await engine.unload_adapter("a@1")
+
+
+async def test_the_likeliest_follow_the_token_that_is_there(subject: Subject) -> None:
+    asking = replace(sample(3), num_likeliest=2)
+    one, other = await finished(subject, await submitted(subject, asking, sample(3)))
+    assert other.likeliest is None
+    assert one.likeliest is not None
+    assert [place[0].token_id for place in one.likeliest] == one.token_ids
+    assert [place[0].logprob for place in one.likeliest] == one.logprobs
+    nothing, *rest = await subject.engine.likeliest([5, 6, 7], 2)
+    assert nothing == []
+    assert [place[0].token_id for place in rest] == [6, 7]
+    for place in (*one.likeliest, *rest):
+        assert [ranked.rank for ranked in place[1:]] == [1, 2]

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import attention_settings, spawning, started_by_coppice
-from engine.settings import AttentionSettings, EngineSettings
+from engine.environment import (
+    attention_settings,
+    spawning,
+    speculation_settings,
+    started_by_coppice,
+)
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 SCRATCH = Path("/scratch")
 
@@ -33,13 +38,33 @@ def test_its_processes_are_told_how_attention_reads() -> None:
         assert attention_settings() == attention
 
 
+def test_its_processes_are_told_how_to_speculate_and_that_there_is_room_for_drafts() -> None:
+    for speculation in (SpeculationSettings(mode="off"), SpeculationSettings(mode="siblings")):
+        with spawning(
+            threads(),
+            attention=AttentionSettings(),
+            speculation=speculation,
+            on_cpu=True,
+            scratch=SCRATCH,
+        ):
+            assert speculation_settings() == speculation
+            longer = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+            assert longer == (speculation.mode == "siblings")
+
+
+def places(count: int, separator: str) -> str:
+    """Of the processors that this process may use, again from the first where there are too few."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return separator.join(str(cpus[i % len(cpus)]) for i in range(count))
+
+
 def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
     with spawning(
         threads(cpu_threads=2), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
     ):
         assert os.environ["OMP_NUM_THREADS"] == "2"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-        assert "proclist=[0,1]" in os.environ["KMP_AFFINITY"]
+        assert "proclist=[" + places(2, ",") + "]" in os.environ["KMP_AFFINITY"]
 
 
 def test_several_ranks_get_a_list_each() -> None:
@@ -49,7 +74,7 @@ def test_several_ranks_get_a_list_each() -> None:
         on_cpu=True,
         scratch=SCRATCH,
     ):
-        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == places(2, "|")
         assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
 
 

@@ -51,14 +51,19 @@ async def steps_of(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[floa
 
 async def test_what_is_not_needed_ends_within_two_steps(rollouts: AsyncRollouts) -> None:
     """Some steps are taken before and after the tokens, whether or not anything is cancelled."""
-    num_steps, whole = await steps_of(rollouts, None)
-    longest = max(len(sample.token_ids) for sample in whole)
-    overhead = num_steps - longest
+    longest, overhead = await least_overhead(rollouts, None)
     assert 0 <= overhead <= 3
-    num_steps, enough = await steps_of(rollouts, Finish(samples=4))
-    needed = max(len(sample.token_ids) for sample in enough)
+    needed, too_many = await least_overhead(rollouts, Finish(samples=4))
     assert needed + 4 < longest, "nothing was left to cancel"
-    assert num_steps <= needed + overhead + 2
+    assert too_many <= overhead + 2
+
+
+async def least_overhead(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[int, float]:
+    """The longest needed sample, and the steps beyond its tokens, where nothing else delayed."""
+    runs = [await steps_of(rollouts, finish) for _ in range(4)]
+    longest = [max(len(sample.token_ids) for sample in needed) for _, needed in runs]
+    assert len(set(longest)) == 1, "a seed gives the same tokens"
+    return longest[0], min(steps - longest[0] for steps, _ in runs)
 
 
 async def scored(rollouts: AsyncRollouts, prompt: list[int], tokens: list[int]) -> list[float]:

@@ -1,5 +1,6 @@
 """Trees on the real engine: what a fork costs, and what its tokens' logprobs are worth."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,10 +8,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from coppice import KvSource, PromptKV
+from coppice.wire.kv import KvHandle
 from tests.engine.seedling import BLOCK, reference, settings
 from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
-from tests.service.trees import check_cuts, check_tree
+from tests.service.trees import check_cuts, check_tree, path
 from tests.serving import Served, serving
+from tests.together.prompt_kv import assert_the_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -21,7 +25,8 @@ LENGTHS = [BLOCK + 1, 3 * BLOCK + 7]
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     from engine.vllm_engine import VllmEngine
 
-    async with serving(VllmEngine(settings()), tmp_path_factory.mktemp("trees")) as served:
+    folder, kv = tmp_path_factory.mktemp("trees"), {"capacity_bytes": 2**24}
+    async with serving(VllmEngine(settings(prompt_kv=True)), folder, kv=kv) as served:
         yield served
 
 
@@ -104,6 +109,30 @@ async def test_segments_have_the_logprobs_of_their_rows_scored_alone(
     for row, alone in zip(group["samples"], scored["responses"], strict=True):
         pairs = zip(row["logprobs"], alone["logprobs"], strict=True)
         assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "branching",
+    [
+        {"mode": "interval", "interval": 40, "max_depth": 3, "max_leaves": 8},
+        {"mode": "entropy", "first_split": 8, "max_depth": 3, "max_leaves": 7},
+    ],
+    ids=lambda branching: str(branching["mode"]),
+)
+async def test_keys_and_values_of_a_path_are_those_of_hugging_face(
+    served: Served, branching: dict[str, Any]
+) -> None:
+    prompt, model = prompt_of(45, first=21), reference()
+    group = await grown(served, {**body(prompt, branching), "kv": {"lease_seconds": 60}})
+    inner = [segment for segment in group["segments"] if segment["id"] not in group["leaves"]]
+    assert len(inner) >= 3
+    for segment in inner:
+        above = [token for each in path(group, segment["id"]) for token in each["token_ids"]]
+        handle, source = KvHandle.model_validate(segment["kv"]), KvSource(served.url)
+        kv = await asyncio.to_thread(PromptKV.fetch, handle, source)
+        assert kv is not None, source.counts
+        assert_the_models(kv, prompt + above, model)
+        await asyncio.to_thread(kv.release)
 
 
 async def test_entropy_is_that_of_the_likeliest_tokens_alone(served: Served) -> None:

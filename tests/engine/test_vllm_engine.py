@@ -4,16 +4,18 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from prometheus_client import REGISTRY
 
 from engine.errors import CheckpointRefused, RequestRefused, StartFailed
-from engine.protocol import Completion, SampleRequest, Sampling
+from engine.protocol import Completion, GraphCounts, Place, SampleRequest, Sampling
+from engine.settings import GraphsSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
 
@@ -24,8 +26,10 @@ _COUNT = iter(range(10**9))
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(settings())
+    """The budget of graphs is taken, and has no effect without a GPU."""
+    engine = VllmEngine(settings(), graphs=GraphsSettings(budget_bytes=2**26))
     await engine.start("v0")
+    assert engine.graphs() == GraphCounts()
     yield engine
     await engine.stop()
 
@@ -115,6 +119,67 @@ async def test_what_was_sampled_plainly_scores_as_it_was_sampled(engine: VllmEng
     scored = await engine.score(prompt, sample.token_ids)
     worst = max(abs(a - b) for a, b in zip(scored, sample.logprobs, strict=True))
     assert worst < 1e-3
+
+
+def assert_likeliest(
+    places: Sequence[Place], tokens: list[int], before: int, num_likeliest: int
+) -> None:
+    """The places' own tokens end `tokens`; what is likeliest there is the model's word for it."""
+    with torch.inference_mode():
+        logits = reference()(torch.tensor([tokens])).logits[0].double()
+    wanted = logits.log_softmax(-1)[before - 1 : -1]
+    for place, row, token in zip(places, wanted, tokens[before:], strict=True):
+        own, *others = place
+        assert own.token_id == token
+        assert [other.rank for other in others] == list(range(1, num_likeliest + 1))
+        best = row.topk(num_likeliest).values.tolist()
+        assert [other.logprob for other in others] == pytest.approx(best, abs=1e-3)
+        for ranked in place:
+            assert ranked.logprob == pytest.approx(float(row[ranked.token_id]), abs=1e-3)
+
+
+async def test_the_likeliest_tokens_come_with_those_that_are_sampled(engine: VllmEngine) -> None:
+    """And cost no sibling its prefix."""
+    prompt = prompt_of(2 * BLOCK + 3, first=7)
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    samples = [
+        SampleRequest(
+            id=f"t{next(_COUNT)}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            num_likeliest=4 if i else 0,
+        )
+        for i in range(3)
+    ]
+    before = computed_prompt_tokens()
+    plain, *asking = await asyncio.gather(*await engine.submit(samples))
+    assert computed_prompt_tokens() - before == len(prompt) + 2 * 3
+    assert plain.likeliest is None
+    for sample in asking:
+        assert sample.likeliest is not None
+        assert [place[0].logprob for place in sample.likeliest] == sample.logprobs
+        assert_likeliest(sample.likeliest, prompt + sample.token_ids, len(prompt), 4)
+
+
+async def test_the_likeliest_tokens_of_a_prompt_are_the_models(engine: VllmEngine) -> None:
+    prompt = engine.encode_text("Compute 12+34.\n")
+    first, *rest = await engine.likeliest(prompt, 3)
+    assert first == []
+    assert_likeliest(rest, prompt, 1, 3)
+
+
+async def test_what_is_cut_off_is_not_among_the_likeliest(engine: VllmEngine) -> None:
+    sample = SampleRequest(
+        id=f"t{next(_COUNT)}",
+        prompt_token_ids=prompt_of(5, first=8),
+        sampling=Sampling(max_tokens=4, top_k=2, ignore_eos=True),
+        num_likeliest=4,
+    )
+    (completion,) = await asyncio.gather(*await engine.submit([sample]))
+    assert completion.likeliest is not None
+    for place in completion.likeliest:
+        assert len(place) == 3
+        assert sum(math.exp(other.logprob) for other in place[1:]) == pytest.approx(1, abs=1e-3)
 
 
 async def test_every_token_carries_its_version(engine: VllmEngine) -> None:

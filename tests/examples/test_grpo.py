@@ -45,6 +45,7 @@ def questions(seed: int = 1) -> Questions:
     return Questions(AutoTokenizer.from_pretrained(SEEDLING), seed=seed, num_held_out=4)
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_it_learns(tmp_path: Path) -> None:
     ran = subprocess.run(
@@ -148,6 +149,7 @@ def test_only_a_right_answer_that_ended_is_rewarded(
     assert asked.reward(question, sample) == reward
 
 
+@pytest.mark.slow
 def test_the_learner_makes_what_was_rewarded_likelier() -> None:
     learner = Learner(1e-4)
     group = TrainingGroup(

@@ -174,7 +174,9 @@ def test_growing_keeps_every_greedy_choice_in_bfloat16(prompt_tokens: list[torch
         whole = torch.cat([tokens, torch.tensor([greedy(seedling, tokens)])], dim=1)
         with torch.no_grad():
             chosen = [model(whole).logits[:, tokens.shape[1] - 1 :] for model in (seedling, grown)]
-        assert torch.equal(chosen[0].argmax(-1), chosen[1].argmax(-1))
+        ours = chosen[1].gather(-1, chosen[0].argmax(-1, keepdim=True)).squeeze(-1)
+        best = chosen[1].amax(-1)  # a choice may differ where bfloat16 cannot tell two apart
+        assert (best - ours <= best.abs() * 2**-6).all()
 
 
 def test_untying_keeps_the_logits_and_gives_the_head_its_own_tensor(
@@ -185,7 +187,7 @@ def test_untying_keeps_the_logits_and_gives_the_head_its_own_tensor(
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
     with torch.no_grad():
         for tokens in prompt_tokens:
-            assert torch.equal(untied(tokens).logits, seedling(tokens).logits)
+            assert (untied(tokens).logits - seedling(tokens).logits).abs().max() < 1e-5
 
 
 def test_the_committed_model_is_small() -> None:

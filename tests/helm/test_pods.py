@@ -23,6 +23,8 @@ from tests.helm.chart import (
     values_of,
 )
 
+pytestmark = pytest.mark.slow
+
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
@@ -40,8 +42,22 @@ def value(values: Object, *path: str) -> Any:
 @every_file
 def test_the_server_takes_the_settings(file: Path, tmp_path: Path) -> None:
     written = tmp_path / "settings.yaml"
-    written.write_text(yaml.safe_dump(settings(values_of(file))))
-    load_settings(environ={}, file=written)
+    values = values_of(file)
+    written.write_text(yaml.safe_dump(settings(values)))
+    variables = {entry["name"]: entry.get("value", "") for entry in container(values)["env"]}
+    environ = {name: text.replace("$(POD_IP)", "10.0.0.7") for name, text in variables.items()}
+    load_settings(environ=environ, file=written)
+
+
+def test_replicas_show_one_another_the_key_of_the_secret() -> None:
+    values = values_of(Path(__file__).parent / "values" / "peers.yaml")
+    file = Path(settings(values)["weights"]["peer_key_file"])
+    [volume] = [v for v in pod(values)["volumes"] if v["name"] == "keys"]
+    assert {"key": "peer-key", "path": file.name} in volume["secret"]["items"]
+    policy = one("NetworkPolicy", values)["spec"]
+    own = {"matchLabels": policy["podSelector"]["matchLabels"]}
+    assert {"podSelector": own} in [peer for way in policy["ingress"] for peer in way["from"]]
+    assert {"podSelector": own} in [p for way in policy["egress"] for p in way.get("to", [])]
 
 
 @every_file

@@ -9,6 +9,8 @@ from helm.golden import templates
 from service.settings import Settings, settings_fields
 from tests.helm.chart import WITH_KEYS, Object, defaults
 
+pytestmark = pytest.mark.slow
+
 MISTAKES: list[tuple[str, Object]] = [
     ("containerPort", {"containerPort": "abc"}),
     ("replicas", {"replicas": 3}),
@@ -23,6 +25,9 @@ MISTAKES: list[tuple[str, Object]] = [
     ("start_seconds", {"engine": {"start_seconds": 5}}),
     ("engine", {"shm": {"engine": "lots"}}),
     ("no Secret with keys", {"auth": {"existingSecret": ""}}),
+    ("peer_key_file", {"weights": {"peer_key_file": "/elsewhere"}}),
+    ("which names no Secret", {"auth": {"peerSecretKey": "k", "allowOpen": True}}),
+    ("needs auth.peerSecretKey", {"weights": {"peers": ["http://one"]}}),
     ("are the same", {"operatorsPort": 8000}),
     ("exclude each other", {"auth": {"existingSecret": "keys", "allowOpen": True}}),
     ("leaves nothing of", {"shm": {"arena": "6Gi"}}),
@@ -38,6 +43,10 @@ MISTAKES: list[tuple[str, Object]] = [
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "replicaCount": 2}),
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "autoscaling": {"kind": "hpa"}}),
     ("above autoscaling.maxReplicas", {"autoscaling": {"minReplicas": 9}}),
+    ("redis_password", {"directory": {"redis_password": "in a ConfigMap"}}),
+    ("url", {"fleet": {"redis": {"url": "redis://user:password@host"}}}),
+    ("url", {"fleet": {"redis": {"url": "redis://host?password=secret"}}}),
+    ("names no Redis", {"fleet": {"redis": {"existingSecret": "s"}}}),
     ("must be below", {"serviceMonitor": {"enabled": True, "scrapeTimeout": "30s"}}),
 ]
 
@@ -82,8 +91,10 @@ def test_every_setting_of_the_server_is_a_value_or_set_by_the_chart() -> None:
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
         "engine": {"model", "revision", "start_seconds", "prompt_kv"},
         "attention": {"cache_directory"},
+        "speculation": {"cache_directory", "drafter_directory"},
         "kv": {"directory", "capacity_bytes"},
-        "weights": {"directory"},
+        "weights": {"directory", "peer_key_file"},
+        "directory": {"redis_url", "redis_user", "redis_password", "redis_password_file"},
     }
     known = defaults()
     for section, name, field in settings_fields():

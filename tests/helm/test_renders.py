@@ -13,6 +13,8 @@ from helm import golden, readme, schema
 from helm.golden import CHART
 from tests.helm.chart import FILES, objects, values_of
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = ("1.29", "1.31", "1.34")
 # Kinds of operators, of which Kubernetes has no schema: what each must have, by path.
 CUSTOM = {

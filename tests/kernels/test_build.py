@@ -1,4 +1,4 @@
-"""Whether the compiled kernel is there, and built so that one library does for every processor."""
+"""Whether what is compiled is there, and built so that one library does for every processor."""
 
 import platform
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.drafts import store
 from kernels.shared_prefix import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -22,6 +23,11 @@ def test_the_kernel_is_built_wherever_there_is_a_compiler() -> None:
     assert cpu.available() is not None
 
 
+def test_the_draft_store_is_built_wherever_there_is_a_compiler() -> None:
+    assert store.built()
+
+
+@pytest.mark.slow
 def test_what_is_compiled_for_one_processor_is_not_called_on_another(tmp_path: Path) -> None:
     """The linker keeps one of several copies of a template: the one for AVX-512 must not be it."""
     sources = Path(cpu.__file__).parent / "csrc"

@@ -49,6 +49,7 @@ def assert_right(
     torch.testing.assert_close(got.lse.double(), want_lse, atol=CLOSE_LSE, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
     """Threads of two runtimes would compete for the same processors."""
     script = (
@@ -60,6 +61,7 @@ def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
@@ -131,6 +133,23 @@ def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: c
     step = rounded(step, dtype)
     (_, prefix_lse), (_, suffix_lse) = reference.pieces(plan, step)[1]
     assert (prefix_lse - suffix_lse).abs().max() > 50
+    want, want_lse = reference.whole(step)
+    got = decoded(plan, step, dtype, isa=isa)
+    torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rise", [3, 20])
+def test_scores_that_rise_all_the_way(rise: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    """From one tile to the next by less than what raises a row's maximum, and by more."""
+    plan, step = step_of([[520], [1, 200]], Shape(), query_tokens=2, seed=4)
+    step.query[..., 0] = 1 / step.scale
+    for row, length in zip(step.block_table.long(), step.seq_lens.tolist(), strict=True):
+        at = torch.arange(length)
+        step.keys[row[at // 32], at % 32, :, 0] = (rise * (at // 128)).double()[:, None]
+    step = rounded(step, dtype)
     want, want_lse = reference.whole(step)
     got = decoded(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)

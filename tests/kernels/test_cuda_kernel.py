@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.rotary_shift import cuda as rotary_cuda
 from kernels.shared_prefix import cuda
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ STRIDES = ("query_stride", "block_stride", "token_stride", "head_stride", "table
 def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, "tests/kernels/interpreted.py"],
+        [*command, "tests/kernels/interpreted.py", "tests/kernels/interpreted_shift.py"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -55,3 +56,13 @@ def test_the_triton_kernels_compile_for_a_gpu() -> None:
     assert attend.asm["cubin"] and merge.asm["cubin"]
     # What a thread block of every GPU since the A10 has.
     assert attend.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_rotation_compiles_for_a_gpu() -> None:
+    kernel = rotary_cuda._turn
+    types = {"keys": "*bf16", "cosines": "*fp32", "sines": "*fp32"}
+    types |= dict.fromkeys(("num_rows", "head_dim", "half"), "i32")
+    sizes = {"ROWS": rotary_cuda.ROWS, "PAIRS": 64}
+    source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -45,6 +45,7 @@ def covered(levels: Levels, shape: Shape, *, rows_per_item: int, target_items: i
 
 @settings(deadline=None, max_examples=20)
 @given(drawn(head_sizes=(32,), longest=900))
+@pytest.mark.slow
 def test_items_cover_every_position_of_every_row_once(case: Drawn) -> None:
     covered(case.levels, case.shape, rows_per_item=3, target_items=16)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels.kv_pack.order import PackOrder, UnknownPacking, index_digits, learnt_order
-from kernels.kv_pack.reference import slow_gather, slow_unpack
+from kernels.kv_pack.pack import pack, scatter
+from kernels.kv_pack.reference import slow_gather, slow_pack, slow_scatter, slow_unpack
 from kernels.kv_pack.unpack import MAX_PLACES, gather, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,6 +75,39 @@ def test_gather_equals_the_slow_way_in_every_layout(
     gather(caches, torch.tensor(ids), out)
     slow_gather(caches, ids, expected)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("max_places", [1, MAX_PLACES])
+@pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
+def test_pack_equals_the_slow_way_and_leaves_all_else_alone(
+    heads: int, block: int, dim: int, ids: list[int], num_tokens: int, max_places: int
+) -> None:
+    caches = drawn(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=torch.bfloat16)
+    expected = caches.clone()
+    order = PackOrder(shuffled(block * dim, 1), shuffled(block * dim, 2))
+    values = drawn(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
+    pack(values, list(caches), ids, order, max_places=max_places)
+    slow_pack(values, list(expected), ids, order)
+    assert torch.equal(caches, expected)
+    back = torch.empty_like(values)
+    unpack(list(caches), ids, order, back)
+    assert torch.equal(back, values)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
+def test_scatter_equals_the_slow_way_in_every_layout(
+    heads: int, block: int, dim: int, ids: list[int], num_tokens: int, layout: str
+) -> None:
+    stored = LAYOUTS[layout]
+    shape = (LAYERS, BLOCKS, heads, block, 2 * dim)
+    memory = drawn(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
+    caches = list(memory.permute(*(stored.index(axis) for axis in range(5))))
+    expected = [cache.clone() for cache in caches]
+    values = drawn(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
+    scatter(values, caches, torch.tensor(ids))
+    slow_scatter(values, expected, ids)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(caches, expected, strict=True))
 
 
 def test_a_rank_writes_its_own_heads_and_no_others() -> None:

@@ -49,6 +49,22 @@ def groups(done: float, failed: float) -> Series:
     }
 
 
+def exports(handle: float, **reasons: float) -> Series:
+    found = [
+        counts("coppice_kv_exports_total", a_minute, f'{A},outcome="{outcome}"')
+        for outcome, a_minute in {"handle": handle, **reasons}.items()
+    ]
+    return {name: values for each in found for name, values in each.items()}
+
+
+def arena(leased: float, quarantined: float, *, free: float = 10, labels: str = A) -> Series:
+    states = {"leased": leased, "quarantined": quarantined, "free": free, "reserved": 0}
+    return {
+        f'coppice_kv_bytes{{{labels},state="{state}"}}': f"{num_bytes}x{MINUTES}"
+        for state, num_bytes in states.items()
+    }
+
+
 def waits(seconds: float) -> Series:
     name = "vllm:request_queue_time_seconds_bucket"
     bounds = ("1", "60", "120", "+Inf")
@@ -117,6 +133,30 @@ CASES = [
         {**levels("vllm:kv_cache_usage_perc", 0.97), **counts("vllm:num_preemptions_total", 1)},
         {"instance": "a:8000"},
     ),
+    Case("CoppiceArenaFull", "warning", exports(20, arena_full=5), exports(20, arena_full=1)),
+    Case(
+        "CoppiceArenaQuarantined",
+        "warning",
+        arena(leased=30, quarantined=60),
+        # Without prompt KV there is no arena: nothing of nothing.
+        {**arena(leased=60, quarantined=30), **arena(leased=0, quarantined=0, free=0, labels=B)},
+        {"instance": "a:8000"},
+    ),
+    Case(
+        "CoppiceExportsFailing",
+        "warning",
+        {f'coppice_kv_exports_total{{{A},outcome="export_failed"}}': f"0x50 1x{MINUTES}"},
+        exports(20, not_written=9),
+        {"instance": "a:8000"},
+    ),
+    Case("CoppiceLeasesRunOut", "warning", problems("kv_gone", 2), problems("kv_not_found", 9)),
+    Case(
+        "CoppiceTransfersWait",
+        "warning",
+        {**levels("coppice_kv_transfers", 20), **levels("coppice_kv_transfers_limit", 4)},
+        {**levels("coppice_kv_transfers", 12), **levels("coppice_kv_transfers_limit", 4)},
+        {"instance": "a:8000"},
+    ),
     Case(
         "CoppiceActivationFailed",
         "warning",
@@ -133,6 +173,19 @@ CASES = [
             **levels("coppice_weights_sequence", 8),
             f"coppice_weights_sequence{{{B}}}": "7x10 8x50",
         },
+    ),
+    Case(
+        "CoppiceDirectoryLost",
+        "warning",
+        levels("coppice_directory_up", 0),
+        {f"coppice_directory_up{{{A}}}": "1x10 0x3 1x10 0x3 1x20"},
+        {"instance": "a:8000"},
+    ),
+    Case(
+        "CoppiceWeightsFailed",
+        "warning",
+        levels("coppice_weights_replicas_failed", 1),
+        {f"coppice_weights_replicas_failed{{{A}}}": "0x10 1x5 0x45"},
     ),
     Case(
         "CoppicePausedLong",
@@ -167,7 +220,7 @@ def check(tmp_path: Path, tests: list[dict[str, Any]]) -> None:
     file = tmp_path / "test.yaml"
     content = {
         "rule_files": [str(rules) for rules in RULES],
-        "evaluation_interval": "1m",
+        "evaluation_interval": "5m",  # twelve looks an hour tell as much as sixty
         "tests": tests,
     }
     file.write_text(yaml.safe_dump(content))

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from tests.fake_engine import FakeEngine
-from tests.monitoring.tools import RULES, tool
+from tests.monitoring.tools import RULES
 from tests.serving_thread import serving_in_thread
+from tests.tools import tool
 
 DEADLINE_SECONDS = 60
 ROLLOUT = {

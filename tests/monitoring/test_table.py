@@ -20,7 +20,10 @@ from tests.monitoring.series import (
     selectors,
     vllms_series,
 )
-from tests.monitoring.tools import MONITORING, ROOT, RULES, promtool
+from tests.monitoring.tools import MONITORING, RULES, promtool
+from tests.tools import ROOT
+
+pytestmark = pytest.mark.slow
 
 OF_THE_PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes", "up"}
 _ROW = re.compile(

@@ -1,22 +1,12 @@
-"""Prometheus and promtool: from `scripts/tools.sh`, or the system's own."""
+"""Promtool and the files that it looks at."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.tools import ROOT, tool
 
-ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "helm" / "coppice" / "monitoring"
 RULES = [MONITORING / "recording.yaml", MONITORING / "alerts.yaml"]
-
-
-def tool(name: str) -> str:
-    ours = ROOT / ".venv" / "tools" / "usr" / "bin" / name
-    found = str(ours) if ours.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name}: scripts/tools.sh gets it from Debian")
-    return found
 
 
 def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

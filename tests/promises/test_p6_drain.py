@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.fake_engine import FakeEngine
+from tests.service.sockets import raw
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
@@ -114,3 +116,81 @@ async def test_what_could_not_start_in_time_is_told_to_go_elsewhere(tmp_path: Pa
     for problem in (refused, later):
         assert (problem.status_code, problem.json()["code"]) == (503, "draining")
         assert int(problem.headers["retry-after"]) > 0
+
+
+ASYNC = {"prefer": "respond-async"}
+NDJSON = {"accept": "application/x-ndjson"}
+
+
+async def promised(served: Served) -> str:
+    """Where the answer is that somebody was told to come back for."""
+    accepted = await served.http.post("/v1/rollouts", json=body(group(1)), headers=ASYNC)
+    assert accepted.status_code == 202
+    place: str = accepted.headers["location"]
+    return place
+
+
+async def ended(served: Served) -> None:
+    while served.server.rollouts.num_running:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("headers", [{}, NDJSON])
+async def test_an_answer_that_was_promised_is_waited_for_until_it_is_fetched(
+    tmp_path: Path, headers: dict[str, str]
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        place = await promised(served)
+        await ended(served)
+        draining = drain(served)
+        await asyncio.sleep(0.2)
+        assert not draining.done()
+        answer = await served.http.get(place, headers=headers)
+        assert (answer.status_code, "done" in answer.text) == (200, True)
+        async with asyncio.timeout(5):
+            await draining
+
+
+async def test_an_answer_that_nobody_fetches_is_waited_for_no_longer_than_the_bound(
+    tmp_path: Path,
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        place = await promised(served)
+        async with asyncio.timeout(5):
+            await drain(served, seconds=0.2)
+        assert (await served.http.get(place)).status_code == 200, "while it still listens"
+
+
+async def test_an_answer_is_waited_for_no_longer_than_any_is_kept(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path, limits={"keep_answers_seconds": 0.2}) as served:
+        await promised(served)
+        async with asyncio.timeout(5):
+            await drain(served)
+
+
+async def test_an_answer_that_was_given_to_its_caller_is_not_waited_for(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked, key = body(group(1)), {"idempotency-key": "k"}
+        assert (await served.http.post("/v1/rollouts", json=asked, headers=key)).is_success
+        async with asyncio.timeout(5):
+            await drain(served)
+
+
+async def test_a_caller_who_left_while_waiting_has_not_fetched_the_answer(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        place = await promised(served)
+        await running_samples(served, 1)
+        request = f"GET {place}?wait=30 HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        async with raw(served) as connection:
+            await connection.send(request)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        engine.step(4)
+        await ended(served)
+        draining = drain(served)
+        await asyncio.sleep(0.2)
+        assert not draining.done()
+        assert (await served.http.get(place)).json()["outcome"] == "done"
+        async with asyncio.timeout(5):
+            await draining

@@ -72,7 +72,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
         assert num_admitted and len(done) >= num_answered + num_admitted
         for call in running.calls:
             assert call in done or call.code == "draining" or (call.broken and call.began > told)
-        until(lambda: not server.living(), seconds=5, what="the engine's processes end")
+        until(lambda: not server.living(), seconds=20, what="the engine's processes end")
     assert place.left() == []
 
 
@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
             assert server.wait(STOP_SECONDS) == 0
         codes = {call.code for call in running.calls if call.code}
         assert "engine_dead" in codes and codes <= {"engine_dead", "draining"}
-        until(lambda: not server.living(), seconds=5, what="the engine's processes end")
+        until(lambda: not server.living(), seconds=20, what="the engine's processes end")
     assert place.left() == []
 
 
@@ -103,7 +103,7 @@ def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home
         with load(server.url, max_tokens=200) as running:
             warm(running, 2)
             server.signal(signal.SIGKILL)
-            until(lambda: not server.living(), seconds=5, what="the engine ends with its service")
+            until(lambda: not server.living(), seconds=20, what="the engine ends with its service")
     time.sleep(MIN_AGE_SECONDS)
     assert place.left()
 
@@ -121,5 +121,5 @@ def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home
         assert probe(next_one, "/livez") == 503
         next_one.signal(signal.SIGTERM)
         assert next_one.wait(STOP_SECONDS) == 0
-        until(lambda: not next_one.living(), seconds=5, what="the engine's processes end")
+        until(lambda: not next_one.living(), seconds=20, what="the engine's processes end")
     assert place.left() == []

@@ -18,6 +18,8 @@ from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
+pytestmark = pytest.mark.slow
+
 LIMITS = LimitsSettings(max_samples_per_key=8, max_prompt_tokens_per_key=20, max_samples_running=12)
 
 

@@ -70,7 +70,7 @@ def test_of_a_million_wrong_token_ids_the_first_is_named() -> None:
     body = asked(", ".join(["1"] * 7 + ['""'] * 1_000_000))
     began = time.process_time()
     error = refused(body)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 2
     assert [fault["location"] for fault in error.errors or []] == ["groups.0.prompt.token_ids.7"]
 
 

@@ -16,8 +16,8 @@ from tests.serving import settings_for
 
 # Components that are no model of their own: shared types, the union of records, and a file.
 NO_MODELS = {
-    *("TokenId", "Label", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
-    *("Record", "PackedAnswer", "KvReason"),
+    *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
+    *("Record", "PackedAnswer", "KvReason", "ReuseReason"),
 }
 
 Answers = dict[tuple[str, str], dict[str, set[str]]]

@@ -17,6 +17,8 @@ from tests.service.sockets import parsed, raw
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 SOON = {"read_seconds": 0.2, "write_seconds": 0.2}

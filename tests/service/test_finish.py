@@ -39,7 +39,7 @@ async def test_the_first_samples_are_enough_and_the_others_end_with_their_tokens
 async def test_a_deadline_takes_what_there_is(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = post(served, body(group(1, n=2), finish={"deadline_seconds": 0.3}))
+        request = post(served, body(group(1, n=2), finish={"deadline_seconds": 1.5}))
         await running_samples(served, 2)
         engine.step(2)
         answered = (await request).json()["groups"][0]
@@ -76,7 +76,7 @@ async def test_an_answer_says_which_samples_were_enough(tmp_path: Path) -> None:
         asked = body(group(1, n=4), finish={"samples": 2})
         answered = await finished(engine, served, asked, 30, 9, 30, 3)
         assert answered["chosen"] == [1, 3]
-        asked = body(group(1, n=2), finish={"samples": 2, "deadline_seconds": 0.1})
+        asked = body(group(1, n=2), finish={"samples": 2, "deadline_seconds": 1.5})
         assert (await finished(engine, served, asked, 3, 10**9))["chosen"] is None
 
 

@@ -34,6 +34,7 @@ PROTECTED = [
     ("GET", "/v1/weights", "admin"),
     ("PUT", "/v1/weights/v1", "admin"),
     ("PUT", "/v1/weights/v1/files/model.safetensors", "admin"),
+    ("GET", "/v1/weights/v1/files/model.safetensors", "replica"),
     ("POST", "/v1/weights/v1", "admin"),
     ("POST", "/v1/weights/v1/activate", "admin"),
     ("DELETE", "/v1/weights/v1", "admin"),

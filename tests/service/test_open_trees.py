@@ -20,6 +20,8 @@ from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, check_cuts, check_tree
 from tests.serving import Served, serving
 
+pytestmark = pytest.mark.slow
+
 ASYNC = {"Prefer": "respond-async"}
 
 
@@ -67,9 +69,13 @@ async def opened(served: Served, rest: dict[str, Any] | None = None, **fields: A
 
 @asynccontextmanager
 async def open_tree(
-    folder: Path, engine: FakeEngine | None = None, /, **fields: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    sections: dict[str, Any] | None = None,
+    /,
+    **fields: Any,
 ) -> AsyncIterator[Opened]:
-    async with serving(engine or FakeEngine(), folder) as served:
+    async with serving(engine or FakeEngine(), folder, **(sections or {})) as served:
         yield await opened(served, **fields)
 
 
@@ -131,15 +137,15 @@ async def test_the_lease_does_not_run_while_something_grows_and_use_renews_it(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(instant=False)
-    async with open_tree(tmp_path, engine, lease_seconds=0.3) as tree:
+    async with open_tree(tmp_path, engine, lease_seconds=1) as tree:
         growing = asyncio.create_task(tree.branch(max_tokens=20))
         await running_samples(tree.served, 1)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         engine.instant = True
         engine.step(BLOCK)
         [segment] = await growing
         for _ in range(3):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.4)
             [segment] = await tree.branch(segment=segment["id"], max_tokens=20)
         assert len((await tree.ended())["segments"]) == 4
 
@@ -257,9 +263,9 @@ async def test_an_activation_ends_an_open_tree_that_is_bound_to_a_version(tmp_pa
 async def test_a_drain_does_not_wait_for_the_lease_of_a_resting_tree(tmp_path: Path) -> None:
     async with open_tree(tmp_path, lease_seconds=60) as tree:
         await tree.branch(max_tokens=20)
-        async with asyncio.timeout(5):
-            await tree.served.server.drain(30)
-        assert (await tree.ended())["outcome"] == "done"
+        async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+            tasks.create_task(tree.served.server.drain(30))
+            assert (await tree.ended())["outcome"] == "done"
 
 
 async def test_a_dead_engine_is_told_to_whoever_waits_for_a_branch(tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.serving import serving, settings_for
 
+OURS = ("/readyz", "/metrics", "/v1/weights", "/v1/rollouts/x")
 PROBES = {"/livez", "/readyz", "/startupz", "/health"}
 
 
-def paths(app: object) -> set[str]:
-    return {route.path for route in app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]
+def calls(app: object) -> set[tuple[str, str]]:
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]  # type: ignore[attr-defined]
+    return {(method, route.path) for route in routes for method in route.methods}
 
 
 def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> None:
@@ -35,14 +37,28 @@ def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> 
     split = create_app(settings_for(tmp_path, server={"operators_port": 0}), FakeEngine())
     operators = split.state.operators
     assert everything.state.operators is None
-    assert paths(split) | paths(operators) == paths(everything)
-    assert paths(split) & paths(operators) == {*PROBES, "/v1/status"}
-    assert "/metrics" not in paths(split)
+    assert calls(split) | calls(operators) == calls(everything)
+    assert calls(split) & calls(operators) == {("GET", path) for path in (*PROBES, "/v1/status")}
+    assert ("GET", "/metrics") not in calls(split)
     for route in split.routes:
         assert isinstance(route, APIRoute)
         access = declared(route.endpoint)
         assert access is not None
         assert access.role != "admin"
+
+
+def test_operators_of_other_servers_clients_are_nowhere_else_either(tmp_path: Path) -> None:
+    shapes = {"compat": ["vllm", "sglang", "openai"]}
+    everything = create_app(settings_for(tmp_path, server=shapes), FakeEngine())
+    split = create_app(settings_for(tmp_path, server={**shapes, "operators_port": 0}), FakeEngine())
+    callers, operators = split.state.compat, split.state.operators.state.compat
+    assert calls(callers) | calls(operators) == calls(everything.state.compat)
+    assert calls(callers) & calls(operators) == {("GET", "/compat/openapi.json")}
+    described = {"/compat/openapi.json"}
+    for app, wanted in ((callers, False), (operators, True)):
+        routes = [r for r in app.routes if isinstance(r, APIRoute) and r.path not in described]
+        found = {getattr(declared(route.endpoint), "role", None) == "admin" for route in routes}
+        assert found == {wanted}
 
 
 def test_the_operators_address_needs_keys_like_any_other() -> None:
@@ -55,7 +71,8 @@ def test_the_operators_address_needs_keys_like_any_other() -> None:
 def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
     with open_listener("127.0.0.1", 0) as probe:
         operators_port = probe.getsockname()[1]
-    settings = settings_for(tmp_path, server={"operators_port": operators_port})
+    ports = {"operators_port": operators_port, "compat": ["vllm", "sglang"]}
+    settings = settings_for(tmp_path, server=ports)
     app = create_app(settings, FakeEngine())
     statuses: dict[str, int] = {}
 
@@ -66,7 +83,7 @@ def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
             while http.get(f"{callers}/readyz").status_code != 200:
                 pass
             for name, url in (("callers", callers), ("operators", operators)):
-                for path in ("/readyz", "/metrics", "/v1/weights", "/v1/rollouts/x"):
+                for path in (*OURS, "/is_paused", "/flush_cache"):
                     statuses[f"{name} {path}"] = http.get(url + path).status_code
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -80,10 +97,14 @@ def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
         "callers /metrics": 404,
         "callers /v1/weights": 404,
         "callers /v1/rollouts/x": 404,  # there is no such rollout
+        "callers /is_paused": 200,
+        "callers /flush_cache": 404,
         "operators /readyz": 200,
         "operators /metrics": 200,
         "operators /v1/weights": 200,
         "operators /v1/rollouts/x": 404,
+        "operators /is_paused": 404,
+        "operators /flush_cache": 200,
     }
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{operators_port}/readyz")

@@ -21,8 +21,9 @@ def group(*token_ids: int, **rest: Any) -> dict[str, Any]:
 
 
 async def running_samples(served: Served, count: int) -> None:
-    while served.server.rollouts.num_samples_running != count:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while served.server.rollouts.num_samples_running != count:
+            await asyncio.sleep(0.001)
 
 
 async def lines(response: httpx.Response) -> list[dict[str, Any]]:

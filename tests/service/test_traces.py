@@ -7,11 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
 from tests.serving import serving
+
+pytestmark = pytest.mark.slow
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 RECORDED = {"traceparent": f"00-{TRACE}-{CALLER}-01"}

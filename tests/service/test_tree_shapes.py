@@ -68,6 +68,9 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "sampling": Sampling(max_tokens=max_tokens),
         "seed": None,
         "priority": 0,
+        "speculation": True,
+        "adapter": None,
+        "num_likeliest": 0,
         "exact_version": None,
         "enough": None,
         "deadline_seconds": None,
@@ -75,6 +78,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "owner": "",
         "cache_salt": None,
         "kv_lease_seconds": None,
+        "reuse": None,
     }
     tree = tree_group(branching, given_, block_size=BLOCK, longest_lease=1.0)
     engine = Whimsical(seed)

@@ -206,7 +206,7 @@ async def test_packed_answers_hold_trees(tmp_path: Path) -> None:
 async def test_a_deadline_takes_the_tree_as_it_is(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asked(rest={"finish": {"deadline_seconds": 0.3}})
+        body = asked(rest={"finish": {"deadline_seconds": 1.5}})
         request = asyncio.create_task(grown(served, body))
         await running_samples(served, 2)
         engine.step(7)

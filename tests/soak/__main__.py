@@ -8,7 +8,6 @@ Load goes to 127.0.0.1 only, from a few threads, and ends.
 import argparse
 import datetime
 import os
-import platform
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ import psutil
 from tests.promises.process import ServiceProcess, home, service, until
 from tests.soak.groups import GROUPS_A_REQUEST, SAMPLES, TOKENS, Groups
 from tests.soak.levels import Levels, watched
+from tests.soak.machine import machine, write
 from tests.soak.malformed import Malformed
 
 CALLERS = 4
@@ -36,7 +36,6 @@ FLAGS = (
 # oneDNN keeps up to 1,024 compiled kernels, one for every number of tokens in a step that it has
 # met. Filling that takes longer than the soak and would hide a leak of the same size.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-BEGIN, END = "<!-- soak: written by `make soak` -->\n", "<!-- end of soak -->"
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     table = _table(groups, group_seconds, levels, malformed, malformed_seconds)
     print(table)
     if options.report:
-        _write(options.report, table)
+        write(options.report, "soak", table)
 
 
 def _options() -> argparse.Namespace:
@@ -118,7 +117,7 @@ def _table(
     answers = ", ".join(f"{name}: {count:,}" for name, count in sorted(families.items()))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return f"""
-`python -m tests.soak {" ".join(sys.argv[1:])}` on {today}, {_machine()}.
+`python -m tests.soak {" ".join(sys.argv[1:])}` on {today}, {machine()}.
 
 {groups.num_ended:,} groups of {SAMPLES} samples and {TOKENS} tokens, {GROUPS_A_REQUEST} a request,
 {CALLERS} callers, in {group_seconds:.0f} s:
@@ -135,18 +134,6 @@ Answers by status
 (none: the connection was closed): {answers}.
 
 """
-
-
-def _machine() -> str:
-    cpus = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{platform.machine()}, {cpus} processors, {memory:.0f} GiB, no GPU"
-
-
-def _write(report: Path, table: str) -> None:
-    before, rest = report.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    report.write_text(before + BEGIN + table + END + after)
 
 
 if __name__ == "__main__":

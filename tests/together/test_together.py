@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice import AsyncRollouts, Branching, Kv, Policy, SampleRecord
 from coppice.results import RolloutResult
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models
@@ -33,12 +33,17 @@ from tests.together.prompt_kv import (
     handles_outlive_an_activation_under_their_own_version,
     release_all,
 )
+from tests.together.segments import (
+    placed_prompts_are_what_was_meant,
+    shared_texts_become_a_prefix,
+)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PROMPTS = [[7 + g, *range(20, 20 + 9 * g + 3)] for g in range(8)]
 LONG = [3, 1, 4, 1, 5, 9, 2, 6]
 NUM_LONG = 480
+DRAFTS = "drafts"
 TREE = [2, 7, 1, 8, 2, 8, 1]
 
 
@@ -79,10 +84,15 @@ async def scene(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> Asyn
         prompt_kv=True,
     )
     attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
-    engine = VllmEngine(settings, attention=attention)
+    speculation = SpeculationSettings(
+        mode="siblings", cache_directory=tmp_path, store_file=tmp_path / DRAFTS
+    )
+    engine = VllmEngine(settings, attention=attention, speculation=speculation)
     weights = {"initial_version": "v7"}
     async with (
-        serving(engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24}) as served,
+        serving(
+            engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24, "segments_bytes": 2**23}
+        ) as served,
         AsyncRollouts(served.url, timeout=300) as rollouts,
     ):
         yield Scene(served, rollouts, engine, models)
@@ -113,7 +123,11 @@ async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_r
         await scores_are_the_active_versions(at)
         await going_back_gives_the_first_answers_again(at, v7)
         await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
+        await placed_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
+        await shared_texts_become_a_prefix(at.served, at.rollouts)
+        await siblings_were_drafted_from(at)
         await nothing_is_left(at)
+    assert (tmp_path / DRAFTS).stat().st_size > 0
 
 
 async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
@@ -144,7 +158,7 @@ async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> N
     tree = asyncio.create_task(grow_a_tree(at))
     while at.served.server.rollouts.num_samples_running < 9:
         await asyncio.sleep(0.005)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     await at.rollouts.pause("keep")
     tensors = load_file(at.models["v8"] / "model.safetensors")
     await at.rollouts.publish_weights("v8", tensors, mode="recompute")
@@ -233,6 +247,23 @@ async def prompt_kv_is_the_models_and_of_its_own_version(at: Scene, v7: Any, v8:
     await handles_outlive_an_activation_under_their_own_version(
         at.served, at.rollouts, ("v7", v7), ("v8", v8)
     )
+
+
+async def siblings_were_drafted_from(at: Scene) -> None:
+    """All of the above were, and a request that wants none gets none."""
+    assert at.engine.facts.max_context_tokens == 512
+    refused = await at.greedy(PROMPTS[:1], 20, n=2, speculation=False)
+    assert [len(sample.token_ids) for sample in refused.groups[0].samples] == [20, 20]
+    async with asyncio.timeout(30):
+        while at.engine.speculation().skipped.get("refused", 0) < 2:
+            await asyncio.sleep(0.1)
+    counts = at.engine.speculation()
+    assert counts.skipped.get("failed", 0) == 0
+    # How much is worth sending is measured, and may be nothing on this machine.
+    resting = counts.steps.get("not_worth_it", 0) + counts.steps.get("resting", 0)
+    assert sum(counts.accepted.values()) + resting > 0
+    metrics = (await at.served.http.get("/metrics")).text
+    assert re.search(r"^coppice_speculation_gain_ratio \S+$", metrics, re.MULTILINE)
 
 
 async def nothing_is_left(at: Scene) -> None:

@@ -49,8 +49,9 @@ class Tab:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         await self._connection.send(json.dumps(message))
-        while (answer := json.loads(await self._connection.recv())).get("id") != number:
-            pass
+        async with asyncio.timeout(SECONDS):
+            while (answer := json.loads(await self._connection.recv())).get("id") != number:
+                pass
         result: dict[str, Any] = answer["result"]
         return result
 

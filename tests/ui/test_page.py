@@ -9,12 +9,16 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from service.app import create_app
-from service.live import MAX_GROUPS, MAX_ROLLOUTS
+from service.live import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
+from tests.service.kv.asked import handle
+from tests.service.test_open_trees import open_tree
 from tests.service.test_rollouts import body, group, running_samples
+from tests.service.trees import asked
 from tests.serving import Served, serving, settings_for
 from tests.ui.browser import tab
 
@@ -71,12 +75,12 @@ async def test_the_page_is_for_everybody_and_its_events_for_who_may_watch(tmp_pa
 async def test_events_tell_groups_in_flight_and_no_token_of_theirs(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, server=ON) as served:
-        asked = body(group(7, 7, 7, n=3), {"prompt": {"text": "secret words"}, "n": 1})
-        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        wanted = body(group(7, 7, 7, n=3), {"prompt": {"text": "secret words"}, "n": 1})
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=wanted))
         await running_samples(served, 4)
         engine.running[next(iter(engine.running))].limit = 2
         engine.step(2)
-        while not served.server.rollouts.in_flight()[0].groups[0].ended:
+        while len(served.server.rollouts.in_flight()[0].log) < 2:
             await asyncio.sleep(0.001)
         told = await first_event(served)
         engine.step(9)
@@ -109,6 +113,78 @@ async def test_events_are_bounded_whatever_is_under_way(tmp_path: Path) -> None:
     assert len(told["rollouts"][0]["groups"]) == MAX_GROUPS
 
 
+async def test_events_tell_a_tree_as_it_is_now(tmp_path: Path) -> None:
+    engine = FakeEngine(prompt_kv=True)
+    sections: dict[str, Any] = {"server": ON, "kv": {"capacity_bytes": 2**22}}
+    async with open_tree(tmp_path, engine, sections, rest={"kv": {}}) as at:
+        trunk, gone = await at.branch(n=2, max_tokens=20)
+        engine.instant = False
+        growing = asyncio.create_task(at.branch(segment=trunk["id"], n=2))
+        while len(engine.running) < 2:  # a branch counts before the engine has it
+            await asyncio.sleep(0.001)
+        engine.step()
+        while not at.served.server.prompt_kv.status().handles:
+            await asyncio.sleep(0.001)
+        before = await first_event(at.served)
+        await at.drop(gone["id"])
+        after = await first_event(at.served)
+        engine.step(250)
+        await growing
+    tree = before["rollouts"][0]["groups"][0]["tree"]
+    told = {segment["id"]: segment for segment in tree["segments"]}
+    assert told.keys() == {trunk["id"], gone["id"]}
+    assert [told[each["id"]]["kv"] for each in (trunk, gone)] == [True, False]
+    assert told[trunk["id"]]["versions"] == [{"version": "v0", "tokens": 32}]
+    assert tree["growing"] == [trunk["id"]] * 2
+    [left] = after["rollouts"][0]["groups"][0]["tree"]["segments"]
+    assert left["id"] == trunk["id"]
+
+
+async def test_events_tell_of_the_arena_and_of_the_leases_that_run_out_first(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(prompt_kv=True)
+    kv = {"capacity_bytes": 2**24}
+    async with serving(engine, tmp_path, server=ON, kv=kv) as served:
+        names = [(await handle(served, [n, 2, 3], lease_seconds=60 - n)).handle for n in range(9)]
+        engine.instant = False
+        held = asyncio.create_task(handle(served, [99, 2, 3], lease_seconds=5))
+        await running_samples(served, 2)
+        engine.step()
+        while served.server.prompt_kv.status().handles < 10:
+            await asyncio.sleep(0.001)
+        told = (await first_event(served))["kv"]
+        for name in names:
+            await served.http.delete(f"/v1/kv/{name}")
+        [last] = (await first_event(served))["kv"]["leases"]
+        engine.step(9)
+        await held
+    assert (told["reason"], told["handles"]) == (None, 10)
+    assert told["leased_bytes"] + told["free_bytes"] == told["capacity_bytes"] == 2**24
+    seconds = [lease["seconds"] for lease in told["leases"]]
+    assert seconds == sorted(seconds) and len(seconds) == MAX_LEASES
+    assert 50 < seconds[0] <= 52
+    assert (last["seconds"], last["tokens"], last["version"]) == (None, 2, "v0")
+    assert not any(name in json.dumps(told) for name in names), "a handle opens what it names"
+
+
+def test_speculation_is_told_once_anything_was_drafted() -> None:
+    registry = CollectorRegistry()
+    assert speculation(registry) is None
+    Gauge("coppice_speculation_acceptance_ratio", "", registry=registry).set(0.625)
+    Gauge("coppice_speculation_gain_ratio", "", registry=registry).set(1.5)
+    drafts = Counter("coppice_speculation_drafts", "", ["length"], registry=registry)
+    drafts.labels("12")
+    assert speculation(registry) is None
+    for length, count in ((3, 4), (10, 1)):
+        drafts.labels(str(length)).inc(count)
+    assert speculation(registry) == {
+        "acceptance": 0.625,
+        "gain": 1.5,
+        "drafts": [(3, 4.0), (10, 1.0)],
+    }
+
+
 async def test_events_end_when_the_server_drains(tmp_path: Path) -> None:
     async with (
         serving(FakeEngine(), tmp_path, server=ON) as served,
@@ -122,29 +198,41 @@ async def test_events_end_when_the_server_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_browser_draws_the_groups_and_the_versions(tmp_path: Path) -> None:
-    engine = FakeEngine(instant=False)
-    async with serving(engine, tmp_path, server=ON) as served:
-        asked = body(group(1, 2, 3, n=6), group(4, n=4))
-        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
-        await running_samples(served, 10)
-        for position, sample in enumerate(list(engine.running.values())[:4]):
+async def test_a_browser_draws_all_that_goes_on(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False, prompt_kv=True)
+    kv = {"capacity_bytes": 2**22}
+    async with serving(engine, tmp_path, server=ON, kv=kv) as served, asyncio.TaskGroup() as tasks:
+        tree = asked(max_tokens=100, prompt=[7, 8, 9], rest={"kv": {}})
+        tasks.create_task(served.http.post("/v1/rollouts", json=tree))
+        await running_samples(served, 2)
+        engine.step(62)
+        await running_samples(served, 4)
+        engine.step()
+        while served.server.prompt_kv.status().handles < 3:
+            await asyncio.sleep(0.001)
+        flat = body(group(1, 2, 3, n=6), group(4, n=4))
+        tasks.create_task(served.http.post("/v1/rollouts", json=flat))
+        await running_samples(served, 14)
+        for position, sample in enumerate(list(engine.running.values())[4:8]):
             sample.limit = position + 1
         engine.step(2)
         engine.version = "v1"  # as an activation leaves it
         engine.step(1)
         async with tab(f"{served.url}/ui", tmp_path / "profile") as seen:
-            await seen.shown("document.querySelectorAll('.group').length")
+            await seen.shown("document.querySelectorAll('.group').length == 3")
             await seen.photograph(tmp_path / "page.png")
             page = await seen.value("document.documentElement.outerHTML")
-        engine.step(9)
-        await answer
+        engine.step(250)
     assert re.search(r'id="state"[^>]*>serving<', page)
     assert "group 0: 6 samples, 3 running, prompt of 3" in page
     assert "group 1: 4 samples, 4 running, prompt of 1" in page
     assert page.count('class="sample"') == 3
     assert page.count('class="sample running"') == 7
     assert "<polyline" in page
+    assert "group 0: a tree of 2 segments, 4 paths grow, prompt of 3" in page
+    assert (page.count("<circle"), page.count('class="growing"')) == (2, 4)
+    assert re.search(r"3 handles, .* 0 downloads\. Of 4\.0 MiB leased", page)
+    assert page.count("<td>held</td>") == 3
     assert re.search(r"<td[^>]*>v0</td><td[^>]*>0</td><td[^>]*>active</td>", page)
     assert (tmp_path / "page.png").stat().st_size > 5000
 

@@ -1,5 +1,6 @@
 """One HTTP exchange, before and after it: no socket in sight."""
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from coppice.errors import BadAnswer, GatewayFailed, error_of
+from coppice.errors import BadAnswer, GatewayFailed, Redirected, error_of
 from coppice.wire.problems import Problem
 
 A = TypeVar("A", bound=BaseModel)
@@ -29,6 +30,8 @@ class Call:
 
     method: str
     path: str
+    base_url: str | None = None
+    """Where it was sent on to; None: to the address that the client was made with."""
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | FileBody | None = None
@@ -59,6 +62,30 @@ def json_call(
     )
 
 
+def file_call(
+    path: str,
+    file: Path,
+    digest: bytes,
+    *,
+    params: Mapping[str, str] | None = None,
+    silence: float | None = None,
+) -> Call:
+    """A file that is PUT somewhere, with its SHA-256; the same one again changes nothing."""
+    return Call(
+        method="PUT",
+        path=path,
+        params=params or {},
+        headers={
+            "Content-Type": "application/octet-stream",
+            # RFC 9530
+            "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+        },
+        body=FileBody(path=file, num_bytes=file.stat().st_size),
+        silence=silence,
+        repeatable=True,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """A whole answer. Names of headers are in lower case."""
@@ -82,6 +109,8 @@ class Reply:
     def check(self) -> None:
         if self.succeeded:
             return
+        if self.status == 307:
+            raise Redirected("sent on too often", location=self.headers.get("location"))
         if not self.headers.get("content-type", "").startswith("application/problem+json"):
             kind = GatewayFailed if self.status in _OF_GATEWAYS else BadAnswer
             excerpt = self.body[:200].decode(errors="replace")

@@ -1,6 +1,7 @@
 """Records of a whole stream in, one result out."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 from coppice.errors import BadAnswer, error_of
 from coppice.results import Group, RolloutResult, group_of, sample_of, segment_of
@@ -28,6 +29,7 @@ class Collector:
         self._heads: dict[int, GroupHead] = {}
         self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
         self._segments: defaultdict[int, list[Segment]] = defaultdict(list)
+        self._kv: defaultdict[int, dict[str, KvRecord]] = defaultdict(dict)
 
     def add(self, record: Record) -> None:
         match record:
@@ -39,8 +41,10 @@ class Collector:
                 self._segments[record.group].append(segment_of(record.segment))
             case GroupRecord():
                 self._heads[record.group.index] = record.group
+            case KvRecord(segment=str(segment)):
+                self._kv[record.group][segment] = record
             case ProgressRecord() | KvRecord():
-                pass
+                pass  # a group's own is in its head
             case EndRecord():
                 self._end = record
 
@@ -62,6 +66,15 @@ class Collector:
         if headless := sorted(with_parts - self._heads.keys()):
             raise BadAnswer(f"the stream has samples of groups {headless}, but not the groups")
         return tuple(
-            group_of(head, self._samples[index], self._segments[index])
+            group_of(head, self._samples[index], self._segments_with_kv(index))
             for index, head in sorted(self._heads.items())
         )
+
+    def _segments_with_kv(self, index: int) -> list[Segment]:
+        told = self._kv[index]
+        return [
+            replace(each, kv=told[each.id].kv, kv_reason=told[each.id].kv_reason)
+            if each.id in told
+            else each
+            for each in self._segments[index]
+        ]

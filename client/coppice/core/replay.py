@@ -71,7 +71,7 @@ def _key(
         case SegmentRecord():
             return (record.type, record.group, record.segment.id)
         case KvRecord():
-            return (record.type, record.group, 0)
+            return (record.type, record.group, record.segment or 0)
         case GroupRecord():
             return (record.type, record.group.index, 0)
         case _:

@@ -11,7 +11,7 @@ from coppice.core.courier import Courier
 from coppice.core.pending import AsyncPending, path_of
 from coppice.core.replay import Replay
 from coppice.core.stream import NDJSON, records_of
-from coppice.options import RolloutOptions, rollout_request
+from coppice.options import RolloutOptions, rollout_request, session_headers
 from coppice.progress import progress_bar
 from coppice.prompts import PromptLike
 from coppice.results import RolloutResult
@@ -43,10 +43,11 @@ class RolloutOperations:
         server and keep proxies from closing a silent connection. Packed arrays are a third of the
         bytes, but come only at the end: the README has figures.
         """
+        headers = session_headers(options)
         request = rollout_request(prompts, **options)
         collector = Collector()
         with progress_bar(request, wanted=progress) as tell:
-            async with aclosing(self._records(request)) as records:
+            async with aclosing(self._records(request, headers)) as records:
                 async for record in records:
                     collector.add(record)
                     tell(record)
@@ -65,14 +66,16 @@ class RolloutOperations:
         closing the connection. A process that is killed sends no DELETE; what it had asked for
         then runs to its own end, unless there were no retries.
         """
-        return self._records(rollout_request(prompts, **options))
+        headers = session_headers(options)
+        return self._records(rollout_request(prompts, **options), headers)
 
     async def submit(
         self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
     ) -> AsyncPending:
         """Starts a rollout that runs whether anybody listens or not, and comes back at once."""
+        headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
-        call = self._start(request, {"Prefer": "respond-async"})
+        call = self._start(request, {"Prefer": "respond-async", **headers})
         reply = await self._courier.send(call)
         # A retry may find the rollout ended already.
         running = reply.status == 202
@@ -87,8 +90,10 @@ class RolloutOperations:
         """Ends a running rollout. The tokens so far are kept."""
         return await self.attach(rollout_id).abort()
 
-    async def _records(self, request: RolloutRequest) -> AsyncGenerator[Record, None]:
-        call = self._start(request, {"Accept": NDJSON})
+    async def _records(
+        self, request: RolloutRequest, headers: dict[str, str]
+    ) -> AsyncGenerator[Record, None]:
+        call = self._start(request, {"Accept": NDJSON, **headers})
         replay = Replay()
         try:
             async with aclosing(records_of(self._courier, call, replay)) as records:

@@ -20,14 +20,16 @@ class ScoreOperations:
         prompts_and_responses: Iterable[Scorable],
         policy: Policy | None = None,
         *,
+        adapter: str | None = None,
         timeout: float | None = None,
     ) -> tuple[Score, ...]:
         """Log-probabilities of given responses, at temperature 1 and without truncation.
 
         Each item is a prompt, in any form that `rollout` takes, and a list of responses as token
-        ids. It takes as long as the server needs, or `timeout` seconds of silence.
+        ids. An adapter is named as in a rollout. It takes as long as the server needs, or `timeout`
+        seconds of silence.
         """
-        request = score_request(prompts_and_responses, policy)
+        request = score_request(prompts_and_responses, policy, adapter)
         call = json_call("POST", "/v1/score", request, silence=timeout, repeatable=True)
         answer = (await self._courier.send(call)).read(ScoreAnswer)
         try:

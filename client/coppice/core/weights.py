@@ -1,6 +1,6 @@
 """Weights versions: sent or staged, activated, listed, deleted."""
 
-import base64
+import logging
 import tempfile
 from collections.abc import Mapping
 from os import PathLike, fspath
@@ -9,11 +9,13 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from coppice.core.call import Call, FileBody, json_call
+from coppice.core.call import Call, file_call, json_call
 from coppice.core.courier import Courier
+from coppice.errors import BaseUnavailable
 from coppice.weights.checkpoint import checkpoint_files
 from coppice.weights.digest import sha256_of
-from coppice.weights.tensor import StateDict, tensors_of
+from coppice.weights.kept import Kept
+from coppice.weights.tensor import StateDict, Tensor, stored_tensors, tensors_of
 from coppice.weights.writer import write_safetensors
 from coppice.wire.base import Label
 from coppice.wire.weights import (
@@ -25,17 +27,20 @@ from coppice.wire.weights import (
     VersionsAnswer,
 )
 
+log = logging.getLogger("coppice")
+
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
 class WeightsOperations:
-    """Needs a courier and keeps no state beside it.
+    """Needs a courier; the weights that were sent last are kept for those who send changes.
 
     How long the server takes over weights depends on their size and on the samples that run, so
     these calls wait for its answer without limit unless they are given a timeout in seconds.
     """
 
     _courier: Courier
+    _kept: Kept | None = None
 
     async def upload_weights(
         self,
@@ -43,13 +48,18 @@ class WeightsOperations:
         source: StateDict | str | PathLike[str],
         *,
         sequence: int | None = None,
+        delta: bool = False,
         timeout: float | None = None,
     ) -> VersionAnswer:
         """Sends a state dict, a .safetensors file or a checkpoint directory, with its digest.
 
-        A state dict goes through a file in the temporary directory, one tensor at a time.
+        A state dict goes through a file in the temporary directory, one tensor at a time. With
+        delta, that file stays there until the next one or the client's end, and of the next one
+        only what has changed is sent, bit for bit; all of it if the server has lost its base.
         """
         address = _address(version)
+        if delta:
+            return await self._upload_changes(version, source, sequence, timeout)
         if not isinstance(source, Mapping):
             return await self._upload_files(address, Path(source), sequence, timeout)
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
@@ -105,10 +115,11 @@ class WeightsOperations:
         sequence: int | None = None,
         mode: ActivationMode = "keep",
         allow_rollback: bool = False,
+        delta: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
         """upload_weights, then activate_weights."""
-        await self.upload_weights(version, source, sequence=sequence, timeout=timeout)
+        await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
         return await self.activate_weights(
             version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
         )
@@ -123,6 +134,40 @@ class WeightsOperations:
         reply = await self._courier.send(Call(method="DELETE", path=_address(version)))
         reply.check()
 
+    async def _upload_changes(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        sequence: int | None,
+        timeout: float | None,
+    ) -> VersionAnswer:
+        base, fresh = self._kept, Kept(version)
+        await self._courier.driver.work(fresh.write(_tensors(source)))
+        answer = None
+        if base is not None:
+            answer = await self._put_delta(base, fresh, sequence, timeout)
+        if answer is None:
+            answer = await self._put(_address(version), fresh.path, fresh.digest, sequence, timeout)
+        self._kept = fresh
+        return answer
+
+    async def _put_delta(
+        self, base: Kept, fresh: Kept, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer | None:
+        """None where only the whole will do."""
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / "delta.safetensors"
+            work = self._courier.driver.work
+            if await work(fresh.write_delta(base, path)) is None:
+                return None
+            digest = await work(sha256_of(path))
+            address = _address(fresh.version)
+            try:
+                return await self._put(address, path, digest, sequence, timeout, base.version)
+            except BaseUnavailable as error:
+                log.info("%s: sending all of %s", error, fresh.version)
+                return None
+
     async def _upload_files(
         self, address: str, source: Path, sequence: int | None, timeout: float | None
     ) -> VersionAnswer:
@@ -136,22 +181,25 @@ class WeightsOperations:
         return answer
 
     async def _put(
-        self, address: str, path: Path, digest: bytes, sequence: int | None, timeout: float | None
+        self,
+        address: str,
+        path: Path,
+        digest: bytes,
+        sequence: int | None,
+        timeout: float | None,
+        base: str | None = None,
     ) -> VersionAnswer:
-        call = Call(
-            method="PUT",
-            path=address,
-            params={} if sequence is None else {"sequence": str(sequence)},
-            headers={
-                "Content-Type": "application/octet-stream",
-                # RFC 9530
-                "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
-            },
-            body=FileBody(path=path, num_bytes=path.stat().st_size),
-            silence=timeout,
-            repeatable=True,
-        )
+        params = {"sequence": None if sequence is None else str(sequence), "base": base}
+        given = {name: value for name, value in params.items() if value is not None}
+        call = file_call(address, path, digest, params=given, silence=timeout)
         return (await self._courier.send(call)).read(VersionAnswer)
+
+
+def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
+    if isinstance(source, Mapping):
+        return tensors_of(source)
+    checkpoint = checkpoint_files(Path(source))
+    return stored_tensors(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
 
 
 def _address(version: str) -> str:

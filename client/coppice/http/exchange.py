@@ -36,7 +36,7 @@ def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, content: An
         headers["Content-Length"] = str(call.body.num_bytes)
     return client.build_request(
         call.method,
-        call.path,
+        (call.base_url or "") + call.path,
         params=dict(call.params),
         headers=headers,
         content=content,

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from coppice.core.call import Reply
 from coppice.errors import ConnectionFailed, KvLost, TimedOut
 from coppice.http.address import Address
+from coppice.http.trust import MAX_HOPS, Trust
 
 
 @contextmanager
@@ -26,12 +27,9 @@ def translated() -> Iterator[None]:
 class Endpoint:
     """Where a server's prompt KV is asked for; a connection of its own for every question."""
 
-    def __init__(self, address: Address, timeout: float | None) -> None:
-        parts = urlsplit(address.base_url)
-        assert parts.hostname is not None, "an address has a host"
-        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/")
+    def __init__(self, address: Address, timeout: float | None, trust: Trust) -> None:
+        self._base_url = address.base_url
+        self._trust = trust
         self._timeout = timeout
         self._authorization = address.authorization
 
@@ -55,13 +53,29 @@ class Endpoint:
     def open(
         self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        """Of an answer that has begun; the connection is the caller's to close."""
-        connection = self._kind(self._host, self._port, timeout=self._timeout)
+        """Of an answer that has begun; the connection is the caller's to close. A replica may send
+        it on to the one that has the bytes."""
+        connection, response = self._open(self._base_url, method, path, headers, body)
+        for _ in range(MAX_HOPS):
+            if response.status != 307:
+                break
+            connection.close()
+            base_url = self._trust.base_of(response.headers.get("Location"), path)
+            connection, response = self._open(base_url, method, path, headers, body)
+        return connection, response
+
+    def _open(
+        self, base_url: str, method: str, path: str, headers: dict[str, str], body: bytes | None
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        there = urlsplit(base_url)
+        assert there.hostname is not None, "an address has a host"
+        kind = HTTPSConnection if there.scheme == "https" else HTTPConnection
+        connection = kind(there.hostname, there.port, timeout=self._timeout)
         sent = {"User-Agent": "coppice-client", **headers}
         if self._authorization is not None:
             sent["Authorization"] = self._authorization
         try:
-            connection.request(method, self._prefix + path, body, sent)
+            connection.request(method, there.path.rstrip("/") + path, body, sent)
             return connection, connection.getresponse()
         except BaseException:
             connection.close()

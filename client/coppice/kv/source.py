@@ -7,10 +7,11 @@ counted, and the caller computes.
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coppice.errors import CoppiceError, ProblemError
 from coppice.http.address import address_of
+from coppice.http.trust import Trust
 from coppice.kv.break_even import BreakEven
 from coppice.kv.connection import Endpoint
 from coppice.kv.mapping import Mappings
@@ -37,8 +38,10 @@ class KvSource:
         api_key: str | None = None,
         timeout: float | None = 60.0,
         transports: Sequence[str] | None = None,
+        replicas: Iterable[str] = (),
     ) -> None:
-        self.endpoint = Endpoint(address_of(base_url, api_key), timeout)
+        address = address_of(base_url, api_key)
+        self.endpoint = Endpoint(address, timeout, Trust(address.base_url, replicas))
         self.transports = _usable(transports)
         self.mappings = Mappings()
         self.one_sided = OneSided(self.endpoint)

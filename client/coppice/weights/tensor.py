@@ -4,13 +4,18 @@ torch is never imported: whoever holds one of its tensors has loaded it. bfloat1
 floats have no numpy type, so torch's tensors are read as bytes.
 """
 
+import math
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from coppice.weights.stored import Span, Stored, read_exactly, read_stored
 
 StateDict = Mapping[str, Any]
 """Names to numpy arrays or torch tensors."""
@@ -61,6 +66,29 @@ def tensors_of(state: StateDict) -> list[Tensor]:
             tensors.append(tensor)
             seen.add(tensor.memory)
     return tensors
+
+
+def stored_tensors(paths: Iterable[Path]) -> list[Tensor]:
+    """Of files of a checkpoint, in their order."""
+    files = [(path, read_stored(path)) for path in paths]
+    return [_of_file(path, stored) for path, file in files for stored in file.tensors.values()]
+
+
+def _of_file(path: Path, stored: Stored) -> Tensor:
+    def load() -> NDArray[np.uint8]:
+        with FileIO(path) as file:
+            data = read_exactly(file, Span(stored.start, stored.end))
+        return np.frombuffer(data, np.uint8)
+
+    return Tensor(
+        name=stored.name,
+        code=stored.code,
+        shape=stored.shape,
+        item_bytes=stored.num_bytes // max(1, math.prod(stored.shape)),
+        num_bytes=stored.num_bytes,
+        memory=(path, stored.start),
+        load=load,
+    )
 
 
 def _tensor_of(name: str, value: Any) -> Tensor:

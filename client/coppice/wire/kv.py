@@ -22,14 +22,15 @@ KvReason = Literal[
     "mixed_version",
     "export_failed",
     "not_written",
+    "not_continued",
     "internal",
 ]
-"""Why a group that asked for a handle has none."""
+"""Why a group that asked for a handle has none, or a segment of its tree."""
 
 
 class Kv(RequestModel):
-    """Asks for a handle a group. The lease runs from the end of the rollout; the server may grant
-    less.
+    """Asks for a handle a group, and one a segment of a tree that is gone on from. The lease runs
+    from the end of the rollout; the server may grant less.
     """
 
     lease_seconds: LeaseSeconds = 60.0
@@ -72,7 +73,7 @@ class KvAgent(AnswerModel):
 
 
 class KvHandle(AnswerModel):
-    """What a group's answer says of its prompt's keys and values."""
+    """What an answer says of a prompt's keys and values, or of those of a path in a tree."""
 
     handle: str
     version: str

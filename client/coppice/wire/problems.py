@@ -45,6 +45,8 @@ _TABLE = (
     ProblemKind("rollout_not_found", 404, "No such rollout is running or kept"),
     ProblemKind("segment_not_found", 404, "The tree has no such segment"),
     ProblemKind("version_not_found", 404, "No such weights version is known"),
+    ProblemKind("no_drafter", 404, "No small model drafts here: see speculation.mode"),
+    ProblemKind("adapter_not_found", 404, "No such adapter is loaded"),
     ProblemKind("kv_not_found", 404, "No such prompt KV handle, or not this key's"),
     ProblemKind("method_not_allowed", 405, "This address does not answer this method"),
     ProblemKind("not_acceptable", 406, "None of the accepted media types can be served"),
@@ -58,9 +60,11 @@ _TABLE = (
     ProblemKind("tree_closed", 409, "The tree does not grow, or not any more"),
     ProblemKind("version_superseded", 409, "This weights version is not served any more"),
     ProblemKind("version_conflict", 409, "The weights version is in another state than this needs"),
+    ProblemKind("base_unavailable", 409, "The base of this delta is not held here, or is another"),
     ProblemKind("rollback_refused", 409, "Going back to older weights needs allow_rollback"),
     ProblemKind("kv_version_conflict", 409, "The prompt KV is of another weights version"),
     ProblemKind("kv_gone", 410, "The lease of this prompt KV is over, or it was released"),
+    ProblemKind("replica_gone", 410, "The replica that had this has gone: send the rollout again"),
     ProblemKind("body_too_large", 413, "The body is larger than this server takes"),
     ProblemKind("unsupported_media_type", 415, "The body's media type is not understood"),
     ProblemKind("range_not_satisfiable", 416, "The file has no such bytes"),
@@ -85,9 +89,16 @@ _TABLE = (
     ProblemKind("not_ready", 503, "The engine is starting", retryable=True),
     ProblemKind("draining", 503, "The server is stopping", retryable=True),
     ProblemKind("overloaded", 503, "The server has as much queued as it takes", retryable=True),
+    ProblemKind("adapters_full", 503, "As many adapters as may be are loaded", retryable=True),
     ProblemKind("engine_dead", 503, "The engine has stopped working", retryable=True),
     ProblemKind(
         "version_unavailable", 503, "The weights version is not served yet", retryable=True
+    ),
+    ProblemKind(
+        "directory_unavailable",
+        503,
+        "Which replica has this cannot be said just now",
+        retryable=True,
     ),
     ProblemKind("insufficient_storage", 507, "The weights directory has no room"),
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import AnswerModel
-from coppice.wire.kv import KvHandle
+from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.problems import Problem
 from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, SegmentAnswer, Usage
 
@@ -38,11 +38,16 @@ class GroupRecord(AnswerModel):
 
 
 class KvRecord(AnswerModel):
-    """A group's prompt KV, as soon as it can be read: long before its samples have ended."""
+    """A group's prompt KV, as soon as it can be read: long before its samples have ended.
+
+    With a `segment` that of the path which ends there, or why there is none.
+    """
 
     type: Literal["kv"] = "kv"
     group: int
-    kv: KvHandle
+    segment: str | None = None
+    kv: KvHandle | None = None
+    kv_reason: KvReason | None = None
 
 
 class ProgressRecord(AnswerModel):

@@ -4,9 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coppice.wire.base import AnswerModel, Label, RequestModel, TokenIds
+from coppice.wire.base import AdapterLabel, AdapterName, AnswerModel, Label, RequestModel, TokenIds
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
+from coppice.wire.reuse import Reuse, ReuseAnswer
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -38,18 +39,26 @@ class Message(RequestModel):
     content: Annotated[str, Field(max_length=16 * 2**20)]
 
 
+class PromptSegment(RequestModel):
+    """A piece of a prompt. With a name in `reuse` it stands in other prompts too."""
+
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    reuse: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
 class Prompt(RequestModel):
-    """Exactly one of token ids, text or messages."""
+    """Exactly one of token ids, text, messages or segments, which follow one another."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    segments: Annotated[list[PromptSegment], Field(min_length=1, max_length=1024)] | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [part for part in (self.token_ids, self.text, self.messages) if part is not None]
-        if len(given) != 1:
-            raise ValueError("give exactly one of token_ids, text and messages")
+        ways = (self.token_ids, self.text, self.messages, self.segments)
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("give exactly one of token_ids, text, messages and segments")
         return self
 
 
@@ -103,11 +112,12 @@ class Finish(RequestModel):
 
 
 class GivenSpan(RequestModel):
-    """Tokens start..end (end excluded) were sampled under this weights version."""
+    """Tokens start..end (end excluded) were sampled under this weights version, and adapter."""
 
     version: Label
     start: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
     end: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    adapter: AdapterName | None = None
 
 
 class UnfinishedSample(RequestModel):
@@ -135,16 +145,23 @@ class RolloutRequest(RequestModel):
     finish: Finish | None = None
     branching: Branching | None = None
     continue_from: ContinueFrom | None = None
+    reuse: Reuse | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    speculation: bool = True
+    adapter: AdapterName | None = None
     stream: bool = False
 
 
 class VersionSpan(AnswerModel):
-    """Tokens start..end (end excluded) were sampled under this weights version."""
+    """Tokens start..end (end excluded) were sampled under this weights version.
+
+    Where an adapter was over it, `adapter` is that one's `name@version`.
+    """
 
     version: str
     start: int
     end: int
+    adapter: AdapterLabel = None
 
 
 class SampleAnswer(AnswerModel):
@@ -162,7 +179,8 @@ class SegmentAnswer(AnswerModel):
     """One piece of a tree, between two cuts. logprobs[i] belongs to token_ids[i].
 
     Without a parent it begins at the prompt. `versions` count from the segment's own first token.
-    `num_leaves`, the leaves that it is shared by, is not known before the tree is whole.
+    `num_leaves`, the leaves that it is shared by, is not known before the tree is whole. `kv`, the
+    keys and values of the whole path to its end, comes with the first path that goes on from there.
     """
 
     id: str
@@ -174,14 +192,17 @@ class SegmentAnswer(AnswerModel):
     finish_reason: SegmentFinish
     num_leaves: int | None = None
     versions: list[VersionSpan]
+    kv: KvHandle | None = None
+    kv_reason: KvReason | None = None
 
 
 class GroupHead(AnswerModel):
     """What there is to say of a group beside its samples.
 
-    `chosen` are the samples that were enough, where `finish.samples` was asked for and reached.
-    Of a tree, `leaves` are the segments where its paths end; `num_dropped` segments were taken out
-    by whoever grew it.
+    Unless `exact`, keys and values of its prompt were approximate: log-probabilities are those of
+    what was sampled from, not of the model. `chosen` are the samples that were enough, where
+    `finish.samples` was asked for and reached. Of a tree, `leaves` are the segments where its paths
+    end; `num_dropped` segments were taken out by whoever grew it.
     """
 
     id: str
@@ -197,6 +218,8 @@ class GroupHead(AnswerModel):
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     """Why there is no handle, where one was asked for."""
+    reuse: ReuseAnswer | None = None
+    """What was computed of a prompt that came in segments."""
 
 
 class GroupAnswer(GroupHead):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coppice.wire.base import AnswerModel, RequestModel, TokenIds
+from coppice.wire.base import AdapterLabel, AdapterName, AnswerModel, RequestModel, TokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
@@ -22,13 +22,16 @@ class ScoreRequest(RequestModel):
 
     items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096)]
     policy: Policy | None = None
+    adapter: AdapterName | None = None
 
 
 class ScoredResponse(AnswerModel):
-    """logprobs[i] is of the response's token i. All of one version, never of two."""
+    """logprobs[i] is of the response's token i. All of one version, never of two, and under one
+    version of the adapter that was asked for."""
 
     logprobs: list[float]
     version: str
+    adapter: AdapterLabel = None
 
 
 class ScoredItem(AnswerModel):

@@ -8,11 +8,7 @@ from coppice.wire.rollouts import VersionSpan
 def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[VersionSpan]:
     """Those of tokens start..end, counted from start."""
     return [
-        VersionSpan(
-            version=span.version,
-            start=max(span.start, start) - start,
-            end=min(span.end, end) - start,
-        )
+        _moved(span, max(span.start, start) - start, min(span.end, end) - start)
         for span in spans
         if span.start < end and span.end > start
     ]
@@ -25,8 +21,16 @@ def joined_spans(parts: Iterable[tuple[Sequence[VersionSpan], int]]) -> list[Ver
     for spans, num_tokens in parts:
         for span in spans:
             start = span.start + offset
-            if joined and (joined[-1].version, joined[-1].end) == (span.version, start):
+            if joined and joined[-1].end == start and _alike(joined[-1], span):
                 start = joined.pop().start
-            joined.append(VersionSpan(version=span.version, start=start, end=span.end + offset))
+            joined.append(_moved(span, start, span.end + offset))
         offset += num_tokens
     return joined
+
+
+def _alike(one: VersionSpan, other: VersionSpan) -> bool:
+    return (one.version, one.adapter) == (other.version, other.adapter)
+
+
+def _moved(span: VersionSpan, start: int, end: int) -> VersionSpan:
+    return VersionSpan(version=span.version, start=start, end=end, adapter=span.adapter)

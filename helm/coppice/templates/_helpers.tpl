@@ -63,6 +63,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (int .Values.drain.endpointSeconds) (int .Values.drain.requestSeconds) (int .Values.drain.teardownSeconds) -}}
 {{- end -}}
 
+{{/* Of one pod: the address is not known before it runs. */}}
+{{- define "coppice.advertisedUrl" -}}
+{{- .Values.fleet.advertisedUrl | default (printf "http://$(POD_IP):%d" (int .Values.containerPort)) -}}
+{{- end -}}
+
 {{/* The name of the port that /metrics and operators are on. */}}
 {{- define "coppice.operatorsPort" -}}
 {{- ternary "operators" "http" (gt (int .Values.operatorsPort) 0) -}}
@@ -96,9 +101,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $engine "prompt_kv" true -}}
 {{- $_ := set $kv "capacity_bytes" $arena -}}
 {{- end -}}
+{{- $directory := merge (dict) .Values.directory -}}
+{{- with .Values.fleet.redis.url -}}
+{{- $_ := set $directory "redis_url" . -}}
+{{- end -}}
+{{- with .Values.fleet.redis.user -}}
+{{- $_ := set $directory "redis_user" . -}}
+{{- end -}}
+{{- if .Values.fleet.redis.existingSecret -}}
+{{- $_ := set $directory "redis_password_file" "/etc/coppice/redis/password" -}}
+{{- end -}}
 {{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
+{{- $speculation := merge (dict "cache_directory" "/cache/speculation" "drafter_directory" "/cache/drafter") .Values.speculation -}}
 {{- $weights := merge (dict "directory" "/cache/weights") .Values.weights -}}
-{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "kv" $kv "weights" $weights "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
+{{- if .Values.auth.peerSecretKey -}}
+{{- $_ := set $weights "peer_key_file" "/etc/coppice/keys/peer-key" -}}
+{{- end -}}
+{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "directory" $directory "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules name job="coppice"; here they are narrowed to this release. */}}

@@ -7,6 +7,12 @@
 {{- if and $v.auth.existingSecret $v.auth.allowOpen -}}
 {{- fail "auth.existingSecret and auth.allowOpen exclude each other" -}}
 {{- end -}}
+{{- if and $v.auth.peerSecretKey (not $v.auth.existingSecret) -}}
+{{- fail "auth.peerSecretKey is a key of auth.existingSecret, which names no Secret" -}}
+{{- end -}}
+{{- if and $v.weights.peers $v.auth.existingSecret (not $v.auth.peerSecretKey) -}}
+{{- fail "weights.peers needs auth.peerSecretKey: replicas let one another read weights with a key only" -}}
+{{- end -}}
 {{- if eq (int $v.operatorsPort) (int $v.containerPort) -}}
 {{- fail "operatorsPort and containerPort are the same; 0 stands for one port" -}}
 {{- end -}}
@@ -24,6 +30,10 @@
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}
 {{- fail (printf "gpu.count is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) (int $ranks)) -}}
+{{- end -}}
+{{- $redis := $v.fleet.redis -}}
+{{- if and (not $redis.url) (or $redis.user $redis.existingSecret $v.fleet.advertisedUrl) -}}
+{{- fail "fleet.redis.url names no Redis; the rest of fleet is for replicas that share one" -}}
 {{- end -}}
 {{- if lt (int $v.drain.teardownSeconds) 15 -}}
 {{- fail "drain.teardownSeconds must be at least 15: the last answers have 10 s, and then the engine ends" -}}

@@ -21,37 +21,24 @@ namespace {
 // The maximum of no score. Finite, because the difference of two infinities is none.
 constexpr float kNothing = -1e30f;
 
-// 2^t for t <= 0 by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0: a
-// factor that is a little less would be applied once for every tile.
-template <class F>
-INLINE typename F::Vector exp2_of(typename F::Vector t) {
-  using Vector = typename F::Vector;
-  const Vector magic = F::set(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  t = F::max(t, F::set(-126.f));
-  const Vector whole = F::add(t, magic), part = F::sub(t, F::sub(whole, magic));
-  Vector p = F::fma(part, F::set(1.3264727e-3f), F::set(9.671513e-3f));
-  p = F::fma(p, part, F::set(5.5507336e-2f));
-  p = F::fma(p, part, F::set(2.4022242e-1f));
-  p = F::fma(p, part, F::set(6.931470e-1f));
-  p = F::fma(p, part, F::set(1.f));
-  return F::shift_exponent(p, whole);
-}
+// A row's maximum is only raised by scores that are so far above it, in exponents of 2: until then
+// weights may be above 1, which costs no precision, and nothing that was gathered has to be scaled.
+constexpr float kSlack = 8;
 
 // Queries lie this far apart whatever their size, up to 256: a loop over some of them needs one address.
 constexpr int kQueryStride = 256 + 32;
 
 // What the queries of a unit have gathered so far; maxima are of the exponents of 2.
-template <class Weight>
+template <class F>
 struct Gathered {
-  Weight* queries;  // [M, kQueryStride]
-  float* outputs;   // [M, size], in the order of the format's lanes
-  float* maxima;
-  float* sums;
+  typename F::Weight* queries;  // [M, kQueryStride]
+  float* outputs;               // [M, size], in the order of the format's lanes
+  float* maxima;                // [M]
+  float* sums;                  // [M, kWidth], a part of the sum in each
 };
 
 // Where operands come from: packed by queries before these, or from the cache, and then packed or not.
-// All but kQuiet, which is as kPacked, ask for the lines of the next tile meanwhile.
-enum Source { kPacked, kPacking, kCache, kQuiet };
+enum Source { kPacked, kPacking, kCache };
 
 template <class F>
 class Attend {
@@ -61,7 +48,7 @@ class Attend {
   using Operand = typename F::Operand;
   static constexpr int kChunk = 2 * F::kWidth;  // tokens of a pair of vectors
   static constexpr int kRows = F::kMostRows;
-  static constexpr int kHalf = 4;  // of them are all that the registers hold with kColumns operands
+  static constexpr int kSteps = kTile / F::kStep;
 
  public:
   static size_t packed_bytes(int size) { return 2 * sizeof(Weight) * kTile * size; }
@@ -70,17 +57,23 @@ class Attend {
       : size_(size), block_size_(block_size), factor_(factor), keys_(packed),
         values_(packed + packed_bytes(size) / 2) {}
 
-  void run(const Tile<Element>& tile, const Gathered<Weight>& all, const Tile<Element>* ahead) {
+  void run(const Tile<Element>& tile, const Gathered<F>& all, const Tile<Element>* ahead) {
     Prefetch prefetch;
     if (ahead) list(*ahead, prefetch);
-    const bool one_pass = tile.num_queries <= kRows;
+    const int passes = (tile.num_queries + kRows - 1) / kRows;
+    prefetch.spread(passes * (tile.tokens / kChunk + tile.tokens / kSub * (size_ / (2 * F::kWidth))));
     for (int m = 0; m < tile.num_queries; m += kRows) {
       const int at = tile.query + m;
-      const Gathered<Weight> some{all.queries + at * kQueryStride, all.outputs + at * size_,
-                                  all.maxima + at, all.sums + at};
-      const Source source = m >= 2 * kRows ? kQuiet : m > 0 ? kPacked : one_pass ? kCache : kPacking;
-      Pass pass{tile, some, m, source, one_pass, &prefetch};
-      pass_of_some(std::min(kRows, tile.num_queries - m), pass);
+      const Gathered<F> some{all.queries + at * kQueryStride, all.outputs + at * size_,
+                             all.maxima + at, all.sums + at * F::kWidth};
+      const Pass pass{tile, some, m, &prefetch};
+      const int rows = std::min(kRows, tile.num_queries - m);
+      if (passes == 1)
+        pass_of_some<kCache, 2>(rows, pass);
+      else if (m == 0)
+        passes == 2 ? pass_of<kRows, kPacking, 1>(pass) : pass_of<kRows, kPacking, 0>(pass);
+      else
+        passes == 2 ? pass_of_some<kPacked, 1>(rows, pass) : pass_of_some<kPacked, 0>(rows, pass);
     }
     prefetch.ask_for_the_rest();
   }
@@ -88,10 +81,8 @@ class Attend {
  private:
   struct Pass {
     const Tile<Element>& tile;
-    const Gathered<Weight>& to;
+    const Gathered<F>& to;
     int query;  // the first one's place in the tile
-    Source source;
-    bool twice;  // prefetches two lines a step: no other pass will
     Prefetch* prefetch;
   };
 
@@ -110,54 +101,49 @@ class Attend {
     }
   }
 
+  // kAsked lines of the next tile are asked for in each step: by the only pass over a tile two, by each
+  // of two passes one. More passes than two ask for a few between their loops.
+  template <Source kSource, int kAsked>
   void pass_of_some(int rows, const Pass& pass) {
     switch (rows) {
-      case 1: return pass_of<1>(pass);
-      case 2: return pass_of<2>(pass);
-      case 3: return pass_of<3>(pass);
-      case 4: return pass_of<4>(pass);
+      case 1: return pass_of<1, kSource, kAsked>(pass);
+      case 2: return pass_of<2, kSource, kAsked>(pass);
+      case 3: return pass_of<3, kSource, kAsked>(pass);
+      case 4: return pass_of<4, kSource, kAsked>(pass);
     }
     if constexpr (kRows > 4) {
       switch (rows) {
-        case 5: return pass_of<5>(pass);
-        case 6: return pass_of<6>(pass);
-        case 7: return pass_of<7>(pass);
-        case 8: return pass_of<8>(pass);
+        case 5: return pass_of<5, kSource, kAsked>(pass);
+        case 6: return pass_of<6, kSource, kAsked>(pass);
+        case 7: return pass_of<7, kSource, kAsked>(pass);
+        case 8: return pass_of<8, kSource, kAsked>(pass);
       }
     }
   }
 
-  template <int M>
+  template <int M, Source kSource, int kAsked>
   __attribute__((noinline)) void pass_of(const Pass& pass) {
     alignas(64) float scores[M * kTile];
     alignas(64) Weight weights[M * kTile];
     Vector highest[M];
     float decay[M];
     UNROLL for (int m = 0; m < M; m++) highest[m] = F::set(-INFINITY);
-    switch (pass.source) {
-      case kPacked: score_all<M, kPacked>(pass, scores, highest); break;
-      case kPacking: score_all<M, kPacking>(pass, scores, highest); break;
-      case kCache: score_all<M, kCache>(pass, scores, highest); break;
-      case kQuiet: score_all<M, kQuiet>(pass, scores, highest); break;
-    }
-    weigh<M>(scores, weights, highest, pass, decay);
-    constexpr int kFirst = M > kHalf ? kHalf : M;
-    const Source source = pass.source == kCache && M > kFirst ? kPacking : pass.source;
-    gather<kFirst>(pass, source, weights, 0, decay);
-    if constexpr (M > kFirst)
-      gather<M - kFirst>(pass, pass.source == kQuiet ? kQuiet : kPacked, weights + kFirst * kTile, kFirst, decay + kFirst);
+    score_all<M, kSource, kAsked>(pass, scores, highest);
+    raise<M>(pass, highest, decay);
+    weigh<M>(pass, scores, weights);
+    gather_all<M, kSource, kAsked>(pass, weights, decay);
   }
 
   // The functions with the products are not inlined and hold what they use in variables of their own:
   // everything that a product needs has to stay in a register.
-  template <int M, Source kSource>
+  template <int M, Source kSource, int kAsked>
   __attribute__((noinline)) void score_all(const Pass& pass, float* scores, Vector* highest) {
     Prefetch* const prefetch = pass.prefetch;
     for (int token = 0; token < pass.tile.tokens; token += kChunk)
-      score<M, kSource>(pass, token, scores + token, highest, prefetch);
+      score<M, kSource, kAsked>(pass, token, scores + token, highest, prefetch);
   }
 
-  template <int M, Source kSource>
+  template <int M, Source kSource, int kAsked>
   INLINE void score(const Pass& pass, int token, float* scores, Vector* highest, Prefetch* prefetch) {
     // With few queries several sums side by side, or each product would wait for the one before.
     constexpr int kSide = M <= 2 ? 2 : 1;
@@ -170,15 +156,12 @@ class Attend {
       UNROLL for (int m = 0; m < M; m++) sums[s][m][0] = sums[s][m][1] = F::set(0.f);
     for (int start = 0; start < steps; start += 32) {
       const int end = std::min(start + 32, steps);
-      Lines lines{}, more{};
-      if (kSource != kQuiet) {
-        lines = prefetch->take(32);
-        more = pass.twice ? prefetch->take(32) : lines;
-      }
+      Lines lines[kAsked + 1];
+      UNROLL for (int i = 0; i < kAsked; i++) lines[i] = prefetch->take(32);
       for (int step = start; step < end; step += kSide) {
         UNROLL for (int s = 0; s < kSide; s++) {
           Operand low, high;
-          if (kSource == kPacked || kSource == kQuiet) {
+          if (kSource == kPacked) {
             low = F::get(packed);
             high = F::get(packed + 1);
           } else {
@@ -190,10 +173,7 @@ class Attend {
             F::put(packed + 1, high);
           }
           packed += 2;
-          if (kSource != kQuiet) {
-            Prefetch::ask(lines);
-            Prefetch::ask(more);
-          }
+          UNROLL for (int i = 0; i < kAsked; i++) Prefetch::ask(lines[i]);
           UNROLL for (int m = 0; m < M; m++) {
             const Operand query = F::spread(queries + m * kQueryStride);
             sums[s][m][0] = F::dot(sums[s][m][0], query, low);
@@ -203,6 +183,7 @@ class Attend {
         }
       }
     }
+    if (kAsked == 0) prefetch->ask_for_some();
     const Tile<Element>& tile = pass.tile;
     const bool whole = tile.low <= token && token + kChunk <= tile.high && !tile.causal_heads;
     UNROLL for (int m = 0; m < M; m++) {
@@ -222,53 +203,55 @@ class Attend {
     }
   }
 
+  // What is gathered so far has to be multiplied with `decay` if a maximum is raised.
   template <int M>
-  INLINE void weigh(const float* scores, Weight* weights, const Vector* highest, const Pass& pass,
-                    float* decay) {
-    alignas(64) float lowered[F::kWidth] = {};
-    UNROLL for (int m = 0; m < M; m++) {
-      const float before = pass.to.maxima[m];
-      const float after = std::max(before, F::highest(highest[m]) * factor_);
-      lowered[m] = before - after;
+  INLINE void raise(const Pass& pass, const Vector* highest, float* decay) {
+    Vector above = F::set(-INFINITY);
+    UNROLL for (int m = 0; m < M; m++)
+      above = F::max(above, F::less(highest[m], F::set(factor_), F::set(pass.to.maxima[m])));
+    UNROLL for (int m = 0; m < M; m++) decay[m] = 1;
+    if (F::any_above(above, kSlack)) raise_to(pass, M, highest, decay);
+  }
+
+  __attribute__((noinline)) void raise_to(const Pass& pass, int rows, const Vector* highest, float* decay) {
+    for (int m = 0; m < rows; m++) {
+      const float before = pass.to.maxima[m], after = std::max(before, F::highest(highest[m]) * factor_);
+      alignas(64) float factors[F::kWidth];
+      F::store(factors, F::exp2(F::set(before - after)));
+      decay[m] = factors[0];
+      float* const sums = pass.to.sums + m * F::kWidth;
+      F::store(sums, F::mul(F::load(sums), F::load(factors)));
       pass.to.maxima[m] = after;
     }
-    F::store(lowered, exp2_of<F>(F::load(lowered)));
+  }
+
+  template <int M>
+  INLINE void weigh(const Pass& pass, const float* scores, Weight* weights) {
     const Vector factor = F::set(factor_);
     UNROLL for (int m = 0; m < M; m++) {
       const Vector maximum = F::set(pass.to.maxima[m]);
-      Vector first = F::set(0.f), second = first;
+      float* const sums = pass.to.sums + m * F::kWidth;
+      Vector first = F::load(sums), second = F::set(0.f);
       for (int i = 0; i < pass.tile.tokens; i += kChunk) {
         const float* at = scores + m * kTile + i;
-        const Vector low = exp2_of<F>(F::less(F::load(at), factor, maximum));
-        const Vector high = exp2_of<F>(F::less(F::load(at + F::kWidth), factor, maximum));
+        const Vector low = F::exp2(F::less(F::load(at), factor, maximum));
+        const Vector high = F::exp2(F::less(F::load(at + F::kWidth), factor, maximum));
         first = F::add(first, low);
         second = F::add(second, high);
         F::weights(weights + m * kTile + i, low, high);
       }
-      decay[m] = lowered[m];
-      pass.to.sums[m] = pass.to.sums[m] * decay[m] + F::sum(F::add(first, second));
+      F::store(sums, F::add(first, second));
     }
   }
 
-  template <int M>
-  void gather(const Pass& pass, Source source, const Weight* weights, int first, const float* decay) {
-    switch (source) {
-      case kPacked: return gather_all<M, kPacked>(pass, weights, first, decay);
-      case kPacking: return gather_all<M, kPacking>(pass, weights, first, decay);
-      case kCache: return gather_all<M, kCache>(pass, weights, first, decay);
-      case kQuiet: return gather_all<M, kQuiet>(pass, weights, first, decay);
-    }
-  }
-
-  template <int M, Source kSource>
-  void gather_all(const Pass& pass, const Weight* weights, int first, const float* decay) {
-    constexpr int kWide = F::kColumns * F::kWidth, kNarrow = 2 * F::kWidth;
+  template <int M, Source kSource, int kAsked>
+  INLINE void gather_all(const Pass& pass, const Weight* weights, const float* decay) {
+    constexpr int kColumns = M > 4 ? 2 : F::kColumns;
     int column = 0;
-    for (; column + kWide <= size_; column += kWide)
-      gather_columns<M, F::kColumns, kSource>(pass, weights, first, decay, column);
-    if constexpr (kWide > kNarrow)
-      for (; column < size_; column += kNarrow)
-        gather_columns<M, 2, kSource>(pass, weights, first, decay, column);
+    for (; column + kColumns * F::kWidth <= size_; column += kColumns * F::kWidth)
+      gather<M, kColumns, kSource, kAsked * kColumns / 2>(pass, weights, decay, column);
+    if constexpr (kColumns > 2)
+      for (; column < size_; column += 2 * F::kWidth) gather<M, 2, kSource, kAsked>(pass, weights, decay, column);
   }
 
   template <int M, int C>
@@ -279,62 +262,46 @@ class Attend {
     }
   }
 
-  template <int M, int C, Source kSource>
-  __attribute__((noinline)) void gather_columns(const Pass& pass, const Weight* weights, int first,
-                                                const float* decay, int column) {
+  // Values are packed in pairs of vectors, whatever the number of columns that a pass takes at once.
+  template <int M, int C, Source kSource, int kAsked>
+  __attribute__((noinline)) void gather(const Pass& pass, const Weight* weights, const float* decay,
+                                        int column) {
+    constexpr int kSubSteps = kSub / F::kStep;
     const Tile<Element>& tile = pass.tile;
     Prefetch* const prefetch = pass.prefetch;
     const int size = size_;
     const Element* zeros = zeros_;
-    float* outputs = pass.to.outputs + first * size + column;
-    Operand* packed = reinterpret_cast<Operand*>(values_ + int64_t(column) * kTile * sizeof(Weight));
+    float* outputs = pass.to.outputs + column;
+    Operand* packed = reinterpret_cast<Operand*>(values_) + int64_t(column / F::kWidth) * kSteps;
+    const auto place = [](int c) { return c / 2 * (2 * kSteps) + c % 2; };
     Vector sums[M][C];
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int c = 0; c < C; c++)
         sums[m][c] = F::mul(F::set(decay[m]), F::load(outputs + m * size + c * F::kWidth));
-    constexpr int kSteps = kSub / F::kStep;
-    for (int start = 0; start < tile.tokens; start += 2 * kSub) {
-      Lines lines{}, more{};
-      if (kSource != kQuiet) {
-        lines = prefetch->take(2 * kSteps);
-        more = pass.twice ? prefetch->take(2 * kSteps) : lines;
-      }
-      const int end = std::min(start + 2 * kSub, tile.tokens);
-      if (kSource == kPacked || kSource == kQuiet) {
-        for (int step = start / F::kStep; step < end / F::kStep; step++) {
-          Operand values[C];
-          UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + c);
-          product<M, C>(sums, values, weights);
-          packed += C;
-          weights += F::kStep;
-          if (kSource != kQuiet) {
-            Prefetch::ask(lines);
-            Prefetch::ask(more);
-          }
-        }
-        continue;
-      }
-      for (int sub = start; sub < end; sub += kSub) {
-        const Element* from = tile.values[sub / kSub] + column;
-        const int low = tile.low - sub, high = tile.high - sub;
-        // Memory outside of the run may hold anything, and nothing times that is not nothing.
-        const auto row = [=](int token) {
-          return token >= low && token < high ? from + token * size : zeros;
-        };
-        for (int step = 0; step < kSteps; step++) {
-          Prefetch::ask(lines);
-          Prefetch::ask(more);
+    for (int sub = 0; sub < tile.tokens; sub += kSub) {
+      Lines lines[kAsked + 1];
+      UNROLL for (int i = 0; i < kAsked; i++) lines[i] = prefetch->take(kSubSteps);
+      const Element* from = tile.values[sub / kSub] + column;
+      const int low = tile.low - sub, high = tile.high - sub;
+      // Memory outside of the run may hold anything, and nothing times that is not nothing.
+      const auto row = [=](int token) {
+        return token >= low && token < high ? from + token * size : zeros;
+      };
+      for (int step = 0; step < kSubSteps; step++) {
+        UNROLL for (int i = 0; i < kAsked; i++) Prefetch::ask(lines[i]);
+        Operand values[C];
+        if (kSource == kPacked) {
+          UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + place(c));
+        } else {
           const int token = F::token_of(step);
-          if (kSource == kPacking || token < high) {
-            Operand values[C];
-            F::template values<C>(row(token), row(token + F::kStep - 1), values);
-            if (kSource == kPacking) UNROLL for (int c = 0; c < C; c++) F::put(packed + c, values[c]);
-            product<M, C>(sums, values, weights);
-          }
-          packed += C;
-          weights += F::kStep;
+          F::template values<C>(row(token), row(token + F::kStep - 1), values);
         }
+        if (kSource == kPacking) UNROLL for (int c = 0; c < C; c++) F::put(packed + place(c), values[c]);
+        product<M, C>(sums, values, weights);
+        packed += 2;
+        weights += F::kStep;
       }
+      if (kAsked == 0) prefetch->ask_for_some();
     }
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int c = 0; c < C; c++) F::store(outputs + m * size + c * F::kWidth, sums[m][c]);

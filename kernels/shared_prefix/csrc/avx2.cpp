@@ -31,10 +31,21 @@ struct Avx2 {
     store(all, x);
     return *std::max_element(all, all + kWidth);
   }
-  // x * 2^whole; the low bits of `whole` hold the number.
-  static INLINE Vector shift_exponent(Vector x, Vector whole) {
+  static INLINE bool any_above(Vector x, float least) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, set(least), _CMP_GT_OQ));
+  }
+  // 2^x by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0.
+  static INLINE Vector exp2(Vector x) {
+    const Vector magic = set(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    x = max(x, set(-126.f));
+    const Vector whole = add(x, magic), part = sub(x, sub(whole, magic));
+    Vector p = fma(part, set(1.3264727e-3f), set(9.671513e-3f));
+    p = fma(p, part, set(5.5507336e-2f));
+    p = fma(p, part, set(2.4022242e-1f));
+    p = fma(p, part, set(6.931470e-1f));
+    p = fma(p, part, set(1.f));
     const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
   }
   static INLINE Vector within(Vector x, int half, int low, int high) {
     const __m256i tokens = _mm256_add_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0),

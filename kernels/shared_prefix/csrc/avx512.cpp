@@ -21,10 +21,18 @@ struct Avx512 {
   static INLINE Vector less(Vector x, Vector y, Vector z) { return _mm512_fmsub_ps(x, y, z); }
   static INLINE float sum(Vector x) { return _mm512_reduce_add_ps(x); }
   static INLINE float highest(Vector x) { return _mm512_reduce_max_ps(x); }
-  // x * 2^whole; the low bits of `whole` hold the number.
-  static INLINE Vector shift_exponent(Vector x, Vector whole) {
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), exponent));
+  static INLINE bool any_above(Vector x, float least) {
+    return _mm512_cmp_ps_mask(x, set(least), _CMP_GT_OQ);
+  }
+  // 2^x by a polynomial of what is above the next lower whole number, within 3e-7 of it.
+  static INLINE Vector exp2(Vector x) {
+    const Vector part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+    Vector p = fma(part, set(1.8775767e-3f), set(8.9893397e-3f));
+    p = fma(p, part, set(5.5826318e-2f));
+    p = fma(p, part, set(2.4015361e-1f));
+    p = fma(p, part, set(6.9315308e-1f));
+    p = fma(p, part, set(1.f));
+    return _mm512_scalef_ps(p, x);
   }
   static INLINE Vector kept(Vector x, __m512i tokens, int low, int high) {
     const __mmask16 mask = _mm512_cmpge_epi32_mask(tokens, _mm512_set1_epi32(low)) &

@@ -7,6 +7,9 @@ namespace {
 // Costs count queries times tokens. Packing a token costs about as much as this many queries.
 constexpr double kPacking = 12;
 constexpr double kLeastCost = 4096;
+// The heads' parts of a block lie side by side, and so do the page table's entries for them: rows alone
+// come in pieces so small that these are still at hand when the next head's turn comes.
+constexpr double kRowsCost = 4 * kLeastCost;
 // What the queries of a piece have gathered so far has to stay in the core's cache.
 constexpr int kMostFloats = 32 * 1024;
 constexpr int kFewestTokens = 256, kTile = 128;
@@ -29,6 +32,7 @@ void Schedule::build(const Call& call) {
     if (last_node_[row] == kNone || apart_[last_node_[row]]) rows_.push_back(row);
   for (int row : rows_) add_long_suffix(call, row);
   const int num_rows = int(rows_.size());
+  limit_ = std::min(limit_, kRowsCost);
   for (int i = 0, n; i < num_rows; i += n) {
     n = fitting(call, &rows_[i], num_rows - i, [&](int row) { return suffix_cost(call, row); });
     add(call, {nullptr, 0, 0, 0, &rows_[i], n, 0, kEveryRow, 0});

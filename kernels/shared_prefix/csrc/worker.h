@@ -70,7 +70,7 @@ class Worker {
   }
 
   char* memory() const {
-    const size_t each = (size_ + 2) * sizeof(float) + kQueryStride * sizeof(Weight);
+    const size_t each = (size_ + 1 + F::kWidth) * sizeof(float) + kQueryStride * sizeof(Weight);
     return kept_memory(Attend<F>::packed_bytes(size_) + most_queries() * each);
   }
 
@@ -129,7 +129,7 @@ class Worker {
       }
     std::fill_n(all_.outputs, size_t(piece.num_queries) * size_, 0.f);
     std::fill_n(all_.maxima, piece.num_queries, kNothing);
-    std::fill_n(all_.sums, piece.num_queries, 0.f);
+    std::fill_n(all_.sums, size_t(piece.num_queries) * F::kWidth, 0.f);
   }
 
   void finish(int unit) {
@@ -154,7 +154,7 @@ class Worker {
     float* maxima = to + size_t(piece.num_queries) * size_;
     std::copy_n(all_.outputs + query * size_, num_queries * size_, to + query * size_);
     std::copy_n(all_.maxima + query, num_queries, maxima + query);
-    std::copy_n(all_.sums + query, num_queries, maxima + piece.num_queries + query);
+    for (int m = query; m < query + num_queries; m++) maxima[piece.num_queries + m] = sum_of(m);
   }
 
   void add(const Share& share, int kv_head, int query, int num_queries) {
@@ -174,15 +174,19 @@ class Worker {
     const float ours = std::exp2(all_.maxima[query] - highest), theirs = std::exp2(maximum - highest);
     float* to = all_.outputs + query * size_;
     for (int d = 0; d < size_; d++) to[d] = to[d] * ours + outputs[d] * theirs;
-    all_.sums[query] = all_.sums[query] * ours + sum * theirs;
+    float* const sums = all_.sums + query * F::kWidth;
+    for (int i = 0; i < F::kWidth; i++) sums[i] *= ours;
+    sums[0] += sum * theirs;
     all_.maxima[query] = highest;
   }
+
+  float sum_of(int query) const { return F::sum(F::load(all_.sums + query * F::kWidth)); }
 
   void write(int row, int kv_head, int query) {
     for (int t = call_.query_starts[row]; t < call_.query_starts[row + 1]; t++)
       for (int head = kv_head * heads_; head < (kv_head + 1) * heads_; head++, query++) {
         const bool empty = all_.maxima[query] == kNothing;
-        const float sum = all_.sums[query];
+        const float sum = sum_of(query);
         Element* to = static_cast<Element*>(call_.out) + t * call_.out_stride + head * size_;
         F::outputs(all_.outputs + query * size_, empty ? 0 : 1 / sum, to, size_);
         if (call_.lse)
@@ -197,7 +201,7 @@ class Worker {
   const int size_, heads_;
   char* const memory_;
   Attend<F> attend_;
-  Gathered<Weight> all_;
+  Gathered<F> all_;
 };
 
 }  // namespace

@@ -31,7 +31,8 @@ def test_in_bfloat16_the_distributions_stay_close(sharp_model: Path, tmp_path: P
     ]
     assert len(divergences) > 200
     assert 0 < sum(divergences) / len(divergences) < 1e-3
-    assert decided["steps_grouped"] + decided["steps_skipped"]["not_worth_it"] > 0
+    not_worth_it = decided["steps_skipped"].get("not_worth_it", 0)  # this machine may find none
+    assert decided["steps_grouped"] + not_worth_it > 0
 
 
 Drawn = tuple[list[int], torch.Tensor]

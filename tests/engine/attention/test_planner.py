@@ -55,6 +55,7 @@ def test_the_plan_is_that_of_the_slow_search(step: tuple[list[list[int]], list[i
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(steps(), min_size=2, max_size=6))
+@pytest.mark.slow
 def test_a_kept_plan_is_what_a_new_one_would_be(
     followed: list[tuple[list[list[int]], list[int]]],
 ) -> None:

@@ -18,25 +18,27 @@ Family = Literal["qwen3", "llama", "mistral"]
 EXPORTING: dict[str, Any] = {"kv_transfer_config": CONNECTOR, "max_num_batched_tokens": 64}
 
 
-def save_model(directory: Path, family: Family, *, num_kv_heads: int, **more: Any) -> Path:
+def save_model(
+    directory: Path, family: Family, *, num_kv_heads: int, seed: int = 5, **more: Any
+) -> Path:
     """Random weights, so large that keys and values are of order one."""
     import transformers
 
     name = family.capitalize()
+    sizes = {"num_hidden_layers": LAYERS} | more
     config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=num_kv_heads,
         head_dim=HEAD_DIM,
         max_position_embeddings=1024,
         initializer_range=0.1,
-        **more,
+        **sizes,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(5)
+        torch.manual_seed(seed)
         getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(directory)
     return directory
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.protocol import KvFormat
+from service.kv.layout import Layouts
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 NUM_LAYERS = 3
@@ -44,6 +47,20 @@ def test_plain_attention_is_exported_in_layer_order() -> None:
     assert form.layers == tuple(NAMES)
     assert (form.group, form.num_kv_heads, form.head_dim) == (0, 2, 64)
     assert form.num_bytes(10) == NUM_LAYERS * 2 * 2 * 10 * 64 * 2
+
+
+def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
+    from engine.kv.form import cache_form
+
+    form = cache_form(config(), caches((NAMES, plain())))
+    told = KvFormat(
+        num_layers=len(form.layers),
+        num_kv_heads=form.num_kv_heads,
+        head_dim=form.head_dim,
+        dtype="bfloat16",
+        rope={},
+    )
+    assert Layouts("model", told).of([0] * 77, "v1").data_bytes == form.num_bytes(77)
 
 
 def test_layers_of_a_draft_model_are_left_out() -> None:

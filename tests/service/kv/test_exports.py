@@ -109,6 +109,7 @@ async def test_a_stream_tells_of_the_handle_while_its_samples_run(tmp_path: Path
         assert seen == ["start", "kv", "sample", "sample", "group", "end"]
 
 
+@pytest.mark.slow
 async def test_a_lease_runs_from_the_end_of_its_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv={"grace_seconds": 0}) as served:
@@ -235,6 +236,15 @@ async def export_failed(tmp_path: Path) -> KvReason | None:
     return await said_by_the_engine(tmp_path, ExportWord.FAILED)
 
 
+async def not_continued(tmp_path: Path) -> KvReason | None:
+    tree = {"mode": "interval", "interval": 32, "max_depth": 1, "max_leaves": 2}
+    async with serving(exporting(), tmp_path) as served:
+        body = asking(branching=tree, groups=[{"prompt": {"token_ids": PROMPT}}])
+        (group,) = (await served.http.post("/v1/rollouts", json=body)).json()["groups"]
+        reason: KvReason | None = group["segments"][0]["kv_reason"]
+        return reason
+
+
 async def not_written(tmp_path: Path) -> KvReason | None:
     return await said_by_the_engine(tmp_path, ExportWord.PENDING)
 
@@ -255,7 +265,7 @@ async def internal(tmp_path: Path) -> KvReason | None:
 
 REASONS = [
     disabled, unsupported_cache, no_shm, arena_full, prompt_too_short, mixed_version,
-    export_failed, not_written, internal,
+    export_failed, not_written, not_continued, internal,
 ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from tests.fake_engine import FakeEngine
 from tests.service.kv.asked import handle
 from tests.serving import Served, serving
 
+pytestmark = pytest.mark.slow
+
 
 def exporting() -> FakeEngine:
     return FakeEngine(prompt_kv=True, max_context_tokens=20_000)

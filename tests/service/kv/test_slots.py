@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from service.directory.names import new_replica_id
 from service.errors import KvGone, KvNotFound
 from service.kv.extents import PAGE_BYTES
 from service.kv.handles import Handle, Handles
@@ -18,6 +19,7 @@ from tests.fake_export import FORMAT
 LAYOUTS = Layouts("fake", FORMAT)
 CAPACITY_BYTES = 40 * PAGE_BYTES
 GRACE_SECONDS = 5.0
+REPLICA = new_replica_id()
 
 
 class Books(RuleBasedStateMachine):
@@ -32,7 +34,7 @@ class Books(RuleBasedStateMachine):
         clock = self.clock
         self.table = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
         self.leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
-        self.named = Handles(self.table, self.leases)
+        self.named = Handles(self.table, self.leases, replica_id=REPLICA)
         self.alive: set[Handle] = set()
         self.readings: list[tuple[Handle, Any]] = []
 
@@ -151,7 +153,7 @@ class Clock:
 def sealed(clock: Clock) -> tuple[Slots, Handles, Handle]:
     slots = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
     leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
-    handles = Handles(slots, leases)
+    handles = Handles(slots, leases, replica_id=REPLICA)
     slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
     assert slot is not None
     slots.seal(slot, "etag")

@@ -1,0 +1,168 @@
+"""What LoRA adapters cost on a CPU: a server that serves none, one whose samples name none, and one
+whose samples all run under one.
+
+Two engines of the same settings, but for `max_adapters`; runs in turn. The model is the seedling
+grown to 25 million values, the adapter has every projection of every layer at rank 16.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+import numpy as np
+import uvloop
+from safetensors.numpy import save_file
+
+from bench.harness.pairs import Pairs, in_turn
+from bench.harness.record import Record, Row
+from engine.adapters.check import CONFIG_FILE, PREFIX, PROJECTIONS, SIDES, TENSORS_FILE
+from engine.protocol import Completion, SampleRequest, Sampling
+from engine.settings import EngineSettings
+from engine.vllm_engine import VllmEngine
+from engine.weights.checkpoint import read_served
+
+GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS, RANK = 4, 8, 256, 64, 16
+SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
+ARMS = ("none served", "none named", "one named")
+NUMBERS = itertools.count()
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Every run has its own: nothing is found in the cache of an earlier one."""
+    tail = [5 + i % 60 for i in range(PROMPT_TOKENS - 2)]
+    return [[5 + number % 60, 5 + number // 60 * GROUPS + group, *tail] for group in range(GROUPS)]
+
+
+async def run(engine: VllmEngine, adapter: str | None) -> float:
+    """Sampled tokens a second."""
+    number = next(NUMBERS)
+    began = time.perf_counter()
+    pending: list[Awaitable[Completion]] = []
+    for group, prompt in enumerate(prompts(number)):
+        samples = [
+            SampleRequest(
+                id=f"{number}-{group}-{i}",
+                prompt_token_ids=prompt,
+                sampling=SAMPLING,
+                adapter=adapter,
+            )
+            for i in range(SAMPLES)
+        ]
+        pending += await engine.submit(samples)
+    completions = await asyncio.gather(*pending)
+    seconds = time.perf_counter() - began
+    return sum(len(completion.token_ids) for completion in completions) / seconds
+
+
+async def measure(model: Path, adapter: Path, rounds: int) -> dict[str, list[float]]:
+    arms: dict[str, list[float]] = {name: [] for name in ARMS}
+    without, within = (
+        VllmEngine(
+            EngineSettings(
+                model=str(model),
+                max_adapters=places,
+                max_adapter_rank=RANK,
+                max_sequences=GROUPS * SAMPLES,
+                max_context_tokens=PROMPT_TOKENS + TOKENS,
+                cache_bytes=2**28,
+            )
+        )
+        for places in (0, 2)
+    )
+
+    async def one(name: str, engine: VllmEngine, label: str | None) -> None:
+        arms[name].append(await run(engine, label))
+
+    try:
+        await without.start("bench")
+        await within.start("bench")
+        await within.load_adapter("bench@1", adapter)
+        await in_turn(
+            [
+                lambda: one("none served", without, None),
+                lambda: one("none named", within, None),
+                lambda: one("one named", within, "bench@1"),
+            ],
+            rounds=rounds,
+        )
+    finally:
+        await within.stop()
+        await without.stop()
+    return {name: values[1:] for name, values in arms.items()}
+
+
+def record(arms: dict[str, list[float]]) -> Record:
+    none, unnamed, named = (arms[name] for name in ARMS)
+    rows = [
+        Row(
+            what=what,
+            value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+        )
+        for what, ratio in (
+            ("throughput, none named / none served", Pairs(a=unnamed, b=none).ratio()),
+            ("throughput, one named / none served", Pairs(a=named, b=none).ratio()),
+        )
+    ]
+    medians = ", ".join(f"{name} {statistics.median(arms[name]):,.0f}" for name in ARMS)
+    return Record(
+        name="adapters",
+        claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
+        f"tokens on 25 million values in bfloat16: what LoRA adapters of rank {RANK} over every "
+        "projection cost on a CPU.",
+        rows=[*rows, Row(what="throughput", value=f"{medians} tokens/s")],
+        raw=dict(arms),
+    )
+
+
+def saved(model: Path, folder: Path) -> Path:
+    """Random, over every projection of the model."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    tensors = {
+        PREFIX + module + side: draw.normal(scale=0.02, size=shape).astype(np.float32)
+        for module, (out, inner) in _projections(model)
+        for side, shape in zip(SIDES, ((RANK, inner), (out, RANK)), strict=True)
+    }
+    save_file(tensors, folder / TENSORS_FILE)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return folder
+
+
+def _projections(model: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, tensor in read_served(model).tensors.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in PROJECTIONS:
+            yield module, tensor.shape
+
+
+def grown(folder: Path) -> Path:
+    model = folder / "25m"
+    command = [sys.executable, "-m", "examples.seedling.grow", "--to", "25m", "--out", str(model)]
+    subprocess.run(command, check=True)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="left out: the seedling, grown")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or grown(Path(folder))
+        adapter = saved(model, Path(folder) / "adapter")
+        result = record(uvloop.run(measure(model, adapter, arguments.rounds)))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A prompt put together out of its segments, by Hugging Face's forward: what the engine's chain
+computes, written down as plainly as possible, with whole distributions in reach.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kernels.rotary_shift.cpu import shift_keys
+from kernels.rotary_shift.rotary import rotary_of
+from service.reuse.spans import Part, joined, spans_of
+
+
+class Placed:
+    """Of one model in float32; its segments are computed alone, once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        config = model.config
+        self._rotary = rotary_of(config.rope_parameters, config.head_dim)
+        self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def dense(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [T, V] where the response's tokens were to come."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0]
+        return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+    def put_together(
+        self, parts: Sequence[Part], response: Sequence[int], *, first_tokens: int
+    ) -> torch.Tensor:
+        """As `dense`, of the prompt as a chain makes it."""
+        prompt, cache = joined(parts), DynamicCache(config=self._model.config)
+        *before, last = spans_of(parts, first_tokens=first_tokens, least=1)
+        with torch.inference_mode():
+            for span in before:
+                if span.part is None:
+                    self._model(
+                        torch.tensor([prompt[span.start : span.end]]), past_key_values=cache
+                    )
+                    continue
+                kept = self._alone(parts[span.part].token_ids)
+                taken = slice(span.start - span.origin, span.end - span.origin)
+                for layer, (keys, values) in enumerate(kept):
+                    moved = shift_keys(keys[:, :, taken], span.origin, self._rotary)
+                    cache.update(moved, values[:, :, taken], layer)
+            tail = [*prompt[last.start :], *response]
+            logits: torch.Tensor = self._model(torch.tensor([tail]), past_key_values=cache).logits[
+                0
+            ]
+        return logits[-len(response) - 1 : -1].log_softmax(-1)
+
+    def _alone(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        key = tuple(token_ids)
+        if key not in self._kept:
+            cache = self._model(torch.tensor([list(key)]), use_cache=True).past_key_values
+            self._kept[key] = [(layer.keys, layer.values) for layer in cache.layers]
+        return self._kept[key]
+
+
+def divergence(exact: torch.Tensor, approximate: torch.Tensor) -> float:
+    """Mean over positions of KL(exact || approximate), in nats."""
+    return float((exact.exp() * (exact - approximate)).sum(-1).mean())

@@ -1,0 +1,151 @@
+"""Whoever may draft in a replay: the draft store, vLLM's n-grams, and Arctic's suffix decoding."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from kernels.drafts.drafted import EVERY_SCOPE, Drafted, Scope
+from kernels.drafts.store import DraftStore
+
+ARCTIC = Path(__file__).parents[2] / ".arctic"
+
+
+class Drafter(Protocol):
+    def begin(self, group: bytes, prompt: Sequence[int]) -> int: ...
+
+    def end(self, slot: int, came: Sequence[int]) -> None:
+        """With the last tokens that came."""
+
+    def age(self) -> None: ...
+
+    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+        """Each row has got its tokens; drafts of at most `longest`."""
+
+
+class Ours:
+    def __init__(
+        self,
+        *,
+        scopes: frozenset[Scope] = EVERY_SCOPE,
+        ages: bool = True,
+        longest: int = 16,
+        max_bytes: int = 2**28,
+    ) -> None:
+        self.store = DraftStore(max_bytes=max_bytes, longest=longest, scopes=scopes)
+        self._ages = ages
+
+    def begin(self, group: bytes, prompt: Sequence[int]) -> int:
+        return self.store.begin(group, np.array(prompt, np.int32))
+
+    def end(self, slot: int, came: Sequence[int]) -> None:
+        self.step([slot], [came], 0)
+        self.store.end(slot, keep=True)
+
+    def age(self) -> None:
+        if self._ages:
+            self.store.age()
+
+    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+        return self.store.step(
+            np.array(rows, np.int32),
+            np.array([len(tokens) for tokens in came], np.int32),
+            np.array([token for tokens in came for token in tokens], np.int32),
+            np.full(len(rows), longest, np.int32),
+        )
+
+
+@dataclass(slots=True)
+class Ngram:
+    """As vLLM 0.32's `ngram` with prompt lookup 2 to 4: what followed the earliest place with the
+    longest match in the request's own tokens."""
+
+    shortest: int = 2
+    longest_match: int = 4
+    texts: list[list[int]] = field(default_factory=list)
+
+    def begin(self, group: bytes, prompt: Sequence[int]) -> int:
+        self.texts.append(list(prompt))
+        return len(self.texts) - 1
+
+    def end(self, slot: int, came: Sequence[int]) -> None:
+        self.texts[slot] = []
+
+    def age(self) -> None:
+        """It remembers nothing that could age."""
+
+    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+        for row, tokens in zip(rows, came, strict=True):
+            self.texts[row] += tokens
+        return drafted([self.draft(self.texts[row], longest) for row in rows], longest)
+
+    def draft(self, text: list[int], longest: int) -> list[int]:
+        for length in range(self.longest_match, self.shortest - 1, -1):
+            for end in range(length, len(text)):
+                if text[end - length : end] == text[-length:]:
+                    return text[end : end + longest]
+        return []
+
+
+class Arctic:
+    """As vLLM 0.32 uses it, with its defaults but for what is given."""
+
+    DEPTH = 24
+
+    def __init__(self, *, factor: float = 1.0, least: float = 0.1) -> None:
+        if str(ARCTIC) not in sys.path:
+            sys.path.append(str(ARCTIC))
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self._cache: Any = SuffixDecodingCache(
+            max_tree_depth=self.DEPTH, max_cached_requests=10_000
+        )
+        self._factor, self._least = factor, least
+        self._texts: list[list[int]] = []
+
+    def begin(self, group: bytes, prompt: Sequence[int]) -> int:
+        slot = len(self._texts)
+        self._texts.append(list(prompt))
+        self._cache.start_request(slot, np.array(prompt, np.int32))
+        return slot
+
+    def end(self, slot: int, came: Sequence[int]) -> None:
+        if came:
+            self._cache.add_active_response(slot, np.array(came, np.int32))
+        self._cache.stop_request(slot)
+
+    def age(self) -> None:
+        """It knows no versions."""
+
+    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+        return drafted(
+            [self._draft(row, tokens, longest) for row, tokens in zip(rows, came, strict=True)],
+            longest,
+        )
+
+    def _draft(self, slot: int, tokens: Sequence[int], longest: int) -> list[int]:
+        """As vLLM calls it, each request in turn: update, then speculate."""
+        text = self._texts[slot]
+        if tokens:
+            text += tokens
+            self._cache.add_active_response(slot, np.array(tokens, np.int32))
+        found: list[int] = self._cache.speculate(
+            slot,
+            np.array(text[-self.DEPTH :], np.int32),
+            max_spec_tokens=longest,
+            max_spec_factor=self._factor,
+            min_token_prob=self._least,
+        ).token_ids
+        return found
+
+
+def drafted(drafts: Sequence[Sequence[int]], longest: int) -> Drafted:
+    """Of a drafter that says no more than tokens."""
+    found = Drafted.empty(len(drafts), longest)
+    for row, draft in enumerate(drafts):
+        found.lengths[row] = len(draft)
+        found.tokens[row, : len(draft)] = draft
+    return found

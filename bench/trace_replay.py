@@ -1,0 +1,211 @@
+"""What drafters are worth, on rollouts that were made without speculation.
+
+Lossless speculation never changes the law of a text, so a recorded text is gone through again with
+any drafter, step by step, siblings and waves as they would have been: no engine runs, and nothing
+is timed. `python -m bench.replay.recording` makes the traces.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from bench.harness.pairs import Ratio
+from bench.harness.record import Record, Row
+from bench.replay.drafters import ARCTIC, Arctic, Drafter, Ngram, Ours
+from bench.replay.replaying import Controller, Costs, Fixed, Likely, Outcome, Replayer
+from bench.replay.traces import TRACES, Group, Trace
+from kernels.drafts.drafted import EVERY_SCOPE, Scope
+
+FINISHED = (0, 1, 3, 7, 15)
+SEER = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+LONGEST, SEER_LONGEST, RUNNING = 16, 8, 64
+COSTS = Costs(fixed=1.0, token=0.02)
+RESAMPLES = 2000
+
+ARCTICS: dict[str, Callable[[], Drafter]] = {
+    "Arctic, as vLLM sets it": lambda: Arctic(),
+    "Arctic, four times its match": lambda: Arctic(factor=4.0),
+    "Arctic, four times its match, any probability": lambda: Arctic(factor=4.0, least=0.0),
+}
+OURS: dict[str, Callable[[], Drafter]] = {
+    "ours": lambda: Ours(),
+    "ours, no ageing": lambda: Ours(ages=False),
+    "ours, no history": lambda: Ours(scopes=frozenset({Scope.SELF, Scope.SIBLINGS})),
+    "ours, no siblings": lambda: Ours(scopes=EVERY_SCOPE - {Scope.SIBLINGS}),
+    "ours, itself only": lambda: Ours(scopes=frozenset({Scope.SELF})),
+}
+ALL: dict[str, Callable[[], Drafter]] = {"n-gram 2..4": Ngram, **ARCTICS, **OURS}
+ONES = ("n-gram 2..4", *ARCTICS, "ours")
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "drafts as far as they are 30% likely": lambda: Likely(0.3),
+    "drafts as far as they are 50% likely": lambda: Likely(0.5),
+    "drafts as far as they are 70% likely": lambda: Likely(0.7),
+}
+
+
+def whole(
+    trace: Trace, drafter: Drafter, controller: Controller, *, knows: bool = False
+) -> Outcome:
+    """All epochs, one after the other, the weights one version older after each."""
+    replayer = Replayer(
+        drafter=drafter,
+        controller=controller,
+        max_running=RUNNING,
+        longest=LONGEST,
+        costs=COSTS,
+        knows=knows,
+    )
+    for number, groups in enumerate(trace.epochs):
+        replayer.epoch(number, groups)
+        drafter.age()
+    return replayer.outcome
+
+
+def with_finished(trace: Trace, drafter: Callable[[], Drafter], number: int) -> Outcome:
+    """Each response of the first epoch alone, when so many of its siblings have finished, and
+    nothing else is known."""
+    outcome = Outcome()
+    for index, group in enumerate(trace.epochs[0]):
+        for at, response in enumerate(group.responses):
+            others = [group.responses[(at + 1 + i) % len(group.responses)] for i in range(number)]
+            fresh = drafter()
+            feed(fresh, b"%d" % index, group.prompt, others)
+            one = Replayer(
+                drafter=fresh, controller=Fixed(SEER_LONGEST), longest=SEER_LONGEST, outcome=outcome
+            )
+            one.epoch(index, [Group(prompt=group.prompt, responses=(response,))])
+    return outcome
+
+
+def feed(
+    drafter: Drafter, group: bytes, prompt: Sequence[int], responses: Sequence[Sequence[int]]
+) -> None:
+    """They have finished, and nothing was drafted for them."""
+    for response in responses:
+        drafter.end(drafter.begin(b"%s/0" % group, prompt), response)
+
+
+def against(one: Outcome, other: Outcome) -> Ratio:
+    """The ratio of mean accepted lengths; the interval is a bootstrap over prompts' groups."""
+    groups = sorted(one.by_group)
+    chance = random.Random(0)
+
+    def ratio(drawn: Sequence[bytes]) -> float:
+        sums = [
+            [sum(outcome.by_group[group][i] for group in drawn) for i in (0, 1)]
+            for outcome in (one, other)
+        ]
+        return (sums[0][1] / sums[0][0]) / (sums[1][1] / sums[1][0])
+
+    drawn = sorted(ratio(chance.choices(groups, k=len(groups))) for _ in range(RESAMPLES))
+    return Ratio(
+        median=ratio(groups),
+        low=drawn[int(0.025 * RESAMPLES)],
+        high=drawn[int(0.975 * RESAMPLES)],
+    )
+
+
+def finished_rows(trace: Trace) -> Iterator[Row]:
+    for number in FINISHED:
+        found = {name: with_finished(trace, ALL[name], number) for name in ONES}
+        ours = found["ours"]
+        lengths = ", ".join(f"{name} {found[name].accepted_length:.2f}" for name in ONES)
+        seer = f"; Seer, Table 2 {SEER[number]:.2f}" if number in SEER else ""
+        yield Row(
+            what=f"T {trace.temperature}, {number} finished siblings: accepted length",
+            value=lengths + seer,
+        )
+        for name in ARCTICS:
+            ratio = against(ours, found[name])
+            goal = number >= 4
+            yield Row(
+                what=f"T {trace.temperature}, {number} finished siblings: ours / {name}",
+                value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+                goal=">= 1.1" if goal else "",
+                verdict=ratio.verdict(1.1) if goal else "",
+            )
+
+
+def whole_rows(trace: Trace) -> Iterator[Row]:
+    for name, make in ALL.items():
+        found = whole(trace, make(), Fixed(SEER_LONGEST))
+        yield Row(
+            what=f"T {trace.temperature}, all epochs, {name}",
+            value=f"accepted length {found.accepted_length:.2f}, passes saved "
+            f"{found.passes_saved:.0%}, accepted of what was sent {found.acceptance:.0%}",
+        )
+
+
+def regret_rows(trace: Trace) -> Iterator[Row]:
+    fixed = {length: whole(trace, Ours(), Fixed(length)).seconds for length in LENGTHS}
+    best = min(fixed, key=fixed.__getitem__)
+    oracle = whole(trace, Ours(), Fixed(LONGEST), knows=True).seconds
+    for name, controller in CONTROLLERS.items():
+        seconds = whole(trace, Ours(), controller()).seconds
+        yield Row(
+            what=f"T {trace.temperature}, {name}: time",
+            value=f"{fixed[0] / seconds:.2f} times as fast as without; it takes "
+            f"{seconds / fixed[best]:.3f} of the best fixed length's ({best}) and "
+            f"{seconds / oracle:.3f} of the oracle's",
+        )
+
+
+def reliability_rows(trace: Trace) -> Iterator[Row]:
+    drafter = Ours()
+    whole(trace, drafter, Fixed(LONGEST))
+    found = drafter.store.reliability()
+    tried, came, foretold = (each.sum(axis=0) for each in (found.tried, found.came, found.foretold))
+    yield Row(
+        what=f"T {trace.temperature}, probabilities, foretold against found",
+        value=f"{found.error():.3f} apart over {tried.sum():,} drafted tokens: "
+        + ", ".join(
+            f"{foretold[i] / tried[i]:.2f}: {came[i] / tried[i]:.2f}"
+            for i in range(len(tried))
+            if tried[i] >= 100
+        ),
+    )
+
+
+def longest_context(trace: Trace) -> int:
+    groups = [group for groups in trace.epochs for group in groups]
+    return max(len(one.prompt) + max(map(len, one.responses)) for one in groups)
+
+
+def claim(traces: Sequence[Trace]) -> str:
+    texts = "; ".join(
+        f"temperature {trace.temperature}: {trace.num_responses} responses, {trace.num_tokens} "
+        f"tokens, {min(trace.entropies):.2f} to {max(trace.entropies):.2f} nats a token"
+        for trace in traces
+    )
+    one = traces[0]
+    return (
+        f"Mean accepted length (tokens a pass), on recorded rollouts of the {one.model}: "
+        f"{len(one.epochs)} epochs of {len(one.epochs[0])} prompts, "
+        f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
+        f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
+        f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
+        f"{COSTS.fixed:g} and {COSTS.token:g} more for every token that it computes."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    arguments = parser.parse_args()
+    assert ARCTIC.exists(), "scripts/beside.sh arctic installs what ours is compared with"
+    traces = [Trace.load(path) for path in sorted(arguments.traces.glob("*.npz"), reverse=True)]
+    rows = [
+        row
+        for trace in traces
+        for part in (finished_rows, whole_rows, regret_rows, reliability_rows)
+        for row in part(trace)
+    ]
+    result = Record(name="trace_replay", claim=claim(traces), rows=rows)
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How many bytes a step's weights are sent in, as a delta of the step before, in a GRPO run.
+
+The run is that of `make demo`: a served seedling, new weights in every step, sent by the client as
+deltas; what the server says it received is what is counted. Beside it, from the same files: what
+deltas of whole tensors would take. Nothing is timed here.
+
+    python -m bench.weight_delta [--steps 12]
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from bench.harness.record import Record, Row
+from coppice import Rollouts
+from coppice.weights.changes import write_delta
+from coppice.weights.delta import Lineage, apply_delta
+from coppice.weights.stored import Stored, read_exactly, read_stored, spans_of
+from examples.grpo.learner import Learner
+from examples.grpo.loop import Loop
+from examples.grpo.questions import Questions
+from examples.grpo.server import serving
+from examples.seedling.grow import SEEDLING
+
+LEARNING_RATES = {1e-4: "the demonstration's", 1e-6: "usual for large models"}
+SEED = 1
+Bits = NDArray[np.uint16]
+NOWHERE = Lineage("0" * 64, "0" * 64)
+
+
+class Recording(Learner):
+    """Leaves every step's weights behind in a folder."""
+
+    def __init__(self, learning_rate: float, folder: Path) -> None:
+        super().__init__(learning_rate)
+        self._folder = folder
+        self.files: list[Path] = []
+
+    def weights(self) -> dict[str, Tensor]:
+        weights = super().weights()
+        self.files.append(self._folder / f"step-{len(self.files) + 1}.safetensors")
+        save_file(weights, self.files[-1])
+        return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two steps that follow each other."""
+
+    num_bytes: int
+    received_bytes: int
+    whole_tensors_bytes: int
+    values_changed: float
+
+
+def run(learning_rate: float, steps: int, folder: Path) -> list[Pair]:
+    """The first step's weights are sent whole: the server's own have no name for the client."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // 2))
+    torch.manual_seed(SEED)
+    words = AutoTokenizer.from_pretrained(SEEDLING)
+    learner, received = Recording(learning_rate, folder), []
+    with (
+        serving(folder, cpu_threads=max(1, cores - cores // 2)) as url,
+        Rollouts(url) as rollouts,
+    ):
+        questions = Questions(words, seed=SEED, num_held_out=4)
+        loop = Loop(rollouts, learner, questions, groups=16, max_tokens=128)
+        for _ in loop.steps(steps):
+            versions = rollouts.weights()
+            active = next(v for v in versions.versions if v.version == versions.active)
+            received.append(active.received_bytes)
+    files = learner.files
+    pairs = zip(files, files[1:], received[1:], strict=False)
+    return [pair(old, new, num, folder / "delta") for old, new, num in pairs]
+
+
+def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
+    for _ in write_delta(old, new, NOWHERE, delta):
+        pass
+    with (delta.parent / "result").open("wb") as result:
+        apply_delta(old, delta, result)
+    assert Path(result.name).read_bytes() == new.read_bytes(), "not bit for bit"
+    before, after = values(old), values(new)
+    changed = {name: np.mean(before[name] != after[name]) for name in after}
+    return Pair(
+        num_bytes=new.stat().st_size,
+        received_bytes=received_bytes,
+        whole_tensors_bytes=sum(after[name].nbytes for name in after if changed[name]),
+        values_changed=float(np.average(list(changed.values()), weights=sizes(after))),
+    )
+
+
+def values(path: Path) -> dict[str, Bits]:
+    """As the integers of their bits."""
+    file = read_stored(path)
+    return {name: _bits(path, tensor) for name, tensor in file.tensors.items()}
+
+
+def _bits(path: Path, tensor: Stored) -> Bits:
+    with path.open("rb", buffering=0) as file:
+        data = b"".join(read_exactly(file, span) for span in spans_of(tensor))
+    return np.frombuffer(data, np.uint16)
+
+
+def sizes(arrays: dict[str, Bits]) -> list[int]:
+    return [array.size for array in arrays.values()]
+
+
+def rows(learning_rate: float, whose: str, pairs: Sequence[Pair]) -> list[Row]:
+    def share(name: str) -> float:
+        return float(mean(getattr(pair, name) / pair.num_bytes for pair in pairs))
+
+    label = f"learning rate {learning_rate:g} ({whose})"
+    received = share("received_bytes")
+    return [
+        Row(
+            what=f"{label}: received",
+            value=f"{received:.1%} of the file, {1 / received:.1f} times less",
+        ),
+        Row(
+            what=f"{label}: whole tensors that changed",
+            value=f"{share('whole_tensors_bytes'):.1%} of the file",
+        ),
+        Row(
+            what=f"{label}: values that changed",
+            value=f"{mean(pair.values_changed for pair in pairs):.1%}",
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    found, raw = [], {}
+    for learning_rate, whose in LEARNING_RATES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = run(learning_rate, options.steps, Path(folder))
+        found += rows(learning_rate, whose, pairs)
+        raw[f"{learning_rate:g}"] = [
+            {"received_bytes": p.received_bytes, "num_bytes": p.num_bytes} for p in pairs
+        ]
+    record = Record(
+        name="weight_delta",
+        claim="The weights of a GRPO step in bfloat16, sent as a delta of the step before: all"
+        " parameters of the seedling are trained.",
+        rows=found,
+        raw=raw,
+    )
+    record.show()
+    record.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""To whom a request may be sent on, with its key and its body.
+
+A server that is one of several answers 307 with the address of the one that has what is asked for.
+Whoever could put another address there would be handed the key, so it is followed only to the host
+that the caller named, or to those that the caller lists; never to another scheme, never for another
+path, never with credentials in it.
+"""
+
+import ipaddress
+from collections.abc import Iterable
+from contextlib import suppress
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from coppice.errors import Redirected
+
+MAX_HOPS = 2
+"""What has moved may move once more while it is asked for."""
+
+
+class Trust:
+    """`replicas`: names, `*.` and the end of names, addresses, or networks."""
+
+    def __init__(self, base_url: str, replicas: Iterable[str] = ()) -> None:
+        base = urlsplit(base_url)
+        self._scheme = base.scheme
+        self._hosts = [base.hostname or "", *(_checked(entry) for entry in replicas)]
+
+    def base_of(self, location: str | None, path: str) -> str:
+        """The address that `path` is to be asked for at; Redirected if it is not to be trusted."""
+        if location is None:
+            raise Redirected("sent on without an address")
+        try:
+            there = urlsplit(location)
+            host = there.hostname
+        except ValueError:
+            raise Redirected("sent on to what is no address") from None
+        if there.scheme != self._scheme or host is None or "@" in there.netloc:
+            raise Redirected(f"sent on to an address that is no plain {self._scheme}:// one")
+        if not any(_matches(host, trusted) for trusted in self._hosts):
+            raise Redirected(
+                f"sent on to {host}, which may not have the key; name it in `replicas` if it may"
+            )
+        return _without(there, path)
+
+
+def _without(there: SplitResult, path: str) -> str:
+    wanted, found = unquote(path.partition("?")[0]), unquote(there.path)
+    if not found.endswith(wanted):
+        raise Redirected("sent on to another path than was asked for")
+    return f"{there.scheme}://{there.netloc}{found.removesuffix(wanted)}"
+
+
+def _matches(host: str, trusted: str) -> bool:
+    if trusted.startswith("*."):
+        return host.endswith(trusted[1:])
+    if host == trusted:
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host) in ipaddress.ip_network(trusted)
+    return False
+
+
+def _checked(entry: str) -> str:
+    if not entry or "*" in entry.removeprefix("*.") or "://" in entry:
+        raise ValueError(f"no host, *.domain or network: {entry!r}")
+    return entry.lower()

@@ -1,0 +1,147 @@
+"""What of one weights file is not in another, and putting it there.
+
+A delta is a safetensors file. Its metadata names the SHA-256 of the base's file and of the file
+that comes out; both begin with the same head, byte for byte. A tensor that is the same in both is
+left out. One that is not is there under its name: whole, or, with the type U8, as its difference,
+if that is shorter by enough:
+
+    difference   blocks one after the other, one for every BLOCK_BYTES of the tensor
+    block        4 bytes, little-endian: how many follow; then coppice.wire.difference, or nothing
+                 where nothing has changed
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from coppice.weights.ahead import ahead
+from coppice.weights.stored import Span, Stored, StoredFile, read_exactly, read_stored, spans_of
+from coppice.wire.difference import LENGTH_BYTES, DifferenceError, decode_block
+
+FORMAT = "coppice-delta"
+DIFFERENCE = "U8"
+VALUE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+"""Of the types that differences are made of, which are those that can be served."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class DeltaRefused(ValueError):
+    """It is no delta, or none of this base. The message names tensors, never files."""
+
+
+class Lineage(NamedTuple):
+    """The SHA-256 of two files, in hex: what a delta starts from and what it leads to."""
+
+    base: str
+    result: str
+
+
+def lineage_of(delta: Path) -> Lineage:
+    """DeltaRefused if it does not say."""
+    metadata = _read_delta(delta).metadata
+    lineage = Lineage(metadata.get("base_sha256", ""), metadata.get("sha256", ""))
+    if not all(_SHA256.fullmatch(digest) for digest in lineage):
+        raise DeltaRefused("it does not name its base and its result by their SHA-256")
+    return lineage
+
+
+def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
+    """The SHA-256 of what it has written, to be compared with the lineage. DeltaRefused.
+
+    `target` is never longer than the base.
+    """
+    before, change = read_stored(base), _read_delta(delta)
+    _refuse_strangers(before, change)
+    digest = hashlib.sha256(before.head)
+    target.write(before.head)
+    with (
+        FileIO(base) as old,
+        FileIO(delta) as changes,
+        closing(ahead(_run, _pieces(before, change, old, changes))) as pieces,
+    ):
+        for piece in pieces:
+            digest.update(piece)
+            target.write(piece)
+    return digest.hexdigest()
+
+
+def _read_delta(delta: Path) -> StoredFile:
+    try:
+        file = read_stored(delta)
+    except ValueError as error:
+        raise DeltaRefused("it is no safetensors file") from error
+    if file.metadata.get("format") != FORMAT:
+        raise DeltaRefused(f"its metadata does not say format: {FORMAT}")
+    return file
+
+
+def _refuse_strangers(base: StoredFile, change: StoredFile) -> None:
+    for name, tensor in change.tensors.items():
+        known = base.tensors.get(name)
+        if known is None:
+            raise DeltaRefused(f"its base has no tensor {name[:120]!a}")
+        if not _is_whole(tensor, known) and not _is_difference(tensor, known):
+            raise DeltaRefused(f"{name[:120]!a} has another type or shape in its base")
+
+
+def _is_whole(tensor: Stored, known: Stored) -> bool:
+    return (tensor.code, tensor.shape) == (known.code, known.shape)
+
+
+def _is_difference(tensor: Stored, known: Stored) -> bool:
+    return tensor.code == DIFFERENCE and known.code in VALUE_BYTES
+
+
+Piece = Callable[[], bytes | memoryview]
+
+
+def _run(piece: Piece) -> bytes | memoryview:
+    return piece()
+
+
+def _pieces(base: StoredFile, change: StoredFile, old: FileIO, changes: FileIO) -> Iterator[Piece]:
+    """Of the result, in order: what makes each."""
+    for name, tensor in base.tensors.items():
+        changed = change.tensors.get(name)
+        if changed is None:
+            yield from (_copied(old, span) for span in spans_of(tensor))
+        elif _is_whole(changed, tensor):
+            yield from (_copied(changes, span) for span in spans_of(changed))
+        else:
+            yield from _moved(tensor, changed, old, changes)
+
+
+def _copied(file: FileIO, span: Span) -> Piece:
+    return lambda: read_exactly(file, span)
+
+
+def _moved(tensor: Stored, changed: Stored, old: FileIO, changes: FileIO) -> Iterator[Piece]:
+    at = changed.start
+    for span in spans_of(tensor):
+        start = at + LENGTH_BYTES
+        if start <= changed.end:
+            at = start + int.from_bytes(read_exactly(changes, Span(at, start)), "little")
+        if start > changed.end or at > changed.end:
+            raise DeltaRefused(f"the difference of {tensor.name[:120]!a} ends too early")
+        yield _decoded(tensor, span, Span(start, at), old, changes)
+    if at != changed.end:
+        raise DeltaRefused(f"the difference of {tensor.name[:120]!a} goes on after its end")
+
+
+def _decoded(tensor: Stored, span: Span, packed: Span, old: FileIO, changes: FileIO) -> Piece:
+    def decode() -> bytes | memoryview:
+        before = read_exactly(old, span)
+        if packed.start == packed.end:
+            return before
+        try:
+            after = decode_block(before, read_exactly(changes, packed), VALUE_BYTES[tensor.code])
+        except DifferenceError as error:
+            raise DeltaRefused(f"the difference of {tensor.name[:120]!a}: {error}") from error
+        return after.data
+
+    return decode

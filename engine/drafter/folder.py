@@ -1,0 +1,113 @@
+"""The drafters of one model on disk, from one run to the next.
+
+    <version>.safetensors    the one that serves, and one that is on trial or waits for it
+    serving.json             which one serves
+    start/                   the model directory that vLLM and the trainer are started with
+    training.safetensors     how far training has come
+
+A folder has one owner, who holds its lock: a second server of the same model takes a folder of its
+own, which goes with it. Whatever is written is whole or not there.
+"""
+
+import fcntl
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from engine.weights.checkpoint import SINGLE_FILE
+
+FIRST: Final = "initial"
+CHECKPOINT: Final = "training"
+"""The file of this name is the trainer's: no version may have it."""
+_LOCK: Final = ".owner"
+_SERVING: Final = "serving.json"
+
+
+class Folder:
+    """`write_first` fills a model directory; it is asked where no earlier run has left one."""
+
+    def __init__(self, directory: Path, name: str, write_first: Callable[[Path], None]) -> None:
+        self._lock, self.path, self._own = _owned(directory, name)
+        self.start = self.path / "start"
+        self._sweep()
+        if self.serving is None:
+            write_first(self.start)
+            (self.start / SINGLE_FILE).rename(self.file(FIRST))
+            self.settle(FIRST)
+        self.refresh_start()
+
+    def _sweep(self) -> None:
+        """What an owner that was killed has left half-way."""
+        serving = self.serving
+        kept = {f"{CHECKPOINT}.safetensors"} | ({f"{serving}.safetensors"} if serving else set())
+        for file in (*self.path.glob("*.safetensors"), *self.path.glob("*.part")):
+            if file.name not in kept:
+                file.unlink()
+
+    @property
+    def serving(self) -> str | None:
+        """None before there is any."""
+        try:
+            version = str(json.loads((self.path / _SERVING).read_text())["version"])
+        except (OSError, ValueError, KeyError):
+            return None
+        return version if self.file(version).is_file() else None
+
+    def file(self, version: str) -> Path:
+        return self.path / f"{version}.safetensors"
+
+    def take(self, source: Path, version: str) -> Path:
+        """A whole file becomes the version's, wherever it was."""
+        part = self.path / f".{version}.part"
+        shutil.move(source, part)
+        part.replace(self.file(version))
+        return self.file(version)
+
+    def settle(self, version: str) -> None:
+        """It serves from now on, after the next start too."""
+        part = self.path / f".{_SERVING}"
+        part.write_text(json.dumps({"version": version}) + "\n")
+        part.replace(self.path / _SERVING)
+
+    def drop(self, version: str) -> None:
+        self.file(version).unlink(missing_ok=True)
+
+    def refresh_start(self) -> None:
+        """`start` is what serves now."""
+        serving = self.serving
+        assert serving is not None, "settled"
+        part = self.start / ".part"
+        part.unlink(missing_ok=True)
+        part.symlink_to(self.file(serving))
+        part.replace(self.start / SINGLE_FILE)
+
+    def close(self) -> None:
+        self._lock.close()
+        if self._own:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _owned(directory: Path, name: str) -> tuple[BinaryIO, Path, bool]:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / name
+    lock = _locked(path)
+    if lock is not None:
+        return lock, path, False
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
+    lock = _locked(path)
+    assert lock is not None, "nobody else knows of it"
+    return lock, path, True
+
+
+def _locked(path: Path) -> BinaryIO | None:
+    path.mkdir(exist_ok=True)
+    lock = (path / _LOCK).open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock

@@ -1,0 +1,115 @@
+"""A small causal model with another model's vocabulary, made from nothing.
+
+What a token costs is taken to be the weights that are multiplied for it: the layers and the head.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from engine.settings import LONGEST_DRAFT
+from engine.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
+
+SHARE: Final = 0.1
+"""Of the large model's cost a token, at most."""
+NUM_LAYERS: Final = 2
+"""What copies from a context, as arithmetic and citations do, needs two."""
+HIDDEN_SIZES: Final = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SEED: Final = 7
+SCALE: Final = 0.02
+
+Tensors = dict[str, npt.NDArray[np.float32]]
+
+
+def num_multiplied(checkpoint: Checkpoint) -> int:
+    """A tied embedding is multiplied as the head; one that is not is only looked up."""
+    looked_up = checkpoint.embedding if HEAD in checkpoint.tensors else None
+    return sum(
+        int(np.prod(tensor.shape))
+        for tensor in checkpoint.tensors.values()
+        if len(tensor.shape) >= 2 and tensor != looked_up
+    )
+
+
+def config_for(target: Mapping[str, Any], target_cost: int, *, ranks: int) -> dict[str, Any]:
+    """The largest that costs no more than its share, or the smallest there is."""
+    text = target.get("text_config", target)
+    configs = [_config(text, hidden) for hidden in HIDDEN_SIZES]
+    fitting = [config for config in configs if config["num_key_value_heads"] % ranks == 0]
+    cheap = [config for config in fitting if cost_of(config) <= SHARE * target_cost]
+    return cheap[-1] if cheap else fitting[0]
+
+
+def cost_of(config: Mapping[str, Any]) -> int:
+    shapes = _shapes(config).values()
+    return sum(int(np.prod(shape)) for shape in shapes if len(shape) == 2)
+
+
+def write_fresh(folder: Path, config: Mapping[str, Any]) -> None:
+    draw = np.random.default_rng(SEED)
+    tensors: Tensors = {
+        name: np.ones(shape, np.float32)
+        if len(shape) == 1
+        else draw.normal(scale=SCALE, size=shape).astype(np.float32)
+        for name, shape in _shapes(config).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _config(target: Mapping[str, Any], hidden: int) -> dict[str, Any]:
+    """Positions reach beyond the target's: drafts lie behind the last token that is served."""
+    head_dim = 32 if hidden < 256 else 64
+    heads = hidden // head_dim
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": target["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": target["max_position_embeddings"] + LONGEST_DRAFT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+    }
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config["head_dim"]
+    width = config["num_attention_heads"] * head
+    of_layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (width, hidden),
+        "self_attn.k_proj": (width, hidden),
+        "self_attn.v_proj": (width, hidden),
+        "self_attn.o_proj": (hidden, width),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    layers = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in of_layer.items()
+    }
+    embedding = {f"model.{EMBEDDING}": (config["vocab_size"], hidden)}
+    return embedding | layers | {"model.norm.weight": (hidden,)}

@@ -1,0 +1,61 @@
+"""Samples of any length in one row, each seeing itself only. Shape suffix: T tokens of the row."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+
+from engine.drafter.training.messages import Sample
+
+ROW_TOKENS: Final = 1024
+IGNORED: Final = -100
+
+
+class Packed(NamedTuple):
+    """One row of tokens, on the CPU. `labels_T` is what comes next, where that is a response's."""
+
+    tokens_T: torch.Tensor
+    labels_T: torch.Tensor
+    positions_T: torch.Tensor
+    blocks_T: torch.Tensor  # which sample each token is of
+
+    def mask_TT(self) -> torch.Tensor:
+        """Block-diagonal and causal: True where a token may look."""
+        same = self.blocks_T[:, None] == self.blocks_T[None, :]
+        return same & torch.ones_like(same).tril()
+
+
+def pack(draw: Callable[[], Sample], num_tokens: int = ROW_TOKENS) -> Packed:
+    """Samples until one does not fit any more; one that is longer than the row alone loses the
+    beginning of its prompt, or the end of its response."""
+    held: list[Sample] = []
+    room = num_tokens
+    while room > 0:
+        sample = _cut(draw(), num_tokens)
+        size = len(sample.prompt) + len(sample.response)
+        if size > room:
+            break
+        held.append(sample)
+        room -= size
+    return _packed(held)
+
+
+def _packed(samples: list[Sample]) -> Packed:
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    for number, sample in enumerate(samples):
+        own = sample.prompt + sample.response
+        tokens += own
+        labels += [IGNORED] * (len(sample.prompt) - 1) + sample.response + [IGNORED]
+        positions += range(len(own))
+        blocks += [number] * len(own)
+    return Packed(*(torch.tensor(each) for each in (tokens, labels, positions, blocks)))
+
+
+def _cut(sample: Sample, num_tokens: int) -> Sample:
+    """At least one token of the prompt stays: the first of the response is foretold from it."""
+    response = sample.response[: num_tokens - 1]
+    prompt = sample.prompt[-(num_tokens - len(response)) :]
+    return Sample(version=sample.version, prompt=prompt, response=response)

@@ -1,0 +1,106 @@
+"""https://github.com/vllm-project/vllm/pull/48421
+
+On CPU a row without an adapter has the index -1, and vLLM's torch ops take the last adapter for it:
+in a step that mixes the two, samples of the base model are another model's, without a word. They
+also gather a whole matrix for every row.
+
+Here rows are taken adapter by adapter, those without one not at all, and each adapter is one matrix
+product. Names and order of the arguments are vLLM's.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+Rows = torch.Tensor | slice
+
+
+def rows_by_adapter(
+    lengths: torch.Tensor, indices: torch.Tensor, batches: int
+) -> Iterator[tuple[Rows, int]]:
+    """Of runs of rows that have an adapter each, or -1."""
+    if batches == 1:
+        runs: list[tuple[Rows, int]] = [(slice(None), int(indices[0]))]
+    else:
+        per_row = torch.repeat_interleave(indices, lengths)
+        runs = [
+            ((per_row == index).nonzero()[:, 0], index) for index in sorted(set(indices.tolist()))
+        ]
+    return ((rows, index) for rows, index in runs if index >= 0)
+
+
+def shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    scaling: float,
+) -> None:
+    """Writes its rows of the output; the others are left as they are, which is zero."""
+    for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
+        narrow = _product(inputs[rows], lora_a_weights[index], output_tensor.dtype)
+        output_tensor[rows, : narrow.shape[1]] = scaling * narrow
+
+
+def expand(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    add_inputs: bool = False,
+) -> None:
+    """The model may have padded its output less than the adapter is."""
+    for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
+        wide = _product(inputs[rows], lora_b_weights[index], output_tensor.dtype)
+        width = min(wide.shape[1], output_tensor.shape[1])
+        _write(output_tensor[:, :width], rows, wide[:, :width], add_inputs)
+
+
+def expand_slice(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = False,
+) -> None:
+    part = output_tensor[:, slice_offset : slice_offset + slice_size]
+    for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
+        wide = _product(inputs[rows], lora_b_weights[index], output_tensor.dtype)
+        _write(part, rows, wide, add_inputs)
+
+
+def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An adapter's matrix is [out, in], with or without a one before."""
+    return torch.nn.functional.linear(rows.to(dtype), weights.flatten(0, -2).to(dtype))
+
+
+def _write(part: torch.Tensor, rows: Rows, values: torch.Tensor, add: bool) -> None:
+    part[rows] = part[rows] + values if add else values
+
+
+def install() -> None:
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name, op in (
+        ("sgmv_shrink", shrink),
+        ("sgmv_expand", expand),
+        ("sgmv_expand_slice", expand_slice),
+    ):
+        setattr(punica_cpu, name, op)

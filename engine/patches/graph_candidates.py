@@ -1,0 +1,193 @@
+"""https://github.com/vllm-project/vllm/pull/56136
+
+vLLM's second model runner (vllm/v1/worker/gpu/cudagraph_utils.py in 0.32.0) captures a graph for
+every capture size with every draft length of the schedule. Here its candidates are filtered to the
+plan, and after the capture it is asserted that what was planned was captured. At a step vLLM looks
+only among the graphs of the next captured number of tokens, and misses those of the right length
+that are further; the candidates of a plan are a ladder for each length.
+
+It is only the target model's manager that is filtered: vLLM captures nothing for a separate draft
+model, and the managers of draft heads have schedules of their own.
+"""
+
+import functools
+import hashlib
+import inspect
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from engine.environment import graph_plan
+from engine.graphs.counts import COUNTS
+from engine.graphs.planner import Plan
+from engine.graphs.shape import Shape
+from engine.guard import feature
+
+FEATURE = feature("counting of graphs")
+UPSTREAM = {
+    "BatchExecutionDescriptor": "6098dc5122d65dad",
+    "_is_compatible": "67db5906f6966615",
+    "CudaGraphManager._init_candidates": "c017d0137f301ae0",
+    "CudaGraphManager.capture": "69c4d2047db3f14e",
+    "CudaGraphManager.dispatch": "16099f9929707031",
+    "ModelCudaGraphManager.capture": "c1ab556f3bc4a834",
+}
+"""What is filtered, wrapped and relied on: the start of its source's SHA-256 in 0.32.0."""
+
+log = logging.getLogger(__name__)
+
+
+class GraphsDiffer(RuntimeError):
+    """What vLLM would capture, or has captured, is not the plan."""
+
+
+def keep_planned(manager: Any, plan: Plan) -> None:
+    """Of the candidates that a manager has made, those of the plan."""
+    wanted = set(plan.shapes)
+    kept = {
+        mode: [desc for desc in descs if _shape(desc) in wanted]
+        for mode, descs in manager._capture_descs.items()
+    }
+    manager._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
+    candidates = [desc for descs in manager._capture_descs.values() for desc in descs]
+    _refuse_difference(plan, candidates, f"vLLM can capture (mode {manager.cudagraph_mode})")
+    manager._candidates = ladders(candidates)
+
+
+def ladders(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
+    """For each number of tokens and case of LoRA, the smallest graph of each length that has room:
+    decode graphs first, as vLLM prefers them, and the mixed one last."""
+    rungs: dict[tuple[int, int | None], list[Any]] = {}
+    for desc in sorted(descs, key=lambda desc: desc.num_tokens):
+        rungs.setdefault((desc.num_active_loras, desc.uniform_token_count), []).append(desc)
+    found: dict[tuple[int, int], list[Any]] = {}
+    for loras, query in sorted(rungs, key=lambda ladder: (ladder[0], ladder[1] is None)):
+        ladder = rungs[loras, query]
+        sizes = [desc.num_tokens for desc in ladder]
+        for tokens in range(sizes[-1] + 1):
+            room = ladder[bisect_left(sizes, tokens)]
+            found.setdefault((tokens, loras), []).append(room)
+    return found
+
+
+def captured_as_planned(manager: Any, plan: Plan, measured_bytes: int) -> None:
+    """Decode graphs are the manager's own; mixed ones may lie in wrappers of the model's parts."""
+    decoding = [desc for desc in manager.graphs if _shape(desc) is not None]
+    in_parts = [
+        desc
+        for descs in manager._capture_descs.values()
+        for desc in descs
+        if desc.uniform_token_count is None
+    ]
+    _refuse_difference(plan, [*decoding, *in_parts], "were captured")
+    COUNTS.captured(plan, measured_bytes)
+
+
+def count(desc: Any, num_reqs: int, query: int | None, max_query_len: int | None) -> None:
+    """vLLM passes no `max_query_len` for steps that compute prompts."""
+    if query is None and max_query_len is None:
+        COUNTS.mixed()
+    else:
+        hit = desc.uniform_token_count is not None
+        COUNTS.decoded(samples=num_reqs, query=query, hit=hit)
+
+
+def _shape(desc: Any) -> Shape | None:
+    """None: a graph of a kind that no plan has."""
+    if desc.num_ubatches > 1 or desc.max_query_len is not None:
+        return None
+    return Shape(desc.num_tokens, desc.uniform_token_count)
+
+
+def _refuse_difference(plan: Plan, descs: Iterable[Any], what: str) -> None:
+    planned, there = set(plan.shapes), {_shape(desc) for desc in descs}
+    if planned != there:
+        missing = ", ".join(sorted(map(str, planned - there))) or "none"
+        more = ", ".join(sorted(map(str, there - planned))) or "none"
+        raise GraphsDiffer(
+            f"{len(planned)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
+            f"not planned: {more} (samples x tokens each). graphs.lengths has to name the draft "
+            "lengths that the engine is started with; without graphs.budget_bytes vLLM decides"
+        )
+
+
+def fingerprints() -> dict[str, str]:
+    """Of the installed vLLM."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    return {
+        name: hashlib.sha256(
+            inspect.getsource(functools.reduce(getattr, name.split("."), cudagraph_utils)).encode()
+        ).hexdigest()[:16]
+        for name in UPSTREAM
+    }
+
+
+def install() -> None:
+    plan = graph_plan()
+    if plan is not None:
+        install_plan(plan)
+
+
+def install_plan(plan: Plan) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    changed = [name for name, found in fingerprints().items() if found != UPSTREAM[name]]
+    if changed:
+        log.warning("the plan of graphs was not written for this vLLM: %s differ", changed)
+    for name, method in wrapped(ModelCudaGraphManager, plan).items():
+        setattr(ModelCudaGraphManager, name, method)
+
+
+def wrapped(manager: Any, plan: Plan) -> dict[str, Callable[..., Any]]:
+    """The methods of a class of managers, as they keep to the plan."""
+    return {
+        "_init_candidates": _with_plan(plan, manager._init_candidates),
+        "capture": _with_check(plan, manager.capture),
+        "dispatch": _with_count(manager.dispatch),
+    }
+
+
+def _with_plan(plan: Plan, init: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(init)
+    def _init_candidates(self: Any) -> None:
+        init(self)
+        keep_planned(self, plan)
+
+    return _init_candidates
+
+
+def _with_check(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(capture)
+    def captured(self: Any, *args: Any, **named: Any) -> None:
+        from torch import accelerator
+
+        if self._max_full_descs_to_capture is not None:  # vLLM profiles with two of them
+            capture(self, *args, **named)
+            return
+        before = accelerator.get_memory_info()[0]
+        capture(self, *args, **named)
+        accelerator.synchronize()
+        captured_as_planned(self, plan, before - accelerator.get_memory_info()[0])
+
+    return captured
+
+
+def _with_count(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    counted = FEATURE.returning(None)(count)
+
+    @functools.wraps(dispatch)
+    def dispatched(
+        self: Any,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
+        desc = dispatch(self, num_reqs, num_tokens, uniform_token_count, *args, **named)
+        counted(desc, num_reqs, uniform_token_count, named.get("max_query_len"))
+        return desc
+
+    return dispatched

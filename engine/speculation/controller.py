@@ -1,0 +1,197 @@
+"""How much of each draft is sent: as far as the next token is worth what verifying it costs.
+
+A draft's token is worth the probability that it is accepted, all before it being so, as far as what
+drafts promise is believed. Over the whole batch the tokens are taken in the order of that promise,
+as many as give the most tokens a second by the cost model; none is one of the choices. That is the
+best choice there is for a step, because a promise falls with every token, so a prefix of the order
+is a prefix of each draft.
+
+Four things are there to keep it from being worse than no drafts at all. It begins without, until
+drafts that were not sent have shown what they would have brought. Drafts are taken up only for a
+gain above HYSTERESIS, and left when there is none. One step in CHECKED_EVERY goes without, so
+that what a step costs without drafts is measured beside steps with them. And if steps with drafts
+have lost what MOST_LOST steps without take, as measured (acceptance or cost were misjudged), drafts
+rest, twice as long each time.
+
+Pure: no vLLM, no clock. What is measured comes in by `observed` and `scored`, so it can be
+replayed. Nothing has to be prepared for drafts, so a switch costs nothing in either direction.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol import SpeculationChoice
+from engine.speculation.cost import LEAST_SECONDS, Step, StepCost
+from engine.speculation.trust import Trust
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+
+HYSTERESIS = 1.04
+CHECKED_EVERY = 128
+LEAST_WORTH = 0.02
+SIZES = ((16, 1), (32, 4), (128, 8), (1 << 30, 16))
+"""Up to so many tokens a step has a multiple of so many. On a CPU the first product of a new size
+is dear (half a millisecond, for each shape of a weight), and few sizes are kept."""
+LOOKED_EVERY = 4
+"""While drafts are not worth it, only every so many-th step asks for them at all."""
+WINDOW = 64
+MOST_LOST = 4.0
+RESTED, RESTED_MOST = 512, 16384
+
+
+class Draft(Protocol):
+    """What the controller reads of a step's drafts: [rows] and [rows, longest]."""
+
+    @property
+    def lengths(self) -> Int32Array: ...
+
+    @property
+    def probability(self) -> Float32Array: ...
+
+
+class Controller:
+    """One per engine. `choice` says what became of the last step's drafts. Without `trust` drafts
+    are taken to keep what they promise: those that are made only to be sent cannot earn it."""
+
+    def __init__(self, cost: StepCost | None = None, trust: Trust | None = None) -> None:
+        self.cost = cost or StepCost()
+        self.choice: SpeculationChoice = "nothing_drafted"
+        self._on = False
+        self._num_steps = 0
+        self._since_looked = 0
+        self._rest = 0
+        self._next_rest = RESTED
+        self._balance = 0.0
+        self._all_steps = Gain()
+        self._trust = trust
+        self._sizes: set[int] = set()
+
+    @property
+    def gain_ratio(self) -> float:
+        """Time that the last steps' tokens would have taken without drafts, over what they took."""
+        return self._all_steps.ratio
+
+    def wants_drafts(self) -> bool:
+        """Once a step: whether it is worth asking for drafts, to choose their lengths then."""
+        if self._rest > 0:
+            self._rest -= 1
+            self.choice = "resting"
+            return False
+        looks = self._on or (self._trust is not None and self._trust.is_young)
+        self._since_looked = 0 if looks else self._since_looked + 1
+        return self._since_looked % LOOKED_EVERY == 0
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        """How much of each draft is sent."""
+        self._num_steps += 1
+        none = np.zeros(len(drafted.lengths), dtype=np.int32)
+        if self._rest > 0:
+            self.choice = "resting"
+            return none
+        rows, promised = _in_order(worths(drafted))
+        if len(rows) == 0:
+            self.choice = "nothing_drafted"
+            return none
+        gains = promised if self._trust is None else self._trust.worth(promised)
+        num = self._num_worth_it(gains, running=running, context=context)
+        self._on = num > 0
+        if num == 0:
+            self.choice = "not_worth_it"
+            return none
+        if self._num_steps % CHECKED_EVERY == 0:
+            self.choice = "checked"
+            return none
+        self.choice = "drafted"
+        return np.bincount(rows[:num], minlength=len(none)).astype(np.int32)
+
+    def _num_worth_it(self, gains: NDArray[np.float64], *, running: int, context: int) -> int:
+        tokens = running + np.arange(len(gains) + 1)
+        seconds = self.cost.seconds(running=running, context=context, verified=tokens)
+        rates = (running + np.concatenate(([0.0], np.cumsum(gains)))) / seconds
+        rates[1:][~_is_kept_size(tokens[1:])] = 0.0
+        best = int(rates.argmax())
+        least = 1.0 if self._on else HYSTERESIS
+        return best if rates[best] > least * rates[0] else 0
+
+    def scored(self, drafted: Draft, sent: Int64Array, right: Int64Array) -> None:
+        """What came of drafts: that many tokens of each were sent, and that many were right, sent
+        or not. What came after those that were sent says of one token more whether it was."""
+        if self._trust is None:
+            return
+        worth, places = worths(drafted), np.arange(drafted.probability.shape[1])
+        known = (places <= sent[:, None]) & (worth >= LEAST_WORTH)
+        self._trust.learn(worth[known], (places < right[:, None])[known])
+
+    def observed(
+        self, *, running: int, context: int, verified: int, seconds: float, emitted: int
+    ) -> None:
+        """What the last step really cost: all its rows decoded. The first of a size says nothing of
+        those to come, and would count as lost by drafts."""
+        if verified not in self._sizes:
+            self._sizes.add(verified)
+            return
+        off = self.cost.off_seconds(running=running, context=context)
+        self.cost.observed(
+            Step(running=running, context=context, verified=verified, seconds=seconds)
+        )
+        # Fitted to steps with drafts alone, the model may say that the others take no time.
+        if off <= LEAST_SECONDS:
+            return
+        without = off * emitted / running
+        self._all_steps.add(without, seconds)
+        if verified > running:
+            self._settle((without - seconds) / off)
+
+    def _settle(self, gained: float) -> None:
+        """`gained` in steps without drafts; what a pause took is not laid to the drafts."""
+        self._balance = min(self._balance + max(gained, -MOST_LOST / 4), MOST_LOST)
+        if self._balance < -MOST_LOST:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, RESTED_MOST)
+            self._on, self._balance = False, 0.0
+        elif self._balance == MOST_LOST:
+            self._next_rest = RESTED
+
+
+class Gain:
+    """Seconds without and with, over the last steps or so."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._without = self._with = 0.0
+
+    def add(self, without: float, seconds: float) -> None:
+        # Held up by something else: a pause, another program.
+        seconds = min(seconds, 10 * without)
+        self.num_steps += 1
+        self._without += (without - self._without) / min(self.num_steps, WINDOW)
+        self._with += (seconds - self._with) / min(self.num_steps, WINDOW)
+
+    @property
+    def ratio(self) -> float:
+        return self._without / self._with if self.num_steps else 1.0
+
+
+def worths(drafted: Draft) -> NDArray[np.float64]:
+    """[rows, longest]: the probability that a token and all before it are accepted."""
+    probability = drafted.probability.astype(np.float64)
+    beyond = np.arange(probability.shape[1]) >= drafted.lengths[:, None]
+    worth: NDArray[np.float64] = np.cumprod(np.where(beyond, 0.0, probability), axis=1)
+    return worth
+
+
+def _is_kept_size(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    limits, steps = np.array(SIZES).T
+    kept: NDArray[np.bool_] = tokens % steps[np.searchsorted(limits, tokens)] == 0
+    return kept
+
+
+def _in_order(worth: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Rows of the tokens that may be sent, the worthiest first, and their worths."""
+    rows, places = np.nonzero(worth >= LEAST_WORTH)
+    values = worth[rows, places]
+    order = np.argsort(-values, kind="stable")
+    return rows[order], values[order]

@@ -1,0 +1,141 @@
+"""What a step costs, over running requests, their total context, and tokens verified.
+
+The time is taken to be a sum of non-negative costs, so it never falls with a token more: a call, a
+row, tokens of cache read once a row or once a query, tokens computed, and drafts at all, which are
+looked up, sent and judged whatever their number. What a token costs
+depends on how many go along (few are as good as free while weights are read, many are not), so
+that part is bent at powers of two, up and down.
+
+Fitted by least squares of relative errors, to a short profile at the start and to every step since,
+which counts less with every step after it. Only clocks of the host are read: the step's tokens
+have arrived when drafts are asked for, on a GPU too, so nothing is ever waited for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BENDS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
+NUM_TERMS = 6 + 2 * len(BENDS)
+
+FORGOTTEN = 0.998
+"""What is left of a step's weight one step later: the model is of the last 500 or so."""
+PROFILE_STEPS = 1.0
+"""What one cell of the profile weighs, in steps; it does not fade: it is all that is known of
+batches that have not been seen for long."""
+FITTED_EVERY = 16
+RIDGE = 1e-5
+DRAFTED_AT_ALL, DOUBT = 5, 1e-2
+OUTLIER = 3.0
+GUESSED_COST = 0.02
+LEAST_SECONDS = 1e-6
+"""Far from what was seen the sum may be nothing, by which nobody should divide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What was computed: rows that decode, the tokens they see in all, the tokens computed."""
+
+    running: int
+    context: int
+    verified: int
+    seconds: float
+
+
+class StepCost:
+    """Of one engine on one machine. Without a profile it guesses at drafts, until some are sent."""
+
+    def __init__(self, profile: Sequence[Step] = ()) -> None:
+        self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
+        self._moment = np.zeros(NUM_TERMS)
+        self._held_gram = np.zeros_like(self._gram)
+        self._held_moment = np.zeros_like(self._moment)
+        self._costs = np.zeros(NUM_TERMS)
+        self._costs[0], self._costs[2] = 1.0, GUESSED_COST
+        self._num_steps = 0
+        self.error = 0.0
+        """How far off the last steps' predictions were, as a share."""
+        self._known = bool(profile)
+        for step in profile:
+            self._hold(step, PROFILE_STEPS)
+        if profile:
+            self._fit()
+
+    def seconds(self, *, running: int, context: int, verified: Ints) -> Floats:
+        """Of steps that differ in the tokens verified."""
+        predicted = _terms(running, context, verified.astype(np.float64)) @ self._costs
+        return np.maximum(predicted, LEAST_SECONDS)
+
+    def off_seconds(self, *, running: int, context: int) -> float:
+        """Of the step that verifies no drafts."""
+        return float(
+            self.seconds(running=running, context=context, verified=np.array([running]))[0]
+        )
+
+    def observed(self, step: Step) -> None:
+        terms = _terms(step.running, step.context, np.array([float(step.verified)]))[0]
+        seconds = step.seconds
+        if self._known:
+            predicted = max(float(terms @ self._costs), 1e-9)
+            # A step that something else held up says nothing, unless there are more of them.
+            seconds = min(max(seconds, predicted / OUTLIER), predicted * OUTLIER)
+            self.error += 0.02 * (abs(seconds / predicted - 1) - self.error)
+        self._num_steps += 1
+        terms /= seconds
+        self._gram *= FORGOTTEN
+        self._gram += terms[:, None] * terms
+        self._moment *= FORGOTTEN
+        self._moment += terms
+        if self._num_steps % FITTED_EVERY == 0:
+            if not self._known:
+                self._guess(step)
+            self._fit()
+            self._known = True
+
+    def _guess(self, seen: Step) -> None:
+        """Steps without drafts do not say what a draft costs; until one is sent, this does."""
+        for more in BENDS:
+            seconds = seen.seconds * (1 + GUESSED_COST * float(more))
+            verified = seen.verified + int(more)
+            self._hold(replace(seen, verified=verified, seconds=seconds), 1.0)
+
+    def _hold(self, step: Step, weight: float) -> None:
+        verified = np.array([float(step.verified)])
+        terms = _terms(step.running, step.context, verified)[0] / step.seconds
+        self._held_gram += weight * np.outer(terms, terms)
+        self._held_moment += weight * terms
+
+    def _fit(self) -> None:
+        """A cost that comes out negative is left out, the most negative first."""
+        gram, moment = self._gram + self._held_gram, self._moment + self._held_moment
+        scale = np.sqrt(np.maximum(np.diag(gram), 1e-30))
+        gram, moment = gram / np.outer(scale, scale), moment / scale
+        gram[np.diag_indices(NUM_TERMS)] += RIDGE
+        # Where every step had drafts, nothing says what of its time is theirs: as little as can be.
+        gram[DRAFTED_AT_ALL, DRAFTED_AT_ALL] += DOUBT
+        kept = np.flatnonzero(moment > 0)
+        self._costs = np.zeros(NUM_TERMS)
+        while len(kept):
+            found = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            if found.min() >= 0:
+                self._costs[kept] = found / scale[kept]
+                break
+            kept = np.delete(kept, found.argmin())
+
+
+def _terms(running: int, context: int, verified: Floats) -> Floats:
+    """[steps, terms]"""
+    bends = len(BENDS)
+    terms = np.empty((len(verified), NUM_TERMS))
+    terms[:, :4] = (1.0, running, 0.0, context)
+    terms[:, 2] = verified
+    terms[:, 4] = verified * (context / max(running, 1))
+    terms[:, DRAFTED_AT_ALL] = verified > running
+    np.minimum(verified[:, None], BENDS, out=terms[:, 6 : 6 + bends])
+    np.maximum(verified[:, None] - BENDS, 0.0, out=terms[:, 6 + bends :])
+    return terms

@@ -1,0 +1,88 @@
+"""What speculation has done in this process; the heartbeat carries it to /metrics."""
+
+from collections import Counter
+from typing import TypedDict, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol import DraftScope, SpeculationChoice, SpeculationCounts, SpeculationSkip
+
+SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
+"""In the order of the draft store's numbers for them."""
+
+
+class Counted(TypedDict):
+    """One process's counts as they travel to the service."""
+
+    drafted: dict[DraftScope, int]
+    accepted: dict[DraftScope, int]
+    drafts: dict[int, int]
+    steps: dict[SpeculationChoice, int]
+    skipped: dict[SpeculationSkip, int]
+    version_drafted: int
+    version_accepted: int
+    gain_ratio: float
+    cost_error_ratio: float
+    store_bytes: int
+
+
+class Counts:
+    """Written by the thread that takes the steps, between two of which it is read."""
+
+    def __init__(self) -> None:
+        self._drafted = np.zeros(len(SCOPES), np.int64)
+        self._accepted = np.zeros(len(SCOPES), np.int64)
+        self._of_version = np.zeros(2, np.int64)
+        self._lengths: Counter[int] = Counter()
+        self._steps: Counter[SpeculationChoice] = Counter()
+        self._skipped: Counter[SpeculationSkip] = Counter()
+        self.gain_ratio = 1.0
+        self.cost_error_ratio = 0.0
+        self.store_bytes = 0
+
+    def step(self, choice: SpeculationChoice) -> None:
+        self._steps[choice] += 1
+
+    def skipped(self, reason: SpeculationSkip) -> None:
+        self._skipped[reason] += 1
+
+    def verified(
+        self, scopes: NDArray[np.uint8], sent: NDArray[np.int64], accepted: NDArray[np.int64]
+    ) -> None:
+        """Drafts, [rows, longest] by the scope of each token: how much was sent, and accepted."""
+        places = np.arange(scopes.shape[1])
+        of_scope, of_accepted = (
+            np.bincount(scopes[places < lengths[:, None]], minlength=len(SCOPES))
+            for lengths in (sent, accepted)
+        )
+        self._drafted += of_scope
+        self._accepted += of_accepted
+        self._of_version += (of_scope.sum(), of_accepted.sum())
+        self._lengths.update(sent[sent > 0].tolist())
+
+    def weights_changed(self) -> None:
+        self._of_version[:] = 0
+
+    def read(self) -> Counted:
+        drafted, accepted = self._of_version.tolist()
+        return Counted(
+            drafted=dict(zip(SCOPES, self._drafted.tolist(), strict=True)),
+            accepted=dict(zip(SCOPES, self._accepted.tolist(), strict=True)),
+            drafts=dict(self._lengths),
+            steps=dict(self._steps),
+            skipped=dict(self._skipped),
+            version_drafted=drafted,
+            version_accepted=accepted,
+            gain_ratio=self.gain_ratio,
+            cost_error_ratio=self.cost_error_ratio,
+            store_bytes=self.store_bytes,
+        )
+
+
+COUNTS = Counts()
+
+
+def counts_of(counted: Counted) -> SpeculationCounts:
+    """Of the first rank: the others draft nothing."""
+    return SpeculationCounts(**counted)

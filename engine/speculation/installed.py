@@ -1,0 +1,15 @@
+"""What speculation was started with, in the processes that compute."""
+
+from engine.settings import SpeculationSettings
+
+_settings: SpeculationSettings | None = None
+
+
+def install(settings: SpeculationSettings) -> None:
+    global _settings
+    _settings = settings
+
+
+def settings() -> SpeculationSettings:
+    assert _settings is not None, "the proposer is used without having been installed"
+    return _settings

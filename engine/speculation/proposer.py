@@ -1,0 +1,141 @@
+"""What vLLM calls for drafts, its `custom_class`: one per rank, of which the first drafts.
+
+vLLM makes it while the engine is made and passes it neither requests nor the runner, so it is wired
+to the runner afterwards, by a call of the worker. Until then, and from its first error on, nothing
+is drafted, which is always right: no draft is a draft like any other.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+
+from engine.attention import installed as attention
+from engine.attention.kept_crossover import Circumstances
+from engine.guard import Failure, attempt, feature
+from engine.speculation.controller import Controller
+from engine.speculation.cost import StepCost
+from engine.speculation.counts import COUNTS
+from engine.speculation.installed import settings
+from engine.speculation.kept_profile import KeptProfile
+from engine.speculation.profile import Profile, can_pay
+from engine.speculation.speculator import Lists, Speculator
+from engine.speculation.trust import Trust
+from engine.speculation.verifying import Verifier
+from kernels.drafts.drafted import Int32Array
+from kernels.drafts.store import DraftStore
+
+FEATURE = feature("speculation")
+
+
+class Proposer:
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+        self._longest = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._kept = KeptProfile(settings().cache_directory, circumstances(vllm_config))
+        self.speculator: Speculator | None = None
+        self.pays = True
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is none; vLLM asks for it on CPU all the same."""
+
+    def verify(self, runner: Any) -> None:
+        """On a GPU vLLM verifies in kernels of its own."""
+        if runner.device.type == "cpu":
+            runner.rejection_sampler = Verifier(runner.rejection_sampler)
+
+    def wire(self, runner: Any) -> None:
+        """From here on the proposer knows whose row is whose."""
+        steps = self._kept.read() or []
+        self.pays = settings().mode != "auto" or not steps or can_pay(steps, self._longest)
+        vocabulary = self._config.model_config.get_vocab_size()
+        self.speculator = Speculator(
+            runner,
+            stored(settings().store_file, self._longest, vocabulary),
+            Controller(StepCost(steps), Trust()),
+            COUNTS,
+            longest=self._longest,
+        )
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens: Int32Array,
+        token_ids: Int32Array,
+        slot_mappings: Any = None,
+    ) -> Lists:
+        if self.speculator is None or not self.pays:
+            return [[] for _ in sampled_token_ids]
+        return self._propose(sampled_token_ids, num_tokens, token_ids)
+
+    def _nothing(
+        self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
+    ) -> Lists:
+        COUNTS.skipped("failed")
+        return [[] for _ in sampled]
+
+    @FEATURE.guarded(_nothing)
+    def _propose(
+        self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
+    ) -> Lists:
+        assert self.speculator is not None, "wired"
+        return self.speculator.drafts(sampled, num_tokens, token_ids)
+
+    # Asked for by the worker, between two steps
+
+    def begin_profile(self) -> bool:
+        """Whether there is one to be made."""
+        if self.speculator is None or self._kept.read() is not None:
+            return False
+        self.speculator.profile = Profile(self._longest)
+        return True
+
+    def end_profile(self) -> None:
+        assert self.speculator is not None and self.speculator.profile is not None
+        steps = self.speculator.profile.steps()
+        if steps:
+            self._kept.keep(steps)
+        self.pays = settings().mode != "auto" or can_pay(steps, self._longest)
+        self.speculator.end_profile(Controller(StepCost(steps), Trust()))
+
+    def weights_changed(self) -> None:
+        if self.speculator is not None:
+            self.speculator.weights_changed()
+
+    def save(self) -> None:
+        file = settings().store_file
+        if self.speculator is not None and file is not None:
+            self.speculator.store.save(file)
+
+
+def stored(file: Path | None, longest: int, vocabulary: int) -> DraftStore:
+    """What an earlier run has left, or an empty store: text that cannot be read is not missed."""
+    max_bytes = settings().store_bytes
+    if file is not None and file.exists():
+        loaded = attempt(
+            DraftStore.load, file, max_bytes=max_bytes, longest=longest, vocabulary=vocabulary
+        )
+        if not isinstance(loaded, Failure):
+            return loaded
+    return DraftStore(max_bytes=max_bytes, longest=longest)
+
+
+def circumstances(config: Any) -> Circumstances:
+    """All that the times depend on."""
+    model = config.model_config.hf_config.to_json_string().encode()
+    return {
+        "model": hashlib.sha256(model).hexdigest(),
+        "dtype": str(config.model_config.dtype),
+        "device": str(config.device_config.device_type),
+        "ranks": int(config.parallel_config.world_size),
+        "threads": torch.get_num_threads(),
+        "longest": int(config.speculative_config.num_speculative_tokens),
+        "eager": str(config.model_config.enforce_eager),
+        "rows": int(config.scheduler_config.max_num_seqs),
+        "context": int(config.model_config.max_model_len),
+        "shared_prefix": attention.settings().shared_prefix,
+        "vllm": vllm_version,
+    }

@@ -1,0 +1,78 @@
+"""Fits a drafter to the seedling: a model of a tenth of its size, for `speculation.drafter`.
+
+It learns from responses as the seedling was taught to give them, in the seedling's own proportion
+of the two ways. A server learns from what is really sampled, and needs no such beginning; with it
+drafts are right from the first minute.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from engine.drafter.shape import config_for, num_multiplied, write_fresh
+from engine.drafter.training.learner import Learner
+from engine.drafter.training.messages import Sample
+from engine.drafter.training.packing import pack
+from engine.weights.checkpoint import read_served
+from examples.seedling import arithmetic
+
+SEEDLING = Path(__file__).parent / "model"
+AT_ONCE_SHARE = 0.5
+NUM_STEPS = 1000
+SEED = 11
+LOG_EVERY_STEPS = 100
+
+Solve = Callable[[arithmetic.Problem], str]
+
+
+def samples(
+    words: PreTrainedTokenizerFast, *, seed: int, written_out: Solve = arithmetic.written_out
+) -> Callable[[], Sample]:
+    """Draws problems and responses, for ever."""
+    rng = random.Random(seed)
+
+    def draw() -> Sample:
+        problem = arithmetic.draw(rng, held_out=False)
+        solve = arithmetic.at_once if rng.random() < AT_ONCE_SHARE else written_out
+        response = words.encode(solve(problem)) + [words.eos_token_id]
+        return Sample(version="taught", prompt=words.encode(problem.prompt), response=response)
+
+    return draw
+
+
+def fit(model: Path, out: Path, *, num_steps: int) -> None:
+    target = json.loads((model / "config.json").read_text())
+    write_fresh(out, config_for(target, num_multiplied(read_served(model)), ranks=1))
+    learner = Learner(out, trained="all")
+    draw = samples(AutoTokenizer.from_pretrained(model), seed=SEED)
+    began = time.monotonic()
+    for step in range(1, num_steps + 1):
+        learner.step(pack(draw))
+        if step % LOG_EVERY_STEPS == 0:
+            seconds = time.monotonic() - began
+            print(f"step {step}  loss {learner.loss:.3f}  {seconds:.0f} s", flush=True)
+    learner.write_drafter(out / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, out / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fits a drafter to the seedling.")
+    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--model", type=Path, default=SEEDLING, help="whom it is to draft for")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    fit(args.model, args.out, num_steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""PromQL that the dashboard's panels share, narrowed to the release that the reader has chosen."""
+
+CHOSEN = 'namespace=~"$namespace",job=~"$job"'
+
+
+def rate(series: str, by: str, matchers: str = "") -> str:
+    chosen = f"{CHOSEN},{matchers}" if matchers else CHOSEN
+    return f"sum by ({by}) (rate({series}{{{chosen}}}[$__rate_interval]))"
+
+
+def level(series: str, by: str = "instance") -> str:
+    return f"max by ({by}) ({series}{{{CHOSEN}}})"
+
+
+def quantile(q: float, series: str) -> str:
+    return f"histogram_quantile({q}, {rate(series + '_bucket', 'le')})"
+
+
+def quantiles(series: str) -> dict[str, str]:
+    return {"median": quantile(0.5, series), "95 %": quantile(0.95, series)}
+
+
+def share(part: str, whole: str, matchers: str = "") -> str:
+    return f"{rate(part, 'job', matchers)} / ({rate(whole, 'job')} > 0)"

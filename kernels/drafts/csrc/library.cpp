@@ -1,0 +1,39 @@
+// What store.py calls.
+#include "store.h"
+
+// All that the library shows.
+#pragma GCC visibility push(default)
+extern "C" {
+
+int coppice_drafts_version() { return 1; }
+
+Store* coppice_drafts_create(const Rules* rules) { return new Store(*rules); }
+void coppice_drafts_destroy(Store* store) { delete store; }
+
+int32_t coppice_drafts_begin(Store* store, uint64_t group, uint64_t key, const int32_t* prompt,
+                             int32_t length) {
+  return store->begin(group, key, prompt, length);
+}
+int32_t coppice_drafts_end(Store* store, int32_t slot, int32_t keep) { return store->end(slot, keep); }
+void coppice_drafts_age(Store* store) { store->age(); }
+int32_t coppice_drafts_step(Store* store, Step* step) { return store->step(*step); }
+
+int64_t coppice_drafts_charge(const Store* store) { return store->charge(); }
+int64_t coppice_drafts_num_tokens(const Store* store) { return store->num_tokens(); }
+int64_t coppice_drafts_bytes(const Store* store) { return store->bytes(); }
+
+void coppice_drafts_reliability(const Store* store, int64_t* tried, int64_t* came, double* foretold) {
+  const Calibration& learnt = store->calibration();
+  std::copy(learnt.foretold_tried, learnt.foretold_tried + kScopes * kBins, tried);
+  std::copy(learnt.foretold_came, learnt.foretold_came + kScopes * kBins, came);
+  std::copy(learnt.foretold, learnt.foretold + kScopes * kBins, foretold);
+}
+
+void coppice_drafts_sizes(const Store* store, Sizes* sizes) { *sizes = store->sizes(); }
+void coppice_drafts_write(const Store* store, const Contents* contents) { store->write(*contents); }
+void coppice_drafts_read(Store* store, const Sizes* sizes, const Contents* contents) {
+  store->read(*sizes, *contents);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

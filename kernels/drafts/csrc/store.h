@@ -1,0 +1,88 @@
+// The draft store; reference.py says slowly what each call does. For one thread.
+#pragma once
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "calibration.h"
+#include "contents.h"
+#include "log.h"
+#include "record.h"
+#include "votes.h"
+
+// What a call answers instead of a slot or zero; store.py says it in words.
+enum Refusal : int32_t {
+  kUnknownSlot = -1,
+  kSlotTwice = -2,
+  kTextTooLong = -3,
+  kTooManyTexts = -4,
+};
+
+// One step, as store.py hands it over.
+struct Step {
+  const int32_t *slots, *counts, *tokens, *limits;
+  int32_t* lengths;  // [rows]
+  int32_t* drafts;   // [rows, longest], as is all below
+  uint8_t* scope;
+  int16_t *matched, *agreeing, *total;
+  float* probability;
+  int32_t num_rows;
+  int32_t refused;  // the row that was
+};
+
+class Store {
+ public:
+  explicit Store(const Rules& rules) : rules_(rules), log_(rules_) {}
+
+  int32_t begin(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length);
+  int32_t end(int32_t slot, bool keep);
+  void age() { version_++; }
+  int32_t step(Step& step);
+
+  int64_t charge() const { return rules_.log_tokens * rules_.log_token_bytes + totals_.charge(rules_); }
+  int64_t num_tokens() const { return totals_.tokens; }
+  // What is really allocated, without what running rows wait for.
+  int64_t bytes() const;
+  const Calibration& calibration() const { return calibration_; }
+
+  Sizes sizes() const;
+  void write(const Contents& contents) const;
+  void read(const Sizes& sizes, const Contents& contents);
+
+ private:
+  // A draft that is being compared with what comes.
+  struct Pending {
+    int32_t tokens[kLongestDraft];
+    uint16_t cells[kLongestDraft];
+    float probabilities[kLongestDraft];
+    int16_t length, position;
+  };
+  struct Row {
+    Record* record = nullptr;  // null: nobody holds the slot
+    Text* text = nullptr;
+    std::vector<Pending> pending;
+    uint64_t stepped = 0;
+  };
+
+  Record& record_of(uint64_t key, const int32_t* prompt, int32_t length);
+  int32_t check(Step& step);
+  void append(Row& row, const int32_t* tokens, int count);
+  bool still_right(Pending& pending, const int32_t* tokens, int count);
+  void draft(Row& row, int limit, const Step& step, size_t at);
+  void evict();
+  bool held(int32_t slot) const {
+    return slot >= 0 && size_t(slot) < rows_.size() && rows_[slot].record;
+  }
+
+  const Rules rules_;
+  int64_t version_ = 0;
+  uint64_t steps_ = 0;
+  Totals totals_;
+  std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
+  std::list<Record*> used_;  // the longest unused first
+  std::vector<Row> rows_;
+  std::vector<int32_t> free_;
+  Log log_;
+  Calibration calibration_;
+};

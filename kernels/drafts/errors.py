@@ -1,0 +1,18 @@
+"""What the draft store refuses.
+
+DraftsError
+    WrongCall     a slot, a token or a length that cannot be
+    RefusedFile   a saved store that cannot be read
+"""
+
+
+class DraftsError(Exception):
+    """Nothing of a refused call has been done."""
+
+
+class WrongCall(DraftsError):
+    """A slot that nobody holds, or twice in a step; a token below zero; arrays of unlike size."""
+
+
+class RefusedFile(DraftsError):
+    """Truncated, changed, of another version, or no saved store at all."""

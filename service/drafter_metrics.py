@@ -1,0 +1,69 @@
+"""What becomes of drafters and of their training, as metrics."""
+
+from collections.abc import Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from engine.protocol import DrafterOutcome, DrafterStatus, TrainingState
+
+
+class DrafterMetrics:
+    """Without a drafter nothing but zeros."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._acceptance = Gauge(
+            "coppice_drafter_acceptance_ratio",
+            "Accepted of the tokens that a drafter drafted for a version of the weights",
+            ["drafter", "weights"],
+            registry=registry,
+        )
+        self._trials = Counter(
+            "coppice_drafter_trials",
+            "Trials of new drafters by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self._training = Gauge(
+            "coppice_drafter_training",
+            "1 for what training of the drafter is doing",
+            ["training"],
+            registry=registry,
+        )
+        self._tokens = Gauge(
+            "coppice_drafter_trained_tokens", "Tokens that it was trained on", registry=registry
+        )
+        self._loss = Gauge(
+            "coppice_drafter_loss", "Its loss a token of late, in training", registry=registry
+        )
+        self._dropped = Counter(
+            "coppice_drafter_samples_dropped",
+            "Samples that ended faster than training could be told of them",
+            registry=registry,
+        )
+        for outcome in get_args(DrafterOutcome):
+            self._trials.labels(outcome)
+        self._before = DrafterStatus(serving="")
+        self.observed(self._before)
+
+    def observed(self, status: DrafterStatus | None) -> None:
+        """The latest few pairs of versions; of those before them nothing is shown any more."""
+        if status is None:
+            return
+        before, self._before = self._before, status
+        self._acceptance.clear()
+        for pair in status.pairs:
+            ratio = pair.accepted / max(pair.drafted, 1)
+            self._acceptance.labels(pair.drafter, pair.weights).set(ratio)
+        self._count(before.outcomes, status.outcomes)
+        for state in get_args(TrainingState):
+            self._training.labels(state).set(state == status.training)
+        self._tokens.set(status.num_tokens)
+        self._loss.set(status.loss)
+        self._dropped.inc(status.samples_dropped - before.samples_dropped)
+
+    def _count(
+        self, before: Mapping[DrafterOutcome, int], now: Mapping[DrafterOutcome, int]
+    ) -> None:
+        for outcome, number in now.items():
+            self._trials.labels(outcome).inc(number - before.get(outcome, 0))

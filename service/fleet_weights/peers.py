@@ -1,0 +1,84 @@
+"""From which addresses weights are fetched, and with which key.
+
+A replica says in the directory where it can be reached, and whoever writes to the directory can say
+so in its name. The key of this server must not be carried there, nor its requests: only addresses
+that the operator has named are used.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+_PORTS = {"http": 80, "https": 443}
+_ALLOWED = re.compile(
+    r"(https?)://(\*\.)?([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\])(/\d{1,3})?(:(?:\d{1,5}|\*))?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """`host`: a name; with a leading dot, every name below it; or a network of addresses. `port`:
+    none is any."""
+
+    scheme: str
+    host: str | ipaddress.IPv4Network | ipaddress.IPv6Network
+    port: int | None
+
+    def covers(self, scheme: str, host: str, port: int) -> bool:
+        if scheme != self.scheme or self.port not in (None, port):
+            return False
+        if not isinstance(self.host, str):
+            address = _address(host)
+            return address is not None and address in self.host
+        return host.endswith(self.host) if self.host.startswith(".") else host == self.host
+
+
+def parse_allowed(text: str) -> Allowed:
+    """`http://10.0.0.0/8:8000`, `http://*.replicas:8000`, `https://one.example`. ValueError."""
+    found = _ALLOWED.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not like http://10.0.0.0/8:8000 or http://*.replicas:8000")
+    scheme, below, host, bits, port = found.groups()
+    number = _PORTS[scheme] if port is None else None if port == ":*" else int(port[1:])
+    bare = host.strip("[]").lower()
+    if below is not None:
+        return Allowed(scheme=scheme, host=f".{bare}", port=number)
+    if bits is not None or _address(bare) is not None:
+        network = ipaddress.ip_network(bare + (bits or ""))
+        return Allowed(scheme=scheme, host=network, port=number)
+    return Allowed(scheme=scheme, host=bare, port=number)
+
+
+class Peers:
+    """Names are compared as they are written, never looked up."""
+
+    def __init__(self, allowed: Sequence[str], key_file: Path | None) -> None:
+        self._allowed = [parse_allowed(text) for text in allowed]
+        self._key_file = key_file
+
+    def allows(self, url: str) -> bool:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            return False
+        if host is None or parts.scheme not in _PORTS or "@" in parts.netloc:
+            return False
+        port = _PORTS[parts.scheme] if port is None else port
+        return any(allowed.covers(parts.scheme, host, port) for allowed in self._allowed)
+
+    def headers(self) -> dict[str, str]:
+        """Read anew each time: keys are rotated."""
+        if self._key_file is None:
+            return {}
+        return {"Authorization": f"Bearer {self._key_file.read_text().strip()}"}
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

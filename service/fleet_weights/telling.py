@@ -1,0 +1,86 @@
+"""Tells the directory of the versions that this replica has, and that they are gone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from service.directory.directory import DirectoryLost, Manifest, ManifestConflict, Sight
+from service.directory.fleet import Fleet
+from service.errors import VersionConflict
+from service.fleet_weights.manifests import is_published, manifest_of
+from service.versions import Version, Versions
+
+
+class Telling:
+    """What could not be told is told again, and so is what the directory has forgotten."""
+
+    def __init__(self, fleet: Fleet, versions: Versions) -> None:
+        self._fleet = fleet
+        self._versions = versions
+        self._dropped: set[str] = set()
+        self._withdrawing = asyncio.Lock()
+        self._num_forgotten = 0
+        self._num_told_again = 0
+        fleet.watchers.append(self._saw)
+
+    async def announce(self, version: Version) -> bool:
+        """Whether the others know now. VersionConflict if they know another by its name."""
+        manifest = await asyncio.to_thread(manifest_of, version)
+        try:
+            await self._publish(manifest)
+        except DirectoryLost:
+            return False
+        return True
+
+    async def dropped(self, label: str) -> None:
+        """The others hear of it now, or when there is a directory again."""
+        self._dropped.add(label)
+        with suppress(DirectoryLost):
+            await self.withdraw()
+
+    async def withdraw(self) -> None:
+        """One at a time, and before what is published: a name may be given anew at once."""
+        async with self._withdrawing:
+            while self._dropped:
+                label = next(iter(self._dropped))
+                await self._fleet.directory.withdraw(label)
+                self._dropped.discard(label)
+
+    @property
+    def forgotten(self) -> bool:
+        """What this replica has told the directory may have to be told again."""
+        return self._num_told_again < self._num_forgotten
+
+    async def tell(self, sight: Sight, tell_of: Callable[[Version], Awaitable[bool]]) -> None:
+        """`tell_of` says whether there is no more to tell of it."""
+        await self.withdraw()
+        num_forgotten, all_told = self._num_forgotten, True
+        for version in self._untold(sight):
+            all_told &= await tell_of(version)
+        if all_told:
+            self._num_told_again = num_forgotten
+
+    def _saw(self, sight: Sight) -> None:
+        """Of the sights that come while others work, only the last one is looked at: that one of
+        them was the first after a loss must not be missed."""
+        self._num_forgotten += not sight.known
+
+    def _untold(self, sight: Sight) -> list[Version]:
+        """The directory did not answer when it was to be told, or has forgotten."""
+        versions = filter(is_published, self._versions.all())
+        return [
+            version
+            for version in versions
+            if not version.announced or (self.forgotten and version.label not in sight.manifests)
+        ]
+
+    async def _publish(self, manifest: Manifest) -> None:
+        """The same files are the same version, however they came to whom."""
+        await self.withdraw()
+        try:
+            await self._fleet.directory.publish(manifest)
+        except ManifestConflict as conflict:
+            known = (await self._fleet.seen()).manifests.get(manifest.version)
+            theirs = None if known is None else (known.files, known.sequence)
+            if theirs != (manifest.files, manifest.sequence):
+                raise VersionConflict(str(conflict)) from conflict

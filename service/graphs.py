@@ -1,0 +1,20 @@
+"""`coppice graphs plan`: the CUDA graphs that a start on a GPU would capture. It needs none."""
+
+from engine.graphs.demand import demand
+from engine.graphs.planned import limits_of, memory_of, planned, trace_of
+from engine.graphs.report import compared, rendered
+from engine.model_files import locate_config
+from service.settings import Settings
+
+
+def plan_as_text(settings: Settings) -> str:
+    """StartFailed says why there is no plan."""
+    engine, graphs = settings.engine, settings.graphs
+    model = locate_config(engine.model, engine.revision)
+    plan, limits, trace = (
+        planned(engine, graphs, model),
+        limits_of(engine, graphs),
+        trace_of(graphs),
+    )
+    asked = trace.counts() if trace else demand(limits, mixed_tokens=0, trace=None)
+    return rendered(plan, compared(plan, limits, memory_of(engine, graphs, model), asked))

@@ -1,0 +1,40 @@
+"""What a group's prompt in segments is to become, and what became of it."""
+
+from dataclasses import dataclass, field
+
+from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
+from coppice.wire.rollouts import GroupAnswer
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupReuse:
+    """Counts are of prompt tokens: `num_computed` in links before the samples. `exact` until keys
+    and values of another place were sampled from."""
+
+    mode: ReuseMode
+    order: list[int] | None = None
+    applied: bool = False
+    exact: bool = True
+    reason: ReuseReason | None = None
+    num_computed: int = 0
+    num_prepared: int = 0
+    round_trips: int = field(default=1)
+
+    def told(self, answer: GroupAnswer) -> GroupAnswer:
+        last = answer.num_prompt_tokens - answer.num_cached_tokens
+        computed = self.num_computed + last
+        told = ReuseAnswer(
+            mode=self.mode,
+            tokens_reused=max(0, answer.num_prompt_tokens - computed),
+            tokens_computed=computed,
+            tokens_prepared=self.num_prepared,
+            round_trips=self.round_trips,
+            order=self.order,
+            applied=self.applied,
+            reason=self.reason,
+        )
+        return answer.model_copy(update={"exact": self.exact, "reuse": told})
+
+
+def with_reuse(answer: GroupAnswer, reuse: GroupReuse | None) -> GroupAnswer:
+    return answer if reuse is None else reuse.told(answer)

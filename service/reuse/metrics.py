@@ -1,0 +1,59 @@
+"""What is counted of prompts that come in segments."""
+
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
+from service.reuse.store import SegmentStore
+
+KINDS = ("reused", "computed", "prepared")
+
+
+class ReuseMetrics:
+    """Of one registry. The reuse rate is reused over reused and computed tokens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._groups = Counter(
+            "coppice_reuse_groups",
+            "Groups whose prompt came in segments: done, or why it was computed whole",
+            ["mode", "outcome"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "coppice_reuse_tokens",
+            "Tokens of those prompts, and of segments computed alone for them",
+            ["mode", "kind"],
+            registry=registry,
+        )
+        self._round_trips = Counter(
+            "coppice_reuse_round_trips",
+            "Requests that followed one another to their first tokens",
+            ["mode"],
+            registry=registry,
+        )
+        self._segments = Gauge(
+            "coppice_reuse_segments", "Segments whose keys and values are kept", registry=registry
+        )
+        self._bytes = Gauge(
+            "coppice_reuse_bytes", "Bytes that they and prompts under way take", registry=registry
+        )
+        self._begin_at_zero()
+
+    def answered(self, reuse: ReuseAnswer) -> None:
+        self._groups.labels(reuse.mode, reuse.reason or "done").inc()
+        for kind in KINDS:
+            self._tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
+        self._round_trips.labels(reuse.mode).inc(reuse.round_trips)
+
+    def observed(self, store: SegmentStore) -> None:
+        self._segments.set(store.num_segments)
+        self._bytes.set(store.num_bytes)
+
+    def _begin_at_zero(self) -> None:
+        for mode in get_args(ReuseMode):
+            self._round_trips.labels(mode)
+            for outcome in ("done", *(get_args(ReuseReason) if mode == "recompute" else ())):
+                self._groups.labels(mode, outcome)
+            for kind in KINDS:
+                self._tokens.labels(mode, kind)

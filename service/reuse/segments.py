@@ -1,0 +1,82 @@
+"""From a prompt in segments to its group: in another order, with a chain in front, or as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from coppice.wire.reuse import Reuse
+from coppice.wire.rollouts import RolloutRequest
+from engine.protocol import Engine
+from service.enough import Enough
+from service.group import Group, GroupFields
+from service.reuse.asked import FIRST_TOKENS, OFF, parts_of
+from service.reuse.chain import Chain
+from service.reuse.chained_group import ChainedGroup
+from service.reuse.group_reuse import GroupReuse
+from service.reuse.orders import Orders, Scope
+from service.reuse.spans import Part, joined
+from service.reuse.store import SegmentStore
+
+
+class Segments:
+    """Owns what is known of earlier prompts in segments: their orders, and what is kept of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        directory: Path,
+        capacity_bytes: int,
+        epoch: Callable[[], int],
+    ) -> None:
+        self._orders = Orders(epoch)
+        self.store = SegmentStore(
+            engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
+        )
+
+    def settle(self, request: RolloutRequest, given: GroupFields) -> GroupFields:
+        """The group's prompt in the order that it is computed in."""
+        parts = parts_of(request.groups[given["index"]].prompt)
+        if parts is None:
+            return given
+        asked, scope = request.reuse or OFF, _scope(given)
+        reuse = GroupReuse(mode=asked.mode)
+        if asked.mode == "order":
+            parts = self._ordered(asked, scope, parts, reuse)
+            given["prompt_token_ids"] = joined(parts)
+        if asked.mode != "recompute":
+            self._orders.remember(scope, parts)
+        given["reuse"] = reuse
+        return given
+
+    def chained(
+        self, request: RolloutRequest, given: GroupFields, *, rule: Enough | None
+    ) -> Group | None:
+        """None unless its prompt is to be put together."""
+        asked, reuse = request.reuse or OFF, given["reuse"]
+        if asked.mode != "recompute" or reuse is None:
+            return None
+        first_tokens = FIRST_TOKENS if asked.first_tokens is None else asked.first_tokens
+        parts = parts_of(request.groups[given["index"]].prompt)
+        assert parts is not None, "checked with the request"
+        chain = Chain(
+            store=self.store,
+            scope=_scope(given),
+            parts=parts,
+            first_tokens=first_tokens,
+            priority=given["priority"],
+        )
+        fields = {**given, "reuse": reuse}
+        return ChainedGroup(rule=rule, chain=chain, **fields)  # type: ignore[arg-type]
+
+    def _ordered(
+        self, asked: Reuse, scope: Scope, parts: list[Part], reuse: GroupReuse
+    ) -> list[Part]:
+        reuse.order = self._orders.suggest(scope, parts)
+        if asked.apply is False:
+            return parts
+        reuse.applied = True
+        return [parts[index] for index in reuse.order]
+
+
+def _scope(given: GroupFields) -> Scope:
+    return Scope(given["owner"], given["cache_salt"])

@@ -1,0 +1,50 @@
+"""Files of weights versions, for the other replicas."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from starlette.responses import StreamingResponse
+
+from service.access import needs
+from service.answers import WITH_KEY, answers
+from service.checkpoints import DELTA, WRITE_BYTES
+from service.errors import VersionNotFound
+from service.fleet_weights import manifests
+from service.routes.dependencies import AnyServer
+from service.versions import Version
+
+router = APIRouter(prefix="/v1/weights")
+
+MEDIA_TYPE = "application/octet-stream"
+FILE = answers({200: [MEDIA_TYPE]}, *WITH_KEY, VersionNotFound)
+
+
+@router.get("/{version}/files/{name}", responses=FILE)
+@needs("replica")
+async def file(version: str, name: str, server: AnyServer) -> Response:
+    path = _path(server.versions.find(version), name)
+    if path is None:
+        raise VersionNotFound("it has no such file here")
+    num_bytes = path.stat().st_size
+    return StreamingResponse(
+        _chunks(path), media_type=MEDIA_TYPE, headers={"Content-Length": str(num_bytes)}
+    )
+
+
+def _path(version: Version | None, name: str) -> Path | None:
+    """Only what was uploaded here, under a known name: no path is made of what was asked."""
+    if version is None or version.state == "incomplete":
+        return None
+    if name in version.digests:
+        return version.path / name
+    if name == manifests.DELTA and version.delta_sha256 is not None:
+        return version.path / DELTA
+    return None
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as content:
+        while chunk := await asyncio.to_thread(content.read, WRITE_BYTES):
+            yield chunk

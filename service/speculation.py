@@ -1,0 +1,74 @@
+"""What speculation does and what it is worth, as metrics."""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from engine.protocol import DraftScope, SpeculationChoice, SpeculationCounts, SpeculationSkip
+from engine.settings import LONGEST_DRAFT
+
+Label = TypeVar("Label")
+
+
+class SpeculationMetrics:
+    """The engine counts; what it has counted since it was last asked is added here."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        scopes, lengths = get_args(DraftScope), range(1, LONGEST_DRAFT + 1)
+        self._drafted = self._counter(
+            "drafted_tokens", "Tokens drafted and verified, by whose text", "scope", scopes
+        )
+        self._accepted = self._counter(
+            "accepted_tokens", "Those of them that were accepted", "scope", scopes
+        )
+        self._drafts = self._counter("drafts", "Drafts verified", "length", lengths)
+        self._steps = self._counter(
+            "steps", "Steps by what became of their drafts", "choice", get_args(SpeculationChoice)
+        )
+        self._skipped = self._counter(
+            "skipped",
+            "Samples, or steps that failed, without drafts",
+            "reason",
+            get_args(SpeculationSkip),
+        )
+        self._acceptance = self._gauge(
+            "acceptance_ratio", "Accepted of the tokens drafted since the weights changed last"
+        )
+        self._gain = self._gauge(
+            "gain_ratio",
+            "Time that the last steps' tokens would have taken without drafts, over what they took",
+        )
+        self._cost_error = self._gauge(
+            "cost_error_ratio", "How far off the predicted times of the last steps were"
+        )
+        self._bytes = self._gauge("store_bytes", "Bytes of the text that drafts are taken from")
+        self._before = SpeculationCounts()
+        self._gain.set(self._before.gain_ratio)
+
+    def counted(self, counts: SpeculationCounts) -> None:
+        before, self._before = self._before, counts
+        _add(self._drafted, before.drafted, counts.drafted)
+        _add(self._accepted, before.accepted, counts.accepted)
+        _add(self._drafts, before.drafts, counts.drafts)
+        _add(self._steps, before.steps, counts.steps)
+        _add(self._skipped, before.skipped, counts.skipped)
+        self._acceptance.set(counts.version_accepted / max(counts.version_drafted, 1))
+        self._gain.set(counts.gain_ratio)
+        self._cost_error.set(counts.cost_error_ratio)
+        self._bytes.set(counts.store_bytes)
+
+    def _counter(self, name: str, text: str, label: str, values: Iterable[object]) -> Counter:
+        counter = Counter(f"coppice_speculation_{name}", text, [label], registry=self._registry)
+        for value in values:
+            counter.labels(str(value))
+        return counter
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"coppice_speculation_{name}", text, registry=self._registry)
+
+
+def _add(counter: Counter, before: Mapping[Label, int], now: Mapping[Label, int]) -> None:
+    for label, number in now.items():
+        counter.labels(str(label)).inc(number - before.get(label, 0))

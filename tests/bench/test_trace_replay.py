@@ -1,0 +1,93 @@
+"""The replay of recorded rollouts: no token is lost, and nobody knows what is not said yet."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.replay.drafters import Ngram, Ours
+from bench.replay.replaying import Controller, Costs, Fixed, Likely, Replayer, matching
+from bench.replay.traces import TRACES, Group, Trace
+from bench.trace_replay import LENGTHS, with_finished
+from kernels.drafts import store
+
+pytestmark = pytest.mark.skipif(
+    not store.built(), reason="the library was not built: no C++ compiler when it was installed"
+)
+TEXT = tuple(range(5, 45))
+
+
+def trace() -> Trace:
+    """A part of what was recorded at temperature 1."""
+    whole = Trace.load(TRACES / "seedling-1.0.npz")
+    return Trace(
+        model=whole.model,
+        temperature=whole.temperature,
+        entropies=whole.entropies[:2],
+        epochs=tuple(groups[:3] for groups in whole.epochs[:2]),
+    )
+
+
+def replayed(controller: Controller, *, knows: bool = False, running: int = 64) -> Replayer:
+    replayer = Replayer(
+        drafter=Ours(),
+        controller=controller,
+        knows=knows,
+        max_running=running,
+        costs=Costs(fixed=1.0, token=0.02),
+    )
+    for number, groups in enumerate(trace().epochs):
+        replayer.epoch(number, groups)
+    return replayer
+
+
+def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    trace().save(tmp_path / "trace.npz")
+    assert Trace.load(tmp_path / "trace.npz") == trace()
+
+
+@pytest.mark.parametrize("controller", [Fixed(0), Fixed(3), Fixed(16), Likely(0.5)], ids=str)
+@pytest.mark.parametrize("running", [5, 64])
+def test_every_token_comes_once_whatever_was_drafted(controller: Controller, running: int) -> None:
+    outcome = replayed(controller, running=running).outcome
+    assert outcome.emitted == trace().num_tokens - trace().num_responses
+    assert outcome.passes <= outcome.emitted
+
+
+def test_without_drafts_every_pass_gives_one_token() -> None:
+    assert replayed(Fixed(0)).outcome.accepted_length == 1
+
+
+def test_no_fixed_length_is_faster_than_who_knows_what_will_be_accepted() -> None:
+    """Of the same drafts; how far siblings have come by then differs a little."""
+    oracle = replayed(Fixed(16), knows=True).outcome.seconds
+    assert all(replayed(Fixed(length)).outcome.seconds > oracle for length in LENGTHS)
+
+
+def test_siblings_that_say_the_same_at_the_same_time_are_no_help() -> None:
+    replayer = Replayer(drafter=Ours(), controller=Fixed(16))
+    replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
+    assert replayer.outcome.accepted_length == 1
+
+
+def test_in_waves_the_later_ones_follow_the_earlier() -> None:
+    replayer = Replayer(drafter=Ours(), controller=Fixed(16), max_running=1)
+    replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
+    assert replayer.outcome.accepted_length > 3
+
+
+def test_finished_siblings_lengthen_what_is_accepted() -> None:
+    lengths = [with_finished(trace(), Ours, number).accepted_length for number in (0, 3, 15)]
+    assert lengths[0] * 1.2 < lengths[1] and lengths[1] * 1.2 < lengths[2]
+
+
+def test_n_grams_are_followed_from_where_they_were_first() -> None:
+    drafter = Ngram()
+    text = [1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4]
+    assert drafter.draft(text, 3) == [9, 2, 3]
+    assert drafter.draft([1, 2, 3], 3) == []
+
+
+def test_matching_ends_with_the_shorter() -> None:
+    assert matching([1, 2, 3], (1, 2)) == 2
+    assert matching([1, 5], (1, 2, 3)) == 1
+    assert matching([], (1,)) == 0

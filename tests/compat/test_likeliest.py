@@ -1,0 +1,118 @@
+"""Log-probabilities of prompts and of other tokens than the sampled, in every client's shape."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters import saved_adapter
+from tests.compat.foreign import Foreign, foreign
+from tests.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+ASKED: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 2}
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
+
+
+def of_tokens(*sampling: tuple[str, int]) -> dict[str, Any]:
+    return {"token_ids": [7, 8], "sampling_params": {"max_tokens": 2, **dict(sampling)}}
+
+
+async def test_a_completion_names_the_likeliest_at_every_token(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        asked = {**ASKED, "logprobs": 2, "n": 2}
+        for choice in (await served.post(COMPLETIONS, asked))["choices"]:
+            told = choice["logprobs"]
+            assert told["tokens"] == ["token_id:2", "token_id:3"]
+            assert told["top_logprobs"] == [
+                {"token_id:2": -0.5, "token_id:3": -1.5},
+                {"token_id:3": -0.5, "token_id:4": -1.5},
+            ]
+        plain = await served.post(COMPLETIONS, {**ASKED, "logprobs": 0})
+        assert plain["choices"][0]["logprobs"]["top_logprobs"] == [None, None]
+    assert [request.num_likeliest for request in served.engine.submitted] == [2, 2, 0]
+
+
+async def test_a_prompts_log_probabilities_are_computed_once(tmp_path: Path) -> None:
+    """Not once a sample, and beside them: they carry nothing that would cost them their prefix."""
+    async with foreign(tmp_path) as served:
+        asked = {"prompt": [[7, 8], [9, 8, 7]], "max_tokens": 2, "prompt_logprobs": 1, "n": 3}
+        choices = (await served.post(COMPLETIONS, asked))["choices"]
+    assert served.engine.scored == 2
+    assert [choice["prompt_logprobs"] for choice in choices[:3]] == [
+        [None, {"8": {"logprob": -1.0, "rank": 1}}]
+    ] * 3
+    assert choices[5]["prompt_logprobs"][1:] == [
+        {"8": {"logprob": -1.0, "rank": 1}},
+        {"7": {"logprob": -2.0, "rank": 1}},
+    ]
+
+
+async def test_a_prompt_is_scored_under_the_adapter_that_is_asked_for(tmp_path: Path) -> None:
+    engine = FakeEngine(max_adapters=1)
+    sources = {"source_directories": [tmp_path / "out"]}
+    async with foreign(tmp_path, engine, weights=sources) as served:
+        path = str(saved_adapter(tmp_path / "out" / "a"))
+        await served.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": path})
+        asked = {**ASKED, "model": "policy", "prompt_logprobs": 0}
+        await served.post(COMPLETIONS, asked)
+        served.server.adapters.check()
+    assert engine.scored_under == ["policy@update-1"]
+
+
+async def test_a_chat_lists_the_likeliest(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        asked = {**TALK, "logprobs": True, "top_logprobs": 2}
+        content = (await served.post(CHAT, asked))["choices"][0]["logprobs"]["content"]
+        assert [other["token"] for other in content[0]["top_logprobs"]] == [
+            "token_id:2",
+            "token_id:3",
+        ]
+        unasked = await served.post(CHAT, {**TALK, "top_logprobs": 2})
+        assert unasked["choices"][0]["logprobs"] is None
+
+
+async def test_vllms_generate_keeps_to_the_sampled_token_at_one(tmp_path: Path) -> None:
+    """renderers sends 1, and checks token by token that there is one."""
+    async with foreign(tmp_path) as served:
+        for count, listed in ((0, 0), (1, 0), (2, 2)):
+            answer = await served.post(GENERATE, of_tokens(("logprobs", count)))
+            content = answer["choices"][0]["logprobs"]["content"]
+            assert [len(entry["top_logprobs"]) for entry in content] == [listed] * 2
+        scored = await served.post(GENERATE, of_tokens(("prompt_logprobs", 2)))
+        assert scored["prompt_logprobs"] == [
+            None,
+            {"8": {"logprob": -1.0, "rank": 1}, "9": {"logprob": -2.0, "rank": 2}},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (COMPLETIONS, {**ASKED, "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt_logprobs": 21}, "prompt_logprobs"),
+        (CHAT, {**TALK, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (GENERATE, of_tokens(("logprobs", 21)), "logprobs"),
+        (COMPLETIONS, {**ASKED, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ],
+)
+async def test_what_is_too_many_is_refused_before_anything_starts(
+    tmp_path: Path, path: str, body: dict[str, Any], name: str
+) -> None:
+    async with foreign(tmp_path) as served:
+        status, problem = await served.refused(path, body)
+    assert (status, problem["errors"][0]["location"]) == (422, name)
+    assert served.engine.submitted == []
+
+
+async def test_a_stream_has_them_too(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        asked = {**ASKED, "logprobs": 1, "stream": True}
+        answer = await _streamed(served, asked)
+    assert '"top_logprobs":[{"token_id:2":-0.5},{"token_id:3":-0.5}]' in answer
+
+
+async def _streamed(served: Foreign, asked: dict[str, Any]) -> str:
+    return (await served.http.post(COMPLETIONS, json=asked)).text

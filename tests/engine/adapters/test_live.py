@@ -1,0 +1,229 @@
+"""Adapters in a real engine: whose tokens they are, and what their prefixes may be found by."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.adapters.loaded import LoadedAdapters
+from engine.arguments import adapters
+from tests.engine.adapters.trained import saved, under
+from tests.engine.attention.shared_engine import SharedEngine, shared_engine
+from tests.engine.live import Answer, LiveEngine
+from tests.engine.seedling import BLOCK, MODEL, teacher_forced
+from tests.engine.speculation.drafting import drafting_engine, in_group
+
+# vLLM's imports and PEFT's warn of their own affairs.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+PROMPT = [5 + i % 60 for i in range(3 * BLOCK + 7)]
+NAMES = LoadedAdapters(capacity=100)
+"""Numbers of one process are never used twice."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "all": saved(folder / "all", seed=1),
+        "some": saved(folder / "some", seed=2, rank=4, target_modules=["q_proj", "down_proj"]),
+        "patterned": saved(
+            folder / "patterned",
+            seed=3,
+            rank_pattern={"q_proj": 16},
+            alpha_pattern={"up_proj": 3},
+            use_rslora=True,
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    folder = tmp_path_factory.mktemp("cache")
+    with shared_engine(MODEL, folder, **adapters(3, 16)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def engine(shared: SharedEngine) -> Iterator[LiveEngine]:
+    """Without prefixes, and without adapters once the test is over."""
+    with shared.mode("always"):
+        yield shared.live
+    for number in list_adapters(shared.live):
+        shared.live.rpc("coppice_unload_adapter", number)
+
+
+def list_adapters(engine: LiveEngine) -> set[int]:
+    loaded: set[int] = engine.core.list_loras()
+    return loaded
+
+
+def load(engine: LiveEngine, name: str, path: Path) -> Any:
+    return engine.adapt(NAMES.numbered(name, path))
+
+
+def assert_drawn_from(model: Any, answers: Sequence[Answer], prompt: list[int] = PROMPT) -> None:
+    for answer in answers:
+        expected = teacher_forced(model, prompt, answer.token_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def group(engine: LiveEngine, adapter: Any, n: int = 3, num_tokens: int = 12) -> list[str]:
+    drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": num_tokens}
+    return [engine.submit(PROMPT, adapter=adapter, **drawn) for _ in range(n)]
+
+
+def test_groups_side_by_side_are_each_its_own_adapters(
+    shared: SharedEngine, made: dict[str, Path]
+) -> None:
+    """Attention reads each group's prompt once; the base model's samples are among them."""
+    engine = shared.live
+    paths: list[Path | None] = [None, *made.values()]
+    requests: list[Any] = [path and load(engine, "policy", path) for path in paths]
+    with shared.mode("always") as counted:
+        groups = [group(engine, request) for request in requests]
+        answers = [engine.finish(*names) for names in groups]
+    assert counted["steps_grouped"] > 0
+    for path, drawn in zip(paths, answers, strict=True):
+        assert_drawn_from(under(path), drawn)
+    for request in requests[1:]:
+        engine.rpc("coppice_unload_adapter", request.lora_int_id)
+
+
+def test_what_takes_an_adapters_place_never_meets_its_prefixes(
+    engine: LiveEngine, made: dict[str, Path]
+) -> None:
+    old = load(engine, "policy", made["all"])
+    for cached in (0, 3 * BLOCK):
+        [answer] = engine.ask(PROMPT, adapter=old, max_tokens=4)
+        assert answer.num_cached_tokens == cached
+    new = load(engine, "policy", made["patterned"])
+    [answer] = engine.ask(PROMPT, adapter=new, max_tokens=4)
+    assert answer.num_cached_tokens == 0
+    assert_drawn_from(under(made["patterned"]), [answer])
+    [base] = engine.ask(PROMPT, max_tokens=4)
+    assert base.num_cached_tokens == 0
+    assert_drawn_from(under(None), [base])
+
+
+def test_upstream_finds_prefixes_by_name_and_path_whatever_the_weights_are(
+    engine: LiveEngine, made: dict[str, Path], tmp_path: Path
+) -> None:
+    """As it would be after a swap in place: the reason why no name is used twice."""
+    from vllm.lora.request import LoRARequest
+
+    path = tmp_path / "policy"
+    path.symlink_to(made["all"])
+    old = engine.adapt(LoRARequest("policy", 1001, str(path)))
+    engine.ask(PROMPT, adapter=old, max_tokens=4)
+    path.unlink()
+    path.symlink_to(made["patterned"])
+    new = engine.adapt(LoRARequest("policy", 1002, str(path)))
+    [answer] = engine.ask(PROMPT, adapter=new, max_tokens=4)
+    assert answer.num_cached_tokens == 3 * BLOCK
+
+
+def test_samples_of_two_versions_run_side_by_side(
+    engine: LiveEngine, made: dict[str, Path]
+) -> None:
+    """As when a trainer swaps the adapter under running samples."""
+    old = load(engine, "policy", made["all"])
+    began = group(engine, old, num_tokens=24)
+    engine.step(8)
+    new = load(engine, "policy", made["patterned"])
+    later = group(engine, new)
+    assert_drawn_from(under(made["all"]), engine.finish(*began))
+    assert_drawn_from(under(made["patterned"]), engine.finish(*later))
+
+
+def test_a_response_is_scored_under_its_adapter(engine: LiveEngine, made: dict[str, Path]) -> None:
+    from vllm import SamplingParams
+
+    request = load(engine, "policy", made["all"])
+    whole = {"prompt_token_ids": PROMPT}
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [output] = engine._llm.generate([whole], params, use_tqdm=False, lora_request=request)
+    scored = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[5:]]
+    expected = teacher_forced(under(made["all"]), PROMPT[:5], PROMPT[5:])
+    assert scored == pytest.approx(expected, abs=1e-3)
+
+
+def test_what_cannot_be_loaded_takes_no_place(engine: LiveEngine, tmp_path: Path) -> None:
+    request = NAMES.numbered("policy", saved(tmp_path / "wide", seed=4, rank=32))
+    named = (request.lora_name, request.lora_int_id, request.lora_path)
+    [reason] = engine.rpc("coppice_load_adapter", *named)
+    assert "rank 32" in reason
+    assert not list_adapters(engine)
+    [answer] = engine.ask(PROMPT, max_tokens=4)
+    assert_drawn_from(under(None), [answer])
+
+
+def test_other_base_weights_go_under_the_adapters_that_are_there(
+    engine: LiveEngine, made: dict[str, Path], tmp_path: Path
+) -> None:
+    """A sample that runs is of both bases. What it has computed anew may be found; the base model's
+    samples find nothing of it.
+    """
+    other = scaled(tmp_path / "v1")
+    request = load(engine, "policy", made["all"])
+    [running] = group(engine, request, n=1, num_tokens=24)
+    engine.step(12)
+    engine.swap(other, recompute=True)
+    [answer] = engine.finish(running)
+    [before, after] = answer.versions
+    old, new = under(made["all"]), under(made["all"], other)
+    cut = before.end
+    assert_drawn_from(old, [first(answer, cut)])
+    rest = Answer(
+        token_ids=answer.token_ids[cut:],
+        logprobs=answer.logprobs[cut:],
+        versions=[after],
+        num_cached_tokens=0,
+    )
+    assert_drawn_from(new, [rest], PROMPT + answer.token_ids[:cut])
+    [fresh, base] = (engine.ask(PROMPT, adapter=a, max_tokens=4)[0] for a in (request, None))
+    assert (fresh.num_cached_tokens, base.num_cached_tokens) == (3 * BLOCK, 0)
+    assert_drawn_from(new, [fresh])
+    assert_drawn_from(under(None, other), [base])
+    engine.swap(MODEL)
+
+
+def first(answer: Answer, num_tokens: int) -> Answer:
+    return Answer(
+        token_ids=answer.token_ids[:num_tokens],
+        logprobs=answer.logprobs[:num_tokens],
+        versions=answer.versions[:1],
+        num_cached_tokens=answer.num_cached_tokens,
+    )
+
+
+def scaled(folder: Path) -> Path:
+    """The shipped model after a step that went far."""
+    folder.mkdir()
+    torch.manual_seed(9)
+    tensors = {
+        name: (values.float() * (1 + 0.1 * torch.randn(values.shape))).to(values.dtype)
+        for name, values in load_file(MODEL / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((MODEL / "config.json").read_bytes())
+    return folder
+
+
+def test_drafts_under_an_adapter_are_verified_by_it(made: dict[str, Path], tmp_path: Path) -> None:
+    """Sibling drafts, all of them sent; the base model's samples beside them."""
+    with drafting_engine(MODEL, tmp_path, **adapters(1, 16)) as (engine, _):
+        request = load(engine, "policy", made["all"])
+        drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
+        for path, adapter in ((made["all"], request), (None, None)):
+            drawn |= in_group(f"{path}")
+            names = [engine.submit(PROMPT, adapter=adapter, **drawn) for _ in range(4)]
+            if adapter is None:
+                based = names
+            else:
+                adapted = names
+        assert_drawn_from(under(made["all"]), engine.finish(*adapted))
+        assert_drawn_from(under(None), engine.finish(*based))

@@ -1,0 +1,26 @@
+"""A drafter for the models of `tests.engine.models`, as it is made from nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.drafter.shape import config_for, write_fresh
+from tests.engine.models import CONFIG
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the trainer has: two wait for each other where another process has the second core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def drafter_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "drafter"
+    write_fresh(folder, config_for(CONFIG, 10**6, ranks=1))
+    return folder

@@ -1,0 +1,112 @@
+"""vLLM's scheduler as drafting sees it: steps of requests that decode, on a clock of our own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from engine.drafter.drafting import Drafting
+from engine.speculation.controller import Controller
+from engine.speculation.cost import Step, StepCost
+
+LONGEST = 4
+ROWS = 8
+
+
+def cheap_steps() -> list[Step]:
+    """A drafted token costs a twentieth of a step."""
+    return [
+        Step(
+            running=rows,
+            context=rows * 64,
+            verified=rows * (1 + drafts),
+            seconds=0.01 * (1 + 0.05 * drafts),
+        )
+        for rows in (1, 4, 8, 16)
+        for drafts in range(LONGEST + 1)
+    ]
+
+
+@dataclass
+class Scheduler:
+    """Each step verifies what the step before drafted; `accepted` says how much of a draft."""
+
+    accepted: Callable[[int], int] = lambda drafted: drafted
+    seconds: Callable[[int], float] = lambda drafted: 0.01 * (1 + 0.05 * drafted)
+    running: list[Any] = field(default_factory=list)
+    requests: dict[str, Any] = field(default_factory=dict)
+    dynamic_sd_lookup: list[int] = field(default_factory=lambda: [LONGEST] * (ROWS + 1))
+    now: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, name: str, *, seed: int | None = None, **named: Any) -> None:
+        request = SimpleNamespace(
+            request_id=name,
+            num_computed_tokens=10,
+            num_prompt_tokens=10,
+            num_tokens=11,
+            num_output_tokens=1,
+            max_tokens=10**6,
+            spec_token_ids=[],
+            sampling_params=SimpleNamespace(seed=seed, extra_args=named or None),
+        )
+        self.requests[name] = request
+        self.running.append(request)
+
+    def schedule(self) -> Any:
+        length = self.dynamic_sd_lookup[len(self.running)]
+        drafts = {r.request_id: r.spec_token_ids for r in self.running if r.spec_token_ids}
+        tokens = {r.request_id: 1 + len(r.spec_token_ids) for r in self.running}
+        for request in self.running:
+            request.num_computed_tokens += tokens[request.request_id]
+            request.spec_token_ids = []
+        self.lengths.append(length)
+        return SimpleNamespace(num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=drafts)
+
+    def make_spec_decoding_stats(self, stats: Any, **named: Any) -> Any:
+        return stats
+
+    def update_draft_token_ids(self, drafts: Any) -> None:
+        for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            self.requests[name].spec_token_ids = tokens
+
+    def step(self) -> None:
+        """As EngineCore takes it."""
+        output = self.schedule()
+        verified = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+        self.now += self.seconds(max(verified, self.lengths[-1]))
+        for request in self.running:
+            drafted = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+            hits = min(self.accepted(len(drafted)), len(drafted))
+            request.num_computed_tokens -= len(drafted) - hits
+            request.num_tokens += 1 + hits
+            request.num_output_tokens += 1 + hits
+            if drafted:
+                self.make_spec_decoding_stats(
+                    None, num_draft_tokens=len(drafted), num_accepted_tokens=hits
+                )
+        self.update_draft_token_ids(
+            SimpleNamespace(
+                req_ids=list(self.requests),
+                draft_token_ids=[[7] * self.lengths[-1] for _ in self.requests],
+            )
+        )
+
+
+@dataclass
+class Versions:
+    weights: str = "v0"
+
+
+def drafting_over(scheduler: Scheduler, versions: Versions | None = None) -> Drafting:
+    versions = versions or Versions()
+    drafting = Drafting(
+        scheduler,
+        longest=LONGEST,
+        serving="d0",
+        weights=lambda: versions.weights,
+        controller=Controller(StepCost(cheap_steps())),
+        clock=lambda: scheduler.now,
+    )
+    drafting.attach()
+    return drafting

@@ -1,0 +1,88 @@
+"""A drafter learns, and goes on where it stopped."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from engine.drafter.training.learner import Learner, Trained
+from engine.drafter.training.messages import Sample
+from engine.drafter.training.packing import Packed, pack
+
+SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])
+
+
+def packed() -> Packed:
+    return pack(itertools.repeat(SAMPLE).__next__, 22)
+
+
+def test_what_it_hears_becomes_likely(drafter_folder: Path) -> None:
+    learner = Learner(drafter_folder, trained="all")
+    before = learner.loss_of(packed()).item()
+    for _ in range(60):
+        learner.step(packed())
+    assert learner.loss_of(packed()).item() < before / 3
+    assert learner.num_tokens == 60 * 16
+
+
+@pytest.mark.parametrize("trained", ["all", "layers"])
+def test_only_what_is_trained_changes_and_is_kept(
+    drafter_folder: Path, tmp_path: Path, trained: Trained
+) -> None:
+    learner = Learner(drafter_folder, trained=trained)
+    for _ in range(3):
+        learner.step(packed())
+    learner.write_drafter(tmp_path / "d.safetensors")
+    learner.save(tmp_path / "c.safetensors")
+    first = load_file(drafter_folder / "model.safetensors")
+    now = load_file(tmp_path / "d.safetensors")
+    assert now.keys() == first.keys()
+    changed = {name for name in now if (now[name] != first[name]).any()}
+    kept = {name.removeprefix("value.") for name in load_file(tmp_path / "c.safetensors")}
+    kept = {name for name in kept if not name.startswith(("step.", "exp_avg"))}
+    wanted = set(first) if trained == "all" else {name for name in first if ".layers." in name}
+    assert changed == kept == wanted
+
+
+def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(
+    drafter_folder: Path, tmp_path: Path
+) -> None:
+    one = Learner(drafter_folder, trained="all")
+    for _ in range(5):
+        one.step(packed())
+    one.save(tmp_path / "c.safetensors")
+    other = Learner(drafter_folder, trained="all")
+    assert other.resume(tmp_path / "c.safetensors")
+    assert (other.num_steps, other.num_tokens, other.loss) == (5, one.num_tokens, one.loss)
+    for learner in (one, other):
+        learner.step(packed())
+    torch.testing.assert_close(one.loss_of(packed()), other.loss_of(packed()))
+
+
+@pytest.mark.parametrize("content", [b"", b"half a file", None])
+def test_a_checkpoint_that_cannot_be_read_is_not_missed(
+    drafter_folder: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "c.safetensors").write_bytes(content)
+    assert not Learner(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+
+
+def test_a_checkpoint_of_other_tensors_is_not_gone_on_with(
+    drafter_folder: Path, tmp_path: Path
+) -> None:
+    Learner(drafter_folder, trained="layers").save(tmp_path / "c.safetensors")
+    assert not Learner(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+
+
+def test_weights_that_were_made_elsewhere_are_gone_on_from(
+    drafter_folder: Path, tmp_path: Path
+) -> None:
+    one, other = (Learner(drafter_folder, trained="all") for _ in range(2))
+    for _ in range(40):
+        one.step(packed())
+    one.write_drafter(tmp_path / "d.safetensors")
+    other.adopt(tmp_path / "d.safetensors")
+    torch.testing.assert_close(one.loss_of(packed()), other.loss_of(packed()))

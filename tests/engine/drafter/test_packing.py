@@ -1,0 +1,49 @@
+"""Samples in one row, each seeing itself only."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.drafter.training.messages import Sample
+from engine.drafter.training.packing import IGNORED, pack
+
+SAMPLES = [
+    Sample(version="v", prompt=[1, 2, 3], response=[4, 5]),
+    Sample(version="v", prompt=[6], response=[7, 8, 9]),
+]
+
+
+def test_labels_are_what_comes_next_in_a_response_and_nothing_else() -> None:
+    packed = pack(iter(SAMPLES * 2).__next__, 9)
+    assert packed.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    none = IGNORED
+    assert packed.labels_T.tolist() == [none, none, 4, 5, none, 7, 8, 9, none]
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+def test_nobody_sees_another_sample_or_what_comes_later() -> None:
+    mask = pack(iter(SAMPLES * 2).__next__, 9).mask_TT()
+    for row, column in itertools.product(range(9), range(9)):
+        assert bool(mask[row, column]) == (column <= row and (row < 5) == (column < 5))
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(30, 4), (3, 40), (30, 40)])
+def test_what_is_longer_than_a_row_loses_the_far_ends(prompt: int, response: int) -> None:
+    sample = Sample(
+        version="v", prompt=list(range(prompt)), response=list(range(100, 100 + response))
+    )
+    packed = pack(lambda: sample, 16)
+    assert len(packed.tokens_T) == 16
+    kept = packed.labels_T[packed.labels_T != IGNORED].tolist()
+    assert kept == list(range(100, 100 + min(response, 15)))
+
+
+def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) -> None:
+    from engine.drafter.training.learner import Learner
+
+    learner = Learner(drafter_folder, trained="all")
+    together = learner.loss_of(pack(iter(SAMPLES * 2).__next__, 9))
+    alone = [learner.loss_of(pack(itertools.repeat(s, 2).__next__, 5)) for s in SAMPLES]
+    torch.testing.assert_close(together * 5, alone[0] * 2 + alone[1] * 3)

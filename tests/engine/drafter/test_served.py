@@ -1,0 +1,105 @@
+"""A drafter behind a real server: it learns from what is served, is replaced, taken and brought."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coppice import AsyncRollouts
+from coppice.errors import WeightsRefused
+from coppice.wire.drafter import DrafterAnswer
+from engine.drafter.shape import write_fresh
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.vllm_engine import VllmEngine
+from tests.engine.models import random_tensors, write_model
+from tests.engine.seedling import settings
+from tests.serving import Served, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+PROMPTS = ["Compute 12+34.\n", "Compute 7*8+9.\n", "Compute 15+27+33.\n", "Compute 4*19-7.\n"]
+PATIENCE_SECONDS = 240
+
+
+@asynccontextmanager
+async def drafted(tmp_path: Path) -> AsyncIterator[tuple[Served, AsyncRollouts]]:
+    """From nothing, with traffic that does not end."""
+    speculation = SpeculationSettings(
+        mode="drafter",
+        longest_draft=3,
+        drafter_directory=tmp_path / "drafters",
+        cache_directory=tmp_path / "profile",
+        drafter_busy_share=1.0,
+    )
+    engine = VllmEngine(
+        settings(cpu_threads=1, max_sequences=32, max_context_tokens=512),
+        attention=AttentionSettings(shared_prefix="off"),
+        speculation=speculation,
+    )
+    async with (
+        serving(engine, tmp_path) as served,
+        AsyncRollouts(served.url, timeout=300) as rollouts,
+    ):
+        traffic = asyncio.create_task(_traffic(rollouts))
+        yield served, rollouts
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)
+
+
+async def _traffic(rollouts: AsyncRollouts) -> None:
+    while True:
+        await rollouts.rollout(PROMPTS, n=4, max_tokens=60)
+
+
+async def until(rollouts: AsyncRollouts, reached: Callable[[DrafterAnswer], bool]) -> DrafterAnswer:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not reached(answer := await rollouts.drafter()):
+            await asyncio.sleep(0.25)
+    return answer
+
+
+def trainers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "engine.drafter.training" in child.cmdline()]
+
+
+async def test_a_drafter_learns_from_what_is_served_and_one_that_is_worse_is_sent_away(
+    tmp_path: Path,
+) -> None:
+    async with drafted(tmp_path) as (_, rollouts):
+        learned = await until(rollouts, lambda answer: answer.promoted > 0)
+        assert learned.serving.startswith("trained-")
+        assert learned.training.num_tokens > 0
+        assert len(trainers()) == 1
+        home = tmp_path / "home.safetensors"
+        assert (await rollouts.download_drafter(home)).startswith("trained-")
+
+        await until(rollouts, lambda answer: answer.candidate is None)
+        taken = await rollouts.upload_drafter("worse", untrained(tmp_path))
+        assert taken.candidate == "worse"
+        told = await until(rollouts, lambda answer: answer.candidate != "worse")
+        assert told.serving != "worse"
+        assert told.rolled_back > 0
+        by_drafter = {pair.drafter: pair for pair in told.acceptance}
+        assert by_drafter["worse"].first_accepted < 0.1 * by_drafter["worse"].first_drafted
+
+        other = write_model(tmp_path / "other", random_tensors(1, tied=True), tied=True)
+        with pytest.raises(WeightsRefused, match="shape"):
+            await rollouts.upload_drafter("other", other / "model.safetensors")
+    assert not trainers()
+    [folder] = (tmp_path / "drafters").iterdir()
+    kept = json.loads((folder / "serving.json").read_text())["version"]
+    assert (folder / f"{kept}.safetensors").stat().st_size == home.stat().st_size
+    assert (folder / "training.safetensors").exists()
+
+
+def untrained(tmp_path: Path) -> Path:
+    """The same shapes, from nothing."""
+    [folder] = (tmp_path / "drafters").iterdir()
+    config = json.loads((folder / "start" / "config.json").read_text())
+    write_fresh(tmp_path / "untrained", config)
+    return tmp_path / "untrained" / "model.safetensors"

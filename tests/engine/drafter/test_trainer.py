@@ -1,0 +1,137 @@
+"""The training process: what it hears, when it trains, what it leaves behind."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.drafter.training.ears import Ears
+from engine.drafter.training.learner import Learner
+from engine.drafter.training.messages import (
+    Adopted,
+    Paused,
+    Progress,
+    Published,
+    Sample,
+    Tells,
+    checkpoint_file,
+    line_of,
+    read_line,
+)
+from engine.drafter.training.trainer import LEAST_STEPS, LEAST_TOKENS, MOST_PASSES, Trainer
+from engine.weights.check import check
+from engine.weights.checkpoint import read_served
+from tests.tools import ROOT
+
+RESPONSE = [6, 7, 8, 9] * 16
+PATIENCE_SECONDS = 240
+SAID = line_of(Sample(version="v0", prompt=[3], response=RESPONSE))
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def ears() -> Ears:
+    return Ears()
+
+
+@pytest.fixture
+def told() -> list[Tells]:
+    return []
+
+
+@pytest.fixture
+def trainer(drafter_folder: Path, ears: Ears, told: list[Tells]) -> Trainer:
+    learner = Learner(drafter_folder, trained="all")
+    return Trainer(learner, ears, drafter_folder, told.append, published_seconds=10.0, clock=Time())
+
+
+def test_what_travels_is_what_was_sent() -> None:
+    sent = (
+        Sample(version="v", prompt=[1], response=[2, 3]),
+        Paused(paused=True),
+        Adopted(path="/x"),
+        Published(path="/y", num_steps=3),
+        Progress(num_steps=1, num_tokens=2, loss=0.5),
+    )
+    assert [read_line(line_of(message)) for message in sent] == list(sent)
+
+
+def test_it_waits_for_enough_to_learn_from_and_while_it_is_told_to(
+    trainer: Trainer, ears: Ears
+) -> None:
+    ears.listen([SAID])
+    assert not trainer.turn()
+    ears.listen([SAID] * (LEAST_TOKENS // len(RESPONSE)))
+    assert trainer.turn()
+    ears.listen([line_of(Paused(paused=True))])
+    assert not trainer.turn()
+    ears.listen([line_of(Paused(paused=False))])
+    assert trainer.turn()
+
+
+def test_what_is_known_by_heart_is_left(trainer: Trainer, ears: Ears, told: list[Tells]) -> None:
+    ears.listen([SAID] * (LEAST_TOKENS // len(RESPONSE) + 1))
+    turns = 0
+    while trainer.turn():
+        turns += 1
+    passes = trainer.num_learned / ears.buffer.num_received
+    assert MOST_PASSES <= passes < MOST_PASSES + 1
+    published = [message for message in told if isinstance(message, Published)]
+    assert published or turns < LEAST_STEPS
+
+
+@pytest.mark.engine
+@pytest.mark.alone  # beside other work it may get no time at all, and is meant to
+def test_the_process_trains_publishes_keeps_and_resumes(drafter_folder: Path) -> None:
+    """As the server runs it, with the least priority there is, until its input ends."""
+    command = [
+        *(sys.executable, "-m", "engine.drafter.training", "--drafter", str(drafter_folder)),
+        *("--folder", str(drafter_folder), "--trained", "all", "--published-seconds", "0.5"),
+    ]
+
+    def run(until: type[Tells]) -> list[Tells]:
+        heard: list[Tells] = []
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            killer = threading.Timer(PATIENCE_SECONDS, process.kill)
+            killer.start()
+            process.stdin.write(SAID * 200)
+            process.stdin.flush()
+            for line in process.stdout:
+                message = read_line(line)
+                assert isinstance(message, Published | Progress)
+                heard.append(message)
+                nice = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[16]
+                assert nice == "19"
+                if isinstance(message, until) and message.num_steps and not process.stdin.closed:
+                    process.stdin.close()
+            killer.cancel()
+        assert process.returncode == 0
+        return heard
+
+    first = run(Progress)
+    reached = json.loads(_metadata(checkpoint_file(drafter_folder))["reached"])
+    assert reached["num_steps"] >= first[-1].num_steps > 0
+    published = next(m for m in run(Published) if isinstance(m, Published))
+    assert published.num_steps > reached["num_steps"]
+    assert check(read_served(drafter_folder), Path(published.path)).tensors
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as opened:
+        return dict(opened.metadata())

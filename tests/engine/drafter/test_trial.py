@@ -1,0 +1,37 @@
+"""Who serves, window by window, and who stays."""
+
+import random
+
+from engine.drafter.trial import WINDOW_DRAFTS, WINDOWS, Trial
+
+
+def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:
+    """The verdict, and who served in each window; each call sees a quarter of a window."""
+    chance, trial, served = random.Random(seed), Trial(), ["new"]
+    while True:
+        rate = new if trial.side == "new" else old
+        num = WINDOW_DRAFTS // 4
+        side, outcome = (
+            trial.side,
+            trial.observed(num, sum(chance.random() < rate for _ in range(num))),
+        )
+        if outcome in ("promoted", "rolled_back"):
+            return outcome, served
+        if outcome != side:
+            served.append(outcome)
+
+
+def test_both_serve_in_turn_and_as_often() -> None:
+    _, served = stood(0.5, 0.5)
+    assert served == ["new", "old"] * WINDOWS
+
+
+def test_a_better_drafter_stays_and_a_worse_one_goes() -> None:
+    for seed in range(20):
+        assert stood(0.5, 0.7, seed=seed)[0] == "promoted"
+        assert stood(0.7, 0.5, seed=seed)[0] == "rolled_back"
+
+
+def test_without_traffic_nothing_is_decided() -> None:
+    trial = Trial()
+    assert {trial.observed(0, 0) for _ in range(100)} == {"new"}

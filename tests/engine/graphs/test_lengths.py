@@ -1,0 +1,42 @@
+"""Draft lengths by running samples, as they are written in the settings."""
+
+import pytest
+from pydantic import ValidationError
+
+from engine.graphs.lengths import Lengths
+from engine.settings import GraphsSettings
+
+
+def test_a_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
+    lengths = Lengths.parse("8:0,4,2 32:0,2 0")
+    assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33, 10**6)] == [
+        (0, 2, 4),
+        (0, 2, 4),
+        (0, 2),
+        (0, 2),
+        (0,),
+        (0,),
+    ]
+    assert lengths.queries == (1, 3, 5)
+    assert list(lengths.samples(3, most=30)) == list(range(1, 31))
+    assert list(lengths.samples(5, most=30)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "must be written as"),
+        ("8:0", "must be written as"),
+        ("8:0, 2 0", "must be written as"),
+        ("8:0 8:1 0", "must rise"),
+        ("0:1 0", "must rise"),
+        ("128", "127 tokens at most"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_settings(text: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        GraphsSettings(lengths=text)
+
+
+def test_a_single_length_may_be_a_number_in_yaml() -> None:
+    assert GraphsSettings.model_validate({"lengths": 3}).lengths == "3"

@@ -1,0 +1,45 @@
+"""What graphs take, from a model's config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.graphs.memory import LEAST_GRAPH_BYTES, GraphMemory, of_model
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def memory(directory: Path, config: dict[str, Any], **options: Any) -> GraphMemory:
+    (directory / "config.json").write_text(json.dumps(config))
+    return of_model(directory, **options)
+
+
+def test_graphs_grow_with_layers_and_the_pool_with_the_widest_half_of_one(tmp_path: Path) -> None:
+    whole = memory(tmp_path, LLAMA_8B)
+    assert whole.graph_bytes == 6 * 2**20
+    assert whole.token_bytes == 2 * (3 * 4096 + 3 * 14336)
+    assert memory(tmp_path, {**LLAMA_8B, "num_hidden_layers": 2}).graph_bytes == LEAST_GRAPH_BYTES
+
+
+def test_ranks_share_what_a_layer_holds_but_not_what_passes_through(tmp_path: Path) -> None:
+    assert memory(tmp_path, LLAMA_8B, ranks=8).token_bytes == 2 * (3 * 4096 + 3 * 14336 // 8)
+
+
+def test_a_type_and_a_measured_number_take_the_place_of_the_models(tmp_path: Path) -> None:
+    assert memory(tmp_path, LLAMA_8B, dtype="float32").token_bytes == 4 * (3 * 4096 + 3 * 14336)
+    assert memory(tmp_path, LLAMA_8B, graph_bytes=7).graph_bytes == 7
+
+
+def test_a_mixture_holds_the_experts_of_a_token_and_may_lie_below_text_config(
+    tmp_path: Path,
+) -> None:
+    experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    found = memory(tmp_path, {"text_config": {**LLAMA_8B, **experts}})
+    assert found.token_bytes == 2 * (3 * 4096 + 3 * 8 * 768)

@@ -1,0 +1,111 @@
+"""A machine that steps cost something on, and drafts that are as good as they say."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.speculation.controller import Controller
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Seconds of a step."""
+
+    call: float = 1e-3
+    row: float = 2e-5
+    token: float = 1e-4
+    free_tokens: int = 8
+    context: float = 1e-8
+    noise: float = 0.02
+
+    def seconds(self, *, running: int, context: int, verified: int) -> float:
+        tokens = max(verified - self.free_tokens, 0)
+        return self.call + self.row * running + self.token * tokens + self.context * context
+
+    def measured(self, chance: np.random.Generator, **step: int) -> float:
+        return self.seconds(**step) * float(np.exp(self.noise * chance.normal()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    lengths: NDArray[np.int32]
+    probability: NDArray[np.float32]
+
+    @classmethod
+    def alike(cls, rows: int, longest: int, probability: float) -> "Drafts":
+        return cls(
+            lengths=np.full(rows, longest, np.int32),
+            probability=np.full((rows, longest), probability, np.float32),
+        )
+
+
+@dataclass
+class Run:
+    """Steps of one batch under one controller. `promised` is what the drafts say of themselves,
+    `kept` how often they are accepted."""
+
+    controller: Controller
+    machine: Machine
+    running: int
+    promised: float
+    kept: float
+    context_a_row: int = 100
+    longest: int = 8
+    seconds: float = 0.0
+    emitted: int = 0
+    steps: int = 0
+    off_steps: int = 0
+
+    def go(self, steps: int, chance: np.random.Generator) -> "Run":
+        for _ in range(steps):
+            self._step(chance)
+        return self
+
+    def _step(self, chance: np.random.Generator) -> None:
+        context = self.context_a_row * self.running
+        sent, drafts = np.zeros(self.running, np.int32), None
+        if self.controller.wants_drafts():
+            drafts = Drafts.alike(self.running, self.longest, self.promised)
+            sent = self.controller.lengths(drafts, running=self.running, context=context)
+        verified = self.running + int(sent.sum())
+        step = {"running": self.running, "context": context, "verified": verified}
+        seconds = self.machine.measured(chance, **step)
+        hits = chance.random((self.running, self.longest)) < self.kept
+        right = np.cumprod(hits, axis=1).sum(axis=1)
+        if drafts is not None:
+            self.controller.scored(drafts, sent.astype(np.int64), right)
+        emitted = self.running + int(np.minimum(right, sent).sum())
+        self.controller.observed(**step, seconds=seconds, emitted=emitted)
+        self.seconds += seconds
+        self.emitted += emitted
+        self.steps += 1
+        self.off_steps += verified == self.running
+
+    def rate(self) -> float:
+        return self.emitted / self.seconds
+
+    def rate_without(self) -> float:
+        step = {"running": self.running, "context": self.context_a_row * self.running}
+        return self.running / self.machine.seconds(**step, verified=self.running)
+
+
+def believed(controller: Controller) -> Controller:
+    """Drafts have kept what they promised so far, whatever it was."""
+    number = 500
+    for promised in np.arange(0.03, 1.0, 0.02):
+        drafts = Drafts.alike(number, 1, float(promised))
+        right = (np.arange(number) < promised * number).astype(np.int64)
+        controller.scored(drafts, np.zeros(number, np.int64), right)
+    return controller
+
+
+def best_rate(machine: Machine, *, running: int, probability: float, longest: int = 8) -> float:
+    """Of all lengths, each tried for all rows alike, and none."""
+    lengths = np.arange(longest + 1)
+    emitted = running * np.cumsum(probability**lengths)
+    seconds = [
+        machine.seconds(running=running, context=100 * running, verified=running * (1 + length))
+        for length in lengths.tolist()
+    ]
+    return float((emitted / np.array(seconds)).max())

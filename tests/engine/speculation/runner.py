@@ -1,0 +1,60 @@
+"""vLLM's runner as the speculator sees it, with samples that say what they are told to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from engine.speculation.rows import GROUP, NO_DRAFTS
+from engine.speculation.speculator import Speculator
+
+WIDTH = 256
+
+
+@dataclass
+class Runner:
+    """`text` is what each request has, `computed` the tokens of its last step."""
+
+    requests: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, list[int]] = field(default_factory=dict)
+    input_batch: Any = field(default_factory=lambda: SimpleNamespace(req_ids=[]))
+    query_start_loc: Any = field(default_factory=lambda: SimpleNamespace(np=np.zeros(1, np.int32)))
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        group: str | None = None,
+        drafts: bool = True,
+        seed: int | None = None,
+        max_tokens: int = 100,
+    ) -> None:
+        named = ({GROUP: group} if group else {}) | ({} if drafts else {NO_DRAFTS: True})
+        sampling = SimpleNamespace(extra_args=named or None, seed=seed, max_tokens=max_tokens)
+        self.requests[name] = SimpleNamespace(
+            prompt_token_ids=list(prompt), sampling_params=sampling
+        )
+        self.text[name] = list(prompt)
+
+    def forget(self, name: str) -> None:
+        del self.requests[name], self.text[name]
+
+    def step(
+        self, speculator: Speculator, said: dict[str, list[int]], computed: int | None = None
+    ) -> dict[str, list[int]]:
+        """The batch has these rows in this order; each says its tokens, none if its prompt is not
+        computed to its end. Answers with the drafts."""
+        self.input_batch.req_ids = list(said)
+        for name, tokens in said.items():
+            self.text[name] += tokens
+        lengths = np.array([len(self.text[name]) for name in said], np.int32)
+        rows = np.zeros((len(said), WIDTH), np.int32)
+        for row, name in zip(rows, said, strict=True):
+            row[: len(self.text[name])] = self.text[name]
+        each = [len(tokens) if computed is None else computed for tokens in said.values()]
+        self.query_start_loc.np = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
+        drafts = speculator.drafts(list(said.values()), lengths, rows)
+        return dict(zip(said, drafts, strict=True))

@@ -1,0 +1,165 @@
+"""Drafts in a real engine, through all that can happen to a sample."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.guard import FeatureState, features
+from engine.speculation import proposer as proposers
+from engine.speculation.counts import COUNTS, Counted
+from engine.speculation.proposer import Proposer
+from tests.engine.greedy import assert_greedy
+from tests.engine.live import LiveEngine
+from tests.engine.models import make_models
+from tests.engine.seedling import teacher_forced
+from tests.engine.speculation.drafting import LONGEST, drafting_engine, in_group
+
+pytestmark = pytest.mark.engine
+
+SERVED = 160
+PROMPTS = [[5 + group, *range(20, 23 + 11 * group)] for group in range(6)]
+
+Drafting = tuple[LiveEngine, Proposer]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drafting]:
+    """Prompts come in chunks, and the cache cannot hold all samples at once."""
+    with drafting_engine(
+        models["v7"],
+        tmp_path_factory.mktemp("kept"),
+        max_model_len=SERVED + LONGEST,
+        max_num_batched_tokens=48,
+        kv_cache_memory_bytes=2**20,
+    ) as drafting:
+        yield drafting
+
+
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def submit_groups(engine: LiveEngine, num_tokens: int, **sampling: Any) -> list[list[str]]:
+    return [
+        [
+            engine.submit(prompt, max_tokens=num_tokens, **sampling, **in_group(f"{prompt[0]}"))
+            for _ in range(4)
+        ]
+        for prompt in PROMPTS
+    ]
+
+
+def total(counted: Counted, kind: str) -> int:
+    return sum(counted[kind].values())  # type: ignore[literal-required]
+
+
+def test_samples_are_the_models_through_chunks_preemptions_aborts_and_an_activation(
+    drafting: Drafting, models: dict[str, Path]
+) -> None:
+    engine, proposer = drafting
+    before = COUNTS.read()
+    groups = submit_groups(engine, 60)
+    engine.step(25)
+    engine.abort(groups[0][0])
+    engine.step(25)
+    engine.swap(models["v8"], recompute=True)
+    kept = [(prompt, names[1:]) for prompt, names in zip(PROMPTS, groups, strict=True)]
+    by_name = {name: reference(models[name]) for name in models}
+    for prompt, names in kept:
+        for answer in engine.finish(*names):
+            assert len(answer.token_ids) == 60
+            for span in answer.versions:
+                said = answer.token_ids[: span.start]
+                told = answer.token_ids[span.start : span.end]
+                assert_greedy(by_name[span.version], prompt + said, told)
+    after = COUNTS.read()
+    assert total(after, "accepted") > total(before, "accepted")
+    assert after["version_drafted"] < total(after, "drafted")
+    assert features()["speculation"].on
+    engine.ask([1, 2], max_tokens=2)
+    assert proposer.speculator is not None
+    assert proposer.speculator.num_rows <= 1
+    engine.swap(models["v7"])
+
+
+def test_a_sample_at_its_limit_costs_the_others_no_draft(
+    drafting: Drafting, models: dict[str, Path]
+) -> None:
+    """vLLM would draft zeros for all of them (v1/worker/gpu_model_runner.py:4291)."""
+    engine, _ = drafting
+    prompt = [9, *range(30, 30 + SERVED - 40)]
+    long = [engine.submit(prompt, max_tokens=39, **in_group("long")) for _ in range(2)]
+    short = [engine.submit([3, 4], max_tokens=60, **in_group("short")) for _ in range(2)]
+    scheduler = engine.core.scheduler
+    seen = []
+    while scheduler.has_unfinished_requests():
+        engine.step()
+        seen += [request.spec_token_ids for request in scheduler.requests.values()]
+    v7 = reference(models["v7"])
+    for name, asked, num in ((long[0], prompt, 39), (short[0], [3, 4], 60)):
+        [answer] = engine.finish(name)
+        assert len(answer.token_ids) == num
+        wanted = teacher_forced(v7, asked, answer.token_ids)
+        assert answer.logprobs == pytest.approx(wanted, abs=1e-3)
+    assert any(seen)
+    assert not any(draft and not any(draft) for draft in seen)
+
+
+def test_a_prompt_with_one_token_to_compute_is_not_padded(drafting: Drafting) -> None:
+    """vLLM would add a longest draft of nothing to it (v1/core/sched/scheduler.py:1135)."""
+    engine, _ = drafting
+    prompt = list(range(40, 40 + 65))
+    engine.ask(prompt, max_tokens=2)
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    name = engine.submit(prompt, max_tokens=3)
+    engine.step()
+    assert int(runner.query_start_loc.np[1]) == 1
+    engine.finish(name)
+
+
+def test_a_seed_gives_the_same_tokens_among_samples_that_are_drafted(drafting: Drafting) -> None:
+    engine, _ = drafting
+    alone = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
+    submit_groups(engine, 20)
+    [among] = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
+    assert among.token_ids[:4] == alone[0].token_ids[:4]
+
+
+def test_text_is_kept_for_the_next_engine(drafting: Drafting, tmp_path: Path) -> None:
+    engine, proposer = drafting
+    engine.ask([6, 7, 8], max_tokens=20)
+    assert proposer.speculator is not None
+    file = tmp_path / "drafts"
+    proposer.speculator.store.save(file)
+    assert proposers.stored(file, LONGEST, 2**31).num_tokens > 0
+    file.write_bytes(file.read_bytes()[:-3])
+    assert proposers.stored(file, LONGEST, 2**31).num_tokens == 0
+
+
+def test_a_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:
+    """The last test here: what has failed stays off for the life of a process."""
+    engine, proposer = drafting
+    names = [name for group in submit_groups(engine, 30) for name in group]
+    engine.step(10)
+    assert proposer.speculator is not None
+    del proposer.speculator.store
+    answers = engine.finish(*names)
+    v7 = reference(models["v7"])
+    for prompt, answer in zip([p for p in PROMPTS for _ in range(4)], answers, strict=True):
+        assert len(answer.token_ids) == 30
+        assert_greedy(v7, prompt, answer.token_ids)
+    state = features()["speculation"]
+    assert not state.on
+    assert COUNTS.read()["skipped"]["failed"] > 0
+    proposers.FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)

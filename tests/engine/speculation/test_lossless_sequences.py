@@ -1,0 +1,150 @@
+"""With drafts and without, whole samples have one law, and know nothing of their siblings.
+
+The model attends, so a sequence's law is the product of its tokens', each after those before it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from engine.speculation.counts import COUNTS
+from tests.engine.live import LiveEngine
+from tests.engine.seedling import teacher_forced
+from tests.engine.speculation.counts import (
+    CONTEXTS,
+    LEAST,
+    NUM_SEQUENCES,
+    ROWS,
+    SIBLINGS,
+    in_both_settings,
+)
+from tests.engine.speculation.drafting import drafting_engine, in_group
+from tests.engine.speculation.law import (
+    Setting,
+    chance_of,
+    dependence,
+    difference,
+    misfit,
+    sequence_law,
+    write_small_model,
+)
+
+pytestmark = pytest.mark.engine
+
+Ints = NDArray[np.int64]
+Sequences = list[tuple[int, ...]]
+
+LENGTH = 4
+PROMPTS = [[3 + number, 9, 2 * number, 17] for number in range(CONTEXTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=False)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+    kept = tmp_path_factory.mktemp("kept")
+    with drafting_engine(folder, kept, max_num_seqs=ROWS, max_num_batched_tokens=1024) as (live, _):
+        yield live
+
+
+@in_both_settings
+def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
+    engine: LiveEngine, folder: Path, setting: Setting
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = num_accepted()
+    drafted = [sequences(engine, setting, prompt, drafts=True) for prompt in PROMPTS]
+    assert num_accepted() - before > NUM_SEQUENCES / 4
+    plain = [sequences(engine, setting, prompt, drafts=False) for prompt in PROMPTS]
+    for prompt, ours, theirs in zip(PROMPTS, drafted, plain, strict=True):
+        law = sequence_law(model, prompt, setting, LENGTH, least=2e-5)
+        assert sum(law.values()) > 0.8
+        seen = np.array([*map(Counter(ours).__getitem__, law), 0])
+        seen[-1] = len(ours) - seen.sum()
+        masses = np.array([*law.values(), 1 - sum(law.values())])
+        assert chance_of(misfit(seen, masses)) > LEAST
+        assert chance_of(difference(*counted(ours, theirs))) > LEAST
+        for kind in (ours, theirs):
+            assert chance_of(dependence(pairs_of_siblings(kind))) > LEAST
+
+
+@in_both_settings
+def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
+    engine: LiveEngine, folder: Path, setting: Setting
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = num_accepted()
+    asked = [(prompt, f"long{prompt}") for prompt in PROMPTS for _ in range(SIBLINGS)]
+    answers = engine.finish(
+        *[
+            engine.submit(prompt, max_tokens=60, **setting.sampling(), **in_group(name))
+            for prompt, name in asked
+        ]
+    )
+    assert num_accepted() > before
+    for (prompt, _), answer in zip(asked, answers, strict=True):
+        wanted = teacher_forced(
+            model,
+            prompt,
+            answer.token_ids,
+            temperature=setting.temperature,
+            top_p=setting.top_p,
+            top_k=setting.top_k,
+        )
+        assert answer.logprobs == pytest.approx(wanted, abs=1e-3)
+
+
+def sequences(
+    engine: LiveEngine, setting: Setting, prompt: Sequence[int], *, drafts: bool
+) -> Sequences:
+    """Siblings stand together."""
+    names = [
+        engine.submit(
+            prompt,
+            max_tokens=LENGTH,
+            logprobs=None,
+            **setting.sampling(),
+            **in_group(f"{prompt}{number // SIBLINGS}", drafts=drafts),
+        )
+        for number in range(NUM_SEQUENCES // CONTEXTS)
+    ]
+    return [tuple(answer.token_ids) for answer in engine.finish(*names)]
+
+
+def counted(ours: Sequences, theirs: Sequences) -> tuple[Ints, Ints]:
+    every = sorted({*ours, *theirs})
+    one, other = Counter(ours), Counter(theirs)
+    return np.array([one[s] for s in every]), np.array([other[s] for s in every])
+
+
+def pairs_of_siblings(samples: Sequences, num: int = 5) -> Ints:
+    """[token, token] of neighbours in a group, each in one pair, at their last places: the
+    commonest tokens each for itself, and all others. Each pair is to be expected five times at
+    least, or what a chi-square says of chance would not hold."""
+    common = _common(samples)
+    often = [token for token, count in common[:num] if count**2 >= 10 * len(samples)]
+    others = sum(count for token, count in common if token not in often)
+    if others**2 < 10 * len(samples):
+        often.pop()
+    table = np.zeros((len(often) + 1, len(often) + 1), np.int64)
+    ranks = {token: rank for rank, token in enumerate(often)}
+    for one, other in zip(samples[::2], samples[1::2], strict=True):
+        table[ranks.get(one[-1], -1), ranks.get(other[-1], -1)] += 1
+    assert often, "two kinds of token can be told apart"
+    return table
+
+
+def num_accepted() -> int:
+    return sum(COUNTS.read()["accepted"].values())
+
+
+def _common(samples: Sequences) -> list[tuple[int, int]]:
+    return Counter(sample[-1] for sample in samples).most_common()

@@ -1,0 +1,135 @@
+"""With drafts and without, the next token has one law: the model's own.
+
+What was drawn is compared with that law, computed from the weights, and with what was drawn without
+drafts. The model has no memory, so that every token of a long sample is a draw of its own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.speculation.proposer import Proposer
+from tests.engine.live import LiveEngine
+from tests.engine.speculation.counts import (
+    CONTEXTS,
+    LEAST,
+    NUM_DRAWS,
+    ROWS,
+    SIBLINGS,
+    in_both_settings,
+)
+from tests.engine.speculation.drafting import Recording, drafting_engine, in_group
+from tests.engine.speculation.law import (
+    VOCAB,
+    Floats,
+    Setting,
+    chance_of,
+    difference,
+    misfit,
+    next_token_logits,
+    write_small_model,
+)
+
+Ints = NDArray[np.int64]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=True)
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LiveEngine, Proposer]]:
+    with drafting_engine(
+        model,
+        tmp_path_factory.mktemp("kept"),
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=1024,
+        max_model_len=1024,
+        kv_cache_memory_bytes=2**27,
+    ) as drafting:
+        yield drafting
+
+
+@pytest.mark.engine
+@in_both_settings
+def test_next_tokens_follow_the_models_law(
+    drafting: tuple[LiveEngine, Proposer], model: Path, setting: Setting
+) -> None:
+    engine, proposer = drafting
+    assert proposer.speculator is not None
+    proposer.speculator = record = Recording(proposer.speculator)
+    drafted = transitions(engine, setting, drafts=True)
+    proposer.speculator = record.speculator
+    plain = transitions(engine, setting, drafts=False)
+    laws = setting.law(next_token_logits(model, list(range(VOCAB))))
+    assert record.tried.sum() > NUM_DRAWS / 2
+    assert chance_of(misjudged(record.tried, record.hits, laws)) > LEAST
+    for token in np.argsort(-drafted.sum(axis=1))[:CONTEXTS].tolist():
+        assert drafted[token].sum() > NUM_DRAWS / VOCAB
+        assert chance_of(misfit(drafted[token], laws[token])) > LEAST
+        assert chance_of(difference(drafted[token], plain[token])) > LEAST
+
+
+@in_both_settings
+@pytest.mark.parametrize("rule", ["right", "accept_always", "resample_from_all"])
+def test_a_broken_rule_of_acceptance_would_be_seen(rule: str, setting: Setting) -> None:
+    """Broken so often only as to be a total variation of 0.01 in each of five contexts."""
+    chance = np.random.default_rng(11)
+    laws = setting.law(chance.normal(scale=2.0, size=(CONTEXTS, VOCAB)))
+    tried, hits = np.zeros((2, CONTEXTS, VOCAB), np.int64)
+    for context, law in enumerate(laws):
+        for draft in chance.choice(VOCAB, size=8, p=law).tolist():
+            drawn = drawn_with(rule, law, draft, 100_000 // CONTEXTS // 8, chance)
+            tried[context, draft] += drawn.sum()
+            hits[context, draft] += drawn[draft]
+    assert (chance_of(misjudged(tried, hits, laws)) < LEAST) == (rule != "right")
+
+
+def transitions(engine: LiveEngine, setting: Setting, *, drafts: bool) -> Ints:
+    """[token, next token]: how often the one followed the other."""
+    counts = np.zeros((VOCAB, VOCAB), np.int64)
+    length = 800
+    for number in range(-(-NUM_DRAWS // (ROWS * (length - 1)))):
+        names = [
+            engine.submit(
+                [number % VOCAB, row // SIBLINGS],
+                max_tokens=length,
+                logprobs=None,
+                **setting.sampling(),
+                **in_group(f"{number}.{row // SIBLINGS}", drafts=drafts),
+            )
+            for row in range(ROWS)
+        ]
+        for answer in engine.finish(*names):
+            tokens = np.array(answer.token_ids)
+            np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    return counts
+
+
+def misjudged(tried: Ints, hits: Ints, laws: Floats) -> tuple[float, int]:
+    """Whether drafts are accepted as often as the law has their token: the test that sees the least
+    of a wrong rule of acceptance. All are [token before, token drafted]."""
+    off = (hits - tried * laws).sum()
+    return float(off**2 / (tried * laws * (1 - laws)).sum()), 1
+
+
+def drawn_with(
+    rule: str, law: Floats, draft: int, number: int, chance: np.random.Generator
+) -> Ints:
+    """Draws by a rule of acceptance of one draft, broken as often as makes a hundredth."""
+    right = chance.choice(VOCAB, size=number, p=law)
+    off = {
+        "right": 0.0,
+        "accept_always": 1 - law[draft],
+        "resample_from_all": law[draft] * (1 - law[draft]),
+    }[rule]
+    broken = chance.random(number) < (0.01 / off if off else 0.0)
+    accepted = (chance.random(number) < law[draft]) | (rule == "accept_always")
+    wrong = np.where(accepted, draft, chance.choice(VOCAB, size=number, p=law))
+    return np.bincount(np.where(broken, wrong, right), minlength=VOCAB)

@@ -1,0 +1,188 @@
+"""Whose draft is whose, while rows come, move, rest and go."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine.speculation.controller import Draft
+from engine.speculation.counts import Counts
+from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
+from kernels.drafts.drafted import Int32Array
+from kernels.drafts.reference import ReferenceStore
+from tests.engine.speculation.drafting import Everything
+from tests.engine.speculation.runner import Runner
+
+PROMPT = [1, 2, 3]
+SAID = [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+class Watching(Everything):
+    """Every step is one to be measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        chosen = super().lengths(drafted, running=running, context=context)
+        self.choice = "checked"
+        return chosen
+
+    def observed(self, *, running: int, **step: Any) -> None:
+        self.seen.append(running)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def speculator(runner: Runner, counts: Counts) -> Speculator:
+    store = ReferenceStore(max_bytes=2**20, longest=4)
+    return Speculator(runner, store, Everything(), counts, longest=4, clock=Clock())
+
+
+def test_a_sample_is_drafted_what_its_sibling_has_said(
+    runner: Runner, speculator: Speculator
+) -> None:
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    drafts = runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    assert drafts["b"] == SAID[2:6]
+
+
+def test_rows_may_move_between_steps(runner: Runner, speculator: Speculator) -> None:
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("other", [7, 8, 9])):
+        runner.add(name, prompt, group=str(prompt))
+    runner.step(speculator, {"a": SAID, "other": [40, 41, 42, 43, 44], "b": [10]})
+    drafts = runner.step(speculator, {"b": [11], "a": [40], "other": [45]})
+    assert drafts["b"] == SAID[2:6]
+
+
+def test_a_preempted_sample_goes_on_where_it_was(runner: Runner, speculator: Speculator) -> None:
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": SAID[:1]})
+    runner.step(speculator, {"a": [18]})
+    runner.step(speculator, {"b": [], "a": [19]}, computed=2)
+    drafts = runner.step(speculator, {"a": [20], "b": SAID[1:2]}, computed=5)
+    assert drafts["b"] == SAID[2:6]
+
+
+def test_a_sample_that_is_gone_has_left_its_text_to_the_next_with_its_prompt(
+    runner: Runner, speculator: Speculator
+) -> None:
+    runner.add("a", PROMPT, group="g")
+    runner.step(speculator, {"a": SAID})
+    runner.forget("a")
+    runner.add("later", PROMPT, group="h")
+    assert runner.step(speculator, {"later": SAID[:3]})["later"] == SAID[3:7]
+
+
+def test_a_prompt_that_is_not_computed_to_its_end_gets_no_draft(
+    runner: Runner, speculator: Speculator
+) -> None:
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    assert runner.step(speculator, {"a": SAID, "b": []}, computed=2)["b"] == []
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "refused")]
+)
+def test_a_sample_that_is_to_be_left_alone_gets_no_draft_and_lends_its_text(
+    runner: Runner, speculator: Speculator, counts: Counts, how: dict[str, bool], reason: str
+) -> None:
+    runner.add("a", PROMPT, group="g", **how)
+    runner.add("b", PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": SAID[:1]})
+    drafts = runner.step(speculator, {"a": SAID[:2], "b": SAID[1:2]})
+    assert (drafts["a"], drafts["b"][:2]) == ([], SAID[2:4])
+    assert counts.read()["skipped"] == {reason: 1}
+
+
+def test_no_token_is_drafted_beyond_the_last_that_is_wanted(
+    runner: Runner, speculator: Speculator
+) -> None:
+    runner.add("a", PROMPT, group="g")
+    runner.add("b", PROMPT, group="g", max_tokens=4)
+    drafts = runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    assert drafts["b"] == SAID[2:3]
+
+
+def test_what_became_of_drafts_is_counted_by_scope_length_and_version(
+    runner: Runner, speculator: Speculator, counts: Counts
+) -> None:
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    sent = runner.step(speculator, {"b": SAID[2:4]}, computed=5)
+    counted = counts.read()
+    assert (counted["drafted"]["siblings"], counted["accepted"]["siblings"]) == (4, 1)
+    assert counted["drafts"] == {4: 1}
+    assert (counted["version_drafted"], counted["version_accepted"]) == (4, 1)
+    speculator.weights_changed()
+    assert counts.read()["version_drafted"] == 0
+    assert sent["b"] == SAID[4:8]
+
+
+def test_a_step_is_timed_only_where_all_rows_decode_and_all_were_there_before(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = controller = Watching()
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": [10]}, computed=3)
+    runner.step(speculator, {"a": [11]})
+    runner.step(speculator, {"a": [12], "b": [10]})
+    runner.step(speculator, {"a": [13], "b": [11]})
+    runner.step(speculator, {"a": [14], "b": []}, computed=1)
+    assert controller.seen == [1, 2]
+
+
+def test_a_store_that_takes_no_more_costs_a_sample_its_drafts_and_nothing_else(
+    runner: Runner, counts: Counts
+) -> None:
+    store = ReferenceStore(max_bytes=2**22, longest=4)
+    speculator = Speculator(runner, store, Everything(), counts, longest=4, clock=Clock())
+    names = [f"n{number}" for number in range(2100)]
+    for name in names:
+        runner.add(name, PROMPT, group="g")
+    drafts = runner.step(speculator, {name: [10] for name in names})
+    assert len(drafts) == len(names)
+    assert counts.read()["skipped"]["no_room"] > 0
+
+
+def test_while_no_drafts_are_wanted_the_store_still_hears_what_is_said(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = silent = Silent()
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    for token in range(10, 10 + CAUGHT_UP_EVERY):
+        assert not any(runner.step(speculator, {"a": [token], "b": []}, computed=1).values())
+    silent.wanted = True
+    assert runner.step(speculator, {"a": [50], "b": SAID[:2]})["b"] == SAID[2:6]
+
+
+class Silent(Everything):
+    wanted = False
+
+    def wants_drafts(self) -> bool:
+        return self.wanted

@@ -1,0 +1,81 @@
+"""Two real engines of one fleet: what the trainer sends to one, as changes, both sample from."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from coppice import AsyncRollouts, Policy
+from engine.settings import AttentionSettings, EngineSettings
+from engine.vllm_engine import VllmEngine
+from service.directory.embedded import EmbeddedDirectory
+from tests.engine.greedy import assert_greedy
+from tests.engine.models import make_models, write_model
+from tests.engine.seedling import MODEL as SEEDLING
+from tests.fleet import fleet
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 7, 11, 13, 17, 19]
+SECTIONS: dict[str, dict[str, Any]] = {
+    "weights": {"peers": ("http://127.0.0.0/8:*",), "initial_version": "v7"},
+    "directory": {"heartbeat_seconds": 0.2, "expire_seconds": 30.0},
+}
+
+
+def engine(model: Path, cache: Path) -> VllmEngine:
+    settings = EngineSettings(
+        model=str(model),
+        dtype="float32",
+        max_context_tokens=128,
+        max_sequences=4,
+        cache_bytes=2**20,
+        cpu_threads=1,
+    )
+    attention = AttentionSettings(shared_prefix="off", cache_directory=cache)
+    return VllmEngine(settings, attention=attention)
+
+
+def stepped(tensors: dict[str, Any]) -> dict[str, Any]:
+    """As after a step of training: every value moves by a little."""
+    draw = np.random.default_rng(9)
+    return {
+        name: values + draw.normal(scale=1e-3, size=values.shape).astype(values.dtype)
+        for name, values in tensors.items()
+    }
+
+
+async def test_both_sample_from_what_one_was_sent(tmp_path: Path) -> None:
+    models = make_models(tmp_path / "models", tied=True)
+    for file in SEEDLING.glob("tokenizer*"):
+        shutil.copy(file, models["v7"])
+    v8 = load_file(models["v8"] / "model.safetensors")
+    v9 = stepped(v8)
+    expected = write_model(tmp_path / "models" / "v9", v9, tied=True)
+    oracle = AutoModelForCausalLM.from_pretrained(expected, dtype=torch.float32).eval()
+    shared = EmbeddedDirectory()
+    engines = [engine(models["v7"], tmp_path) for _ in range(2)]
+    async with fleet(tmp_path, engines, lambda: shared, **SECTIONS) as (one, two):
+        async with AsyncRollouts(one.url, timeout=120) as first:
+            for version, tensors in (("v8", v8), ("v9", v9)):
+                published = await first.publish_weights(version, tensors, delta=True)
+                assert published.behind == []
+            (sent,) = [v for v in (await first.weights()).versions if v.version == "v9"]
+            assert sent.base == "v8" and sent.received_bytes < sent.num_bytes
+        for served in (one, two):
+            async with AsyncRollouts(served.url, timeout=120) as rollouts:
+                result = await rollouts.rollout(
+                    [PROMPT],
+                    temperature=0.0,
+                    max_tokens=24,
+                    ignore_eos=True,
+                    policy=Policy(exact_version="v9"),
+                )
+            (sample,) = result.groups[0].samples
+            assert sample.token_versions() == ["v9"] * 24
+            assert_greedy(oracle, PROMPT, sample.token_ids.tolist())

@@ -1,0 +1,139 @@
+"""Two replicas behind nginx, as examples/fleet sets it up."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from coppice import AsyncRollouts, Rollouts
+from service.directory.embedded import EmbeddedDirectory
+from tests.examples.nginx import nginx
+from tests.fake_engine import FakeEngine
+from tests.promises.process import home, service
+from tests.redis_server import free_port, redis_server
+from tests.service.test_rollouts import body, group
+from tests.serving import Served, serving
+
+pytestmark = pytest.mark.slow
+
+NUM_SESSIONS = 24
+
+
+class Front:
+    """Its address, and the replicas by their names."""
+
+    def __init__(self, url: str, replicas: dict[str, Served]) -> None:
+        self.url = url
+        self.replicas = replicas
+
+    def place_of(self, rollout_id: str) -> str:
+        (name,) = (n for n, r in self.replicas.items() if rollout_id.startswith(r.server.fleet.me))
+        return name
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
+    port, shared = free_port(), EmbeddedDirectory()
+    async with AsyncExitStack() as stack:
+        replicas = {}
+        for name in "ab":
+            settings: dict[str, Any] = {
+                "server": {"advertised_url": f"http://127.0.0.1:{port}/replica/{name}"}
+            }
+            replicas[name] = await stack.enter_async_context(
+                serving(FakeEngine(), tmp_path / name, shared=shared, **settings)
+            )
+        places = {f"coppice-{n}": urlsplit(r.url).netloc for n, r in replicas.items()}
+        yield Front(stack.enter_context(nginx(tmp_path, places, port=port)), replicas)
+
+
+async def places(front: Front, sessions: range) -> list[str]:
+    async with AsyncRollouts(front.url) as rollouts:
+        results = [
+            await rollouts.rollout([[1, 2, 3]], max_tokens=4, session=f"s-{session}")
+            for session in sessions
+        ]
+    return [front.place_of(result.id) for result in results]
+
+
+async def test_a_session_stays_with_its_replica_and_sessions_are_spread(front: Front) -> None:
+    first, second = [await places(front, range(NUM_SESSIONS)) for _ in "ab"]
+    assert first == second
+    assert set(Counter(first)) == {"a", "b"}
+
+
+async def test_what_drains_gets_nothing_new_and_no_other_session_moves(front: Front) -> None:
+    before = await places(front, range(NUM_SESSIONS))
+    await front.replicas["a"].server.drain(1)
+    after = await places(front, range(NUM_SESSIONS))
+    assert set(after) == {"b"}
+    assert "a" in before
+
+
+async def test_a_request_that_all_refuse_leaves_the_next_one_alone(front: Front) -> None:
+    too_new = body(group(1), policy={"min_version": "v7"})
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        for _ in "ab":
+            refused = await http.post("/v1/rollouts", json=too_new)
+            assert (refused.status_code, refused.json()["code"]) == (503, "version_unavailable")
+            assert (await http.post("/v1/rollouts", json=body(group(1)))).status_code == 200
+
+
+async def test_a_rollout_is_found_through_the_one_address(front: Front) -> None:
+    async with AsyncRollouts(front.url) as rollouts:
+        pending = [await rollouts.submit([[1, 2, 3]], max_tokens=4) for _ in range(24)]
+        assert {front.place_of(one.id) for one in pending} == {"a", "b"}
+        for one in pending:
+            for _ in range(3):
+                assert (await one.wait(30)).id == one.id
+
+
+async def test_a_retry_goes_where_the_first_try_went(front: Front) -> None:
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        for number in range(8):
+            key = {"idempotency-key": f"k-{number}"}
+            answers = [
+                await http.post("/v1/rollouts", json=body(group(1)), headers=key) for _ in "abc"
+            ]
+            assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+@pytest.mark.engine
+def test_the_second_turn_of_a_session_finds_the_first_one_cached(tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path))
+        places = {}
+        for name in "ab":
+            replica = stack.enter_context(
+                service(
+                    stack.enter_context(home()),
+                    *("--server.advertised-url", f"http://127.0.0.1:{port}/replica/{name}"),
+                    *("--directory.redis-url", redis.url),
+                )
+            )
+            places[f"coppice-{name}"] = urlsplit(replica.url).netloc
+        url = stack.enter_context(nginx(tmp_path, places, port=port))
+        rollouts = stack.enter_context(Rollouts(url))
+        replicas: set[str] = set()
+        for session in range(24):  # nginx hashes the replicas' addresses, which are new each time
+            if session >= 4 and len(replicas) == 2:
+                break
+            prompt = [5 + session, *range(3, 83)]
+            cached = []
+            for _ in range(2):
+                result = rollouts.rollout(
+                    [prompt], max_tokens=8, ignore_eos=True, session=f"s-{session}"
+                )
+                (one,) = result.groups
+                cached.append(one.num_cached_tokens)
+                prompt = [*prompt, *map(int, one.samples[0].token_ids), *range(7, 20)]
+            replicas.add(result.id.partition(".")[0])
+            assert cached[0] == 0
+            assert cached[1] > 0, cached
+        assert len(replicas) == 2

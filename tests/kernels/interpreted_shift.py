@@ -1,0 +1,26 @@
+"""The Triton rotation in Triton's interpreter; run as interpreted.py is, and for its reasons."""
+
+import pytest
+import torch
+
+from kernels.rotary_shift.cpu import shift_keys
+from kernels.rotary_shift.cuda import ROWS, shift_keys_
+from tests.kernels.test_rotary_shift import HEAD_DIM, KINDS, drawn, rotary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, ROWS, 2 * ROWS + 3])
+def test_it_equals_the_one_in_torch(kind: str, num_rows: int) -> None:
+    keys = drawn(num_rows, HEAD_DIM)
+    expected = shift_keys(keys, 57, rotary(kind))
+    shift_keys_(keys, 57, rotary(kind))
+    torch.testing.assert_close(keys, expected, atol=1e-6, rtol=0)
+
+
+def test_short_types_and_nothing_to_do() -> None:
+    keys = drawn(5, 3, HEAD_DIM, dtype=torch.float16)
+    expected = shift_keys(keys, -8, rotary())
+    shift_keys_(keys, 0, rotary())
+    shift_keys_(keys, -8, rotary())
+    torch.testing.assert_close(keys, expected, atol=2e-3, rtol=0)
+    shift_keys_(drawn(0, HEAD_DIM), 5, rotary())

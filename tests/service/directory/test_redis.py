@@ -1,0 +1,324 @@
+"""What Redis may do to replicas: be killed, be paused, be emptied, be restarted, refuse, be TLS.
+
+Rollouts go on through all of it; only the way to what others have is lost, and comes back.
+"""
+
+import asyncio
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from service.directory.directory import DirectoryLost, Manifest, Order, Replica
+from service.directory.over_redis import RedisDirectory
+from service.directory.settings import DirectorySettings
+from tests.fake_engine import FakeEngine
+from tests.fleet import fleet, replica
+from tests.redis_server import RedisServer, free_port, redis_server
+from tests.service.test_rollouts import body, group
+from tests.serving import Served
+
+pytestmark = pytest.mark.slow
+
+PROMPT = group(1, 2, 3, n=2)
+ASYNC = {"prefer": "respond-async"}
+CALL_SECONDS = 0.3
+HEARTBEAT_SECONDS = 0.2
+EXPIRE_SECONDS = 1.5
+ME = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+def section(redis: RedisServer, **changes: Any) -> dict[str, Any]:
+    return {
+        "redis_url": redis.url,
+        "call_seconds": CALL_SECONDS,
+        "heartbeat_seconds": HEARTBEAT_SECONDS,
+        "expire_seconds": EXPIRE_SECONDS,
+        **changes,
+    }
+
+
+@pytest.fixture
+async def pair(redis: RedisServer, tmp_path: Path) -> AsyncIterator[list[Served]]:
+    engines = [FakeEngine(), FakeEngine()]
+    settings: dict[str, dict[str, Any]] = {
+        "directory": section(redis),
+        "weights": {
+            "catch_up_seconds": 0.1
+        },  # nothing is ordered here, which takes an expiry to see
+    }
+    async with fleet(tmp_path, engines, lambda: None, **settings) as replicas:
+        yield replicas
+
+
+async def submitted(served: Served) -> str:
+    answer = await served.http.post("/v1/rollouts", json=body(PROMPT), headers=ASYNC)
+    assert answer.status_code == 202
+    place: str = answer.headers["location"]
+    return place
+
+
+async def keyed(served: Served, key: str) -> httpx.Response:
+    headers = {"idempotency-key": key}
+    return await served.http.post(
+        "/v1/rollouts", json=body(PROMPT), headers=headers, follow_redirects=True
+    )
+
+
+async def until(served: Served, *, lost: bool) -> None:
+    async with asyncio.timeout(30):
+        while served.server.fleet.lost is not lost:
+            await asyncio.sleep(0.01)
+
+
+async def sees(served: Served, num_replicas: int) -> None:
+    """However often the directory is too slow for an answer meanwhile."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(DirectoryLost):
+                if len((await served.server.fleet.seen()).replicas) >= num_replicas:
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def metric(served: Served, name: str) -> float:
+    text = (await served.http.get("/metrics")).text
+    (value,) = (line.split()[1] for line in text.splitlines() if line.startswith(name + " "))
+    return float(value)
+
+
+def take_away(redis: RedisServer, how: str) -> None:
+    redis.kill() if how == "kill" else redis.pause()
+
+
+def bring_back(redis: RedisServer, how: str) -> None:
+    redis.start() if how == "kill" else redis.resume()
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+async def test_without_redis_rollouts_go_on_and_what_is_remembered_is_found(
+    redis: RedisServer, pair: list[Served], how: str
+) -> None:
+    a, b = pair
+    place = await submitted(a)
+    take_away(redis, how)
+    try:
+        began = time.monotonic()
+        answers = [await keyed(a, f"key-{number}") for number in range(20)]
+        seconds = time.monotonic() - began
+        found = await b.http.get(place, follow_redirects=True)
+        await until(a, lost=True)
+        assert await metric(a, "coppice_directory_up") == 0
+        assert await metric(a, "coppice_directory_unshared_keys_total") > 0
+        assert (await a.http.get("/readyz")).status_code == 200
+    finally:
+        bring_back(redis, how)
+    assert {answer.status_code for answer in answers} == {200}
+    assert seconds < 10, "each of them waited for the directory"
+    assert found.status_code == 200
+    for served in pair:
+        await sees(served, 1)
+    moved = await b.http.post(
+        "/v1/rollouts", json=body(PROMPT), headers={"idempotency-key": "key-0"}
+    )
+    assert moved.headers["location"] == f"{a.url}/v1/rollouts"
+
+
+async def test_what_is_flushed_in_the_middle_of_a_load_comes_back_by_itself(
+    redis: RedisServer, pair: list[Served]
+) -> None:
+    a, b = pair
+    answered: list[int] = []
+
+    async def load(served: Served, name: str) -> None:
+        for number in range(60):
+            answer = await keyed(served, f"{name}-{number}")
+            answered.append(answer.status_code)
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as tasks:
+        for served, name in ((a, "a"), (b, "b")):
+            tasks.create_task(load(served, name))
+        for disturb in (redis.flush, redis.restart, redis.flush):
+            await asyncio.sleep(0.15)
+            await asyncio.to_thread(disturb)
+    assert answered == [200] * 120
+    for served in pair:
+        await sees(served, 2)
+    for one, other, name in ((a, b, "a"), (b, a, "b")):
+        again = await other.http.post(
+            "/v1/rollouts", json=body(PROMPT), headers={"idempotency-key": f"{name}-59"}
+        )
+        assert again.headers["location"].startswith(one.url)
+
+
+async def test_nobody_who_lives_is_called_gone_after_a_flush(
+    redis: RedisServer, pair: list[Served]
+) -> None:
+    a, b = pair
+    place = await submitted(a)
+    statuses = set()
+    for _ in range(5):
+        redis.flush()
+        for _ in range(10):
+            statuses.add((await b.http.get(place)).status_code)
+            await asyncio.sleep(0.01)
+    assert 307 in statuses <= {307, 503}  # a busy machine may not hear from Redis in time
+
+
+async def test_one_that_is_silent_for_long_is_gone(redis: RedisServer, tmp_path: Path) -> None:
+    settings = {"directory": section(redis)}
+    known = RedisDirectory(DirectorySettings(**section(redis)))
+    async with replica(tmp_path / "b", FakeEngine(), None, **settings) as served:
+        await known.beat(ME, seconds=0.5)
+        name = f"{ME.id}.x"
+        there = await served.http.get(f"/v1/rollouts/{name}")
+        async with asyncio.timeout(30):
+            while (await served.http.get(f"/v1/rollouts/{name}")).status_code != 410:
+                await asyncio.sleep(0.05)
+        assert served.server.fleet.settled
+    await known.close()
+    assert there.status_code in (307, 503)
+
+
+async def test_a_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
+    nowhere = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "call_seconds": CALL_SECONDS}
+    weights = {"catch_up_seconds": 0.5}
+    sections: dict[str, dict[str, Any]] = {"directory": nowhere, "weights": weights}
+    async with replica(tmp_path, FakeEngine(), None, **sections) as served:
+        assert (await keyed(served, "k")).status_code == 200
+        unknown = await served.http.get(f"/v1/rollouts/{ME.id}.x")
+    assert (unknown.status_code, unknown.json()["code"]) == (503, "directory_unavailable")
+    assert int(unknown.headers["retry-after"]) > 0
+
+
+async def test_nothing_is_left_in_redis_but_what_expires(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    async with replica(tmp_path, FakeEngine(), None, directory=section(redis)) as served:
+        await served.server.fleet.seen()
+        await keyed(served, "secret-key")
+        during = redis.keys()
+    left = redis.keys()
+    assert len(during) == 3
+    assert all(key.startswith("{coppice}:") and "secret-key" not in key for key in during)
+    assert [key.partition(":")[2].partition(":")[0] for key in left] == ["claim"]
+
+
+async def test_fleets_with_prefixes_of_their_own_do_not_meet(redis: RedisServer) -> None:
+    directories = [
+        RedisDirectory(DirectorySettings(**section(redis, key_prefix=prefix)))
+        for prefix in ("one", "two")
+    ]
+    for directory in directories:
+        assert not (await directory.beat(ME, seconds=9)).known
+        await directory.close()
+
+
+ACL = (
+    "user default off",
+    "user coppice on >s3cret ~{coppice}:* &* -@all +@connection +@read +@write +@scripting +time",
+)
+
+
+async def test_an_acl_user_of_its_own_is_enough(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    with redis_server(tmp_path, ACL) as redis:
+        named = {"redis_user": "coppice", "redis_password_file": password}
+        known = RedisDirectory(DirectorySettings(**section(redis, **named)))
+        sight = await known.beat(ME, seconds=9)
+        assert await known.claim("p", ME.id, seconds=9, take_over=True) == ME.id
+        await known.withdraw("v1")
+        await known.close()
+        assert dict(sight.replicas) == {ME.id: ME}
+        for wrong in ({}, {"redis_user": "coppice", "redis_password": "wrong"}):
+            refused = RedisDirectory(DirectorySettings(**section(redis, **wrong)))
+            with pytest.raises(DirectoryLost):
+                await refused.beat(ME, seconds=9)
+            await refused.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+        *("-subj", "/CN=redis", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-keyout", str(key), "-out", str(file)),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    assert ssl.create_default_context(cafile=str(file))
+    return key, file
+
+
+async def test_tls_is_used_and_its_certificate_is_checked(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    key, file = certificate
+    port = free_port()
+    lines = [f"tls-port {port}", f"tls-cert-file {file}", f"tls-key-file {key}"]
+    with redis_server(tmp_path, [*lines, "tls-auth-clients no"]):
+        url = {"redis_url": f"rediss://127.0.0.1:{port}/0", "call_seconds": 5, "expire_seconds": 30}
+        trusting = RedisDirectory(DirectorySettings(**url, tls_ca_file=file))
+        assert not (await trusting.beat(ME, seconds=9)).known
+        await trusting.close()
+        wary = RedisDirectory(DirectorySettings(**url))
+        with pytest.raises(DirectoryLost):
+            await wary.beat(ME, seconds=9)
+        await wary.close()
+
+
+async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
+    redis: RedisServer,
+) -> None:
+    known = RedisDirectory(DirectorySettings(**section(redis)))
+    await known.beat(ME, seconds=9)
+    entries = {
+        "b" * 12: (
+            '{"id": "%s", "url": "http://b", "state": "serving", "version": "v0", '
+            '"sequence": 0, "hats": 3}' % ("b" * 12)
+        ),
+        "c" * 12: '{"id": 3}',
+        "d" * 12: "not JSON",
+    }
+    redis.put("{coppice}:replicas", entries)
+    sight = await known.beat(ME, seconds=9)
+    await known.close()
+    assert set(sight.replicas) == {ME.id, "b" * 12}
+
+
+@pytest.mark.parametrize("unreadable", ["not JSON", "3", '{"epoch": "high", "version": 3}'])
+async def test_an_entry_that_cannot_be_read_stands_in_nobodys_way(
+    redis: RedisServer, unreadable: str
+) -> None:
+    known = RedisDirectory(DirectorySettings(**section(redis)))
+    redis.put("{coppice}:manifests", {"other": unreadable})
+    redis.put("{coppice}:order", unreadable)
+    manifest, order = Manifest(version="v1", sequence=1, files=()), Order(epoch=1, version="v1")
+    await known.publish(manifest)
+    assert await known.order(order) == order
+    sight = await known.beat(ME, seconds=9)
+    await known.close()
+    assert (dict(sight.manifests), sight.order) == ({"v1": manifest}, order)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:secret@host", "redis://host?password=s", "rediss://host#x"]
+)
+def test_an_address_with_a_password_or_an_option_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="redis_password_file"):
+        DirectorySettings(redis_url=url)

@@ -1,0 +1,108 @@
+"""Replicas in one event loop whose weights follow one directory, and what is asked of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from safetensors.numpy import save
+
+from service.directory.directory import DirectoryLost, Manifest, Order, Replica, Sight
+from service.directory.embedded import EmbeddedDirectory
+from service.errors import NotReady
+from tests.fake_engine import FakeEngine
+from tests.fleet import fleet
+from tests.serving import Served
+
+OLD = save({"a": np.linspace(0, 1, 3000, dtype=np.float32)})
+NEW = save({"a": np.linspace(0, 1, 3000, dtype=np.float32) * np.float32(1 + 1e-6)})
+T = TypeVar("T")
+LOOPBACK = "http://127.0.0.0/8:*"
+DIRECTORY = {"heartbeat_seconds": 0.1, "expire_seconds": 1.0}
+
+
+class Faulty(EmbeddedDirectory):
+    """`silent`: every call ends without an answer."""
+
+    silent = False
+
+    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+        return await self._heard(super().beat(replica, seconds=seconds))
+
+    async def publish(self, manifest: Manifest) -> None:
+        await self._heard(super().publish(manifest))
+
+    async def order(self, order: Order) -> Order:
+        return await self._heard(super().order(order))
+
+    async def _heard(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.silent:
+            work.close()
+            raise DirectoryLost("silent")
+        return await work
+
+    @property
+    def ordered(self) -> str | None:
+        return None if self._order is None else self._order.version
+
+    def forget(self) -> None:
+        self._manifests.clear()
+        self._replicas.clear()
+        self._order = None
+
+
+def sections(**weights: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "weights": {"peers": (LOOPBACK,), "fleet_seconds": 20.0, **weights},
+        "directory": dict(DIRECTORY),
+    }
+
+
+@asynccontextmanager
+async def several(
+    tmp_path: Path, num: int, directory: EmbeddedDirectory | None = None, **weights: Any
+) -> AsyncIterator[tuple[list[Served], list[FakeEngine]]]:
+    shared = directory or EmbeddedDirectory()
+    engines = [FakeEngine() for _ in range(num)]
+    async with fleet(tmp_path, engines, lambda: shared, **sections(**weights)) as replicas:
+        yield replicas, engines
+
+
+async def activate(served: Served, version: str, **asked: Any) -> Any:
+    return await served.http.post(f"/v1/weights/{version}/activate", json=asked)
+
+
+async def listed(served: Served) -> Any:
+    return (await served.http.get("/v1/weights")).json()
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def is_ready(served: Served) -> bool:
+    try:
+        served.server.readiness.check_ready()
+    except NotReady:
+        return False
+    return True
+
+
+def serves(served: Served, version: str) -> bool:
+    return served.server.versions.active.label == version
+
+
+def pulls(served: Served, way: str) -> float:
+    value = served.server.metrics.registry.get_sample_value(
+        "coppice_weights_pulls_total", {"way": way}
+    )
+    assert value is not None
+    return value
+
+
+def loaded(engine: FakeEngine) -> bytes:
+    return (engine.loaded[-1] / "model.safetensors").read_bytes()

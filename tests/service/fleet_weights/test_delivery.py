@@ -1,0 +1,198 @@
+"""A version that is sent to one replica is served by all."""
+
+from pathlib import Path
+
+import pytest
+
+from service.directory.embedded import EmbeddedDirectory
+from service.fleet_weights.attempts import RETRY_SECONDS
+from tests.fake_engine import FakeEngine
+from tests.fleet import fleet, replica
+from tests.redis_server import redis_server
+from tests.service.fleet_weights.several import (
+    DIRECTORY,
+    NEW,
+    OLD,
+    activate,
+    eventually,
+    listed,
+    loaded,
+    pulls,
+    sections,
+    serves,
+    several,
+)
+from tests.service.test_rollouts import body, group
+from tests.service.test_weight_deltas import delta, put
+
+pytestmark = pytest.mark.slow
+
+
+async def test_what_is_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
+    async with several(tmp_path, 3) as (replicas, engines):
+        assert (await put(replicas[0], "v1", OLD, sequence=5)).status_code == 201
+        answer = await activate(replicas[1], "v1")
+        assert (answer.status_code, answer.json()["behind"]) == (200, [])
+        assert all(
+            serves(served, "v1") and loaded(e) == OLD
+            for served, e in zip(replicas, engines, strict=True)
+        )
+        assert [pulls(served, "whole") for served in replicas] == [0, 1, 1]
+        await eventually(lambda: replicas[2].server.fleet_weights.num_behind() == 0)
+        shown = await listed(replicas[2])
+        assert (shown["active"], shown["ordered"], len(shown["replicas"])) == ("v1", "v1", 3)
+        for each in shown["replicas"]:
+            assert (each["version"], each["behind"], each["failed"]) == ("v1", 0, None)
+        assert (await activate(replicas[2], "v1")).json()["behind"] == [], "again changes nothing"
+        assert [engine.calls.count("swap v1") for engine in engines] == [1, 1, 1]
+        asked = body(group(1), policy={"min_version": "v1"})
+        for served in replicas:
+            assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
+
+
+async def test_what_came_as_a_delta_goes_on_as_a_delta(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        await put(replicas[0], "v1", OLD)
+        await activate(replicas[0], "v1")
+        sent = delta(tmp_path, OLD, NEW)
+        assert (await put(replicas[0], "v2", sent, base="v1")).status_code == 201
+        assert (await activate(replicas[0], "v2")).json()["behind"] == []
+        assert [loaded(engine) for engine in engines] == [NEW, NEW]
+        assert pulls(replicas[1], "delta") == 1
+        (known,) = [v for v in (await listed(replicas[1]))["versions"] if v["version"] == "v2"]
+        assert (known["base"], known["received_bytes"]) == ("v1", len(sent))
+
+
+async def test_a_shared_directory_is_read_by_all(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "step-1").mkdir(parents=True)
+    (shared / "step-1" / "model.safetensors").write_bytes(OLD)
+    async with several(tmp_path, 2, source_directories=(shared,), peers=()) as (replicas, engines):
+        path = {"path": str(shared / "step-1")}
+        assert (await replicas[0].http.post("/v1/weights/v1", json=path)).status_code == 201
+        assert (await activate(replicas[1], "v1")).json()["behind"] == []
+        assert [loaded(engine) for engine in engines] == [OLD, OLD]
+        assert pulls(replicas[1], "path") == 1
+
+
+async def test_files_that_change_between_staging_and_activation_are_served_by_nobody(
+    tmp_path: Path,
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "model.safetensors").write_bytes(OLD)
+    async with several(tmp_path, 2, source_directories=(shared,)) as (replicas, engines):
+        await replicas[0].http.post("/v1/weights/v1", json={"path": str(shared)})
+        await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
+        (shared / "model.safetensors").write_bytes(NEW)
+        for served in replicas:
+            refused = await activate(served, "v1")
+            assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+        assert not any(engine.loaded for engine in engines)
+
+
+async def test_a_sharded_version_goes_to_all(tmp_path: Path) -> None:
+    index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+    files = {
+        "model.safetensors.index.json": index,
+        "one.safetensors": b"1",
+        "two.safetensors": b"2",
+    }
+    async with several(tmp_path, 2) as (replicas, engines):
+        for name, content in files.items():
+            await replicas[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
+        assert (await activate(replicas[0], "v1")).json()["behind"] == []
+        home = engines[1].loaded[-1]
+        assert {path.name: path.read_bytes() for path in home.iterdir()} == files
+
+
+async def test_what_came_of_a_sharded_version_goes_when_the_version_is_deleted(
+    tmp_path: Path,
+) -> None:
+    index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+    directory = EmbeddedDirectory()
+    async with several(tmp_path, 1, directory) as (one, _):
+        for name, content in (
+            ("model.safetensors.index.json", index),
+            ("one.safetensors", b"1"),
+            ("two.safetensors", b"2"),
+        ):
+            await one[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
+        (one[0].server.checkpoints.home("v1") / "two.safetensors").write_bytes(b"3")
+        async with replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late:
+            await eventually(lambda: pulls(late, "failed") > 0)
+            home = late.server.checkpoints.home("v1")
+            assert {path.name for path in home.iterdir()} >= {"one.safetensors"}
+            assert (await one[0].http.delete("/v1/weights/v1")).status_code == 204
+            await eventually(lambda: not home.exists())
+            assert late.server.versions.find("v1") is None
+
+
+async def test_going_back_is_ordered_too(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        for version, content in (("v1", OLD), ("v2", NEW)):
+            await put(replicas[0], version, content)
+            await activate(replicas[0], version)
+        assert (await activate(replicas[1], "v1")).json()["code"] == "rollback_refused"
+        back = await activate(replicas[1], "v1", allow_rollback=True)
+        assert back.json()["behind"] == []
+        assert [loaded(engine) for engine in engines] == [OLD, OLD]
+
+
+async def test_two_replicas_never_know_two_versions_by_one_name(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, _):
+        await put(replicas[0], "v1", OLD)
+        for version, content, sequence in (("v1", NEW, 1), ("other", NEW, 1)):
+            refused = await put(replicas[1], version, content, sequence=sequence)
+            assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+        await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
+        assert (await put(replicas[1], "next", NEW)).json()["sequence"] == 2
+
+
+async def test_the_same_bytes_are_the_same_version_however_they_came(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, _):
+        await put(replicas[0], "v1", OLD)
+        await activate(replicas[0], "v1")
+        assert (await put(replicas[0], "v2", delta(tmp_path, OLD, NEW), base="v1")).is_success
+        again = await put(replicas[1], "v2", NEW)
+        assert (again.is_success, again.json()["sequence"]) == (True, 2)
+
+
+async def test_what_is_deleted_in_one_place_goes_everywhere(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, _):
+        await put(replicas[0], "v1", OLD)
+        await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
+        home = replicas[0].server.checkpoints.home("v1")
+        assert (await replicas[1].http.delete("/v1/weights/v1")).status_code == 204
+        await eventually(lambda: not home.exists())
+        assert all(served.server.versions.find("v1") is None for served in replicas)
+
+
+async def test_a_name_that_was_deleted_may_be_given_to_others(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        await put(replicas[0], "v1", OLD)
+        await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
+        assert (await replicas[0].http.delete("/v1/weights/v1")).status_code == 204
+        assert (await put(replicas[0], "v1", NEW)).status_code == 201
+        assert (await activate(replicas[0], "v1")).status_code == 200
+        await eventually(lambda: serves(replicas[1], "v1"), seconds=RETRY_SECONDS / 2)
+        assert [loaded(engine) for engine in engines] == [NEW, NEW]
+
+
+async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    with redis_server(tmp_path) as redis:
+        shared = sections() | {"directory": {**DIRECTORY, "redis_url": redis.url}}
+        async with fleet(tmp_path, engines, lambda: None, **shared) as replicas:
+            await put(replicas[0], "v1", OLD)
+            await activate(replicas[0], "v1")
+            sent = delta(tmp_path, OLD, NEW)
+            await put(replicas[1], "v2", sent, base="v1")
+            assert (await activate(replicas[0], "v2")).json()["behind"] == []
+            assert [loaded(engine) for engine in engines] == [NEW, NEW]
+            redis.flush()
+            late = FakeEngine()
+            await eventually(lambda: replicas[0].server.fleet.sight.order is not None)
+            async with replica(tmp_path / "late", late, None, **shared) as third:
+                await eventually(lambda: serves(third, "v2"))
+                assert loaded(late) == NEW

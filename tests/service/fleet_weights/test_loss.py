@@ -1,0 +1,207 @@
+"""A replica, a peer or the directory that fails does not hold the others up."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.errors import LoadFailed
+from service.directory.directory import Replica
+from service.directory.embedded import EmbeddedDirectory
+from service.errors import VersionConflict
+from service.fleet_weights.pull import SILENCE_SECONDS
+from tests.service.fleet_weights.mute import mute_peer
+from tests.service.fleet_weights.several import (
+    NEW,
+    OLD,
+    Faulty,
+    activate,
+    eventually,
+    listed,
+    serves,
+    several,
+)
+from tests.service.test_weight_deltas import put
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_replica_that_refuses_does_not_hold_the_others_up(tmp_path: Path) -> None:
+    async with several(tmp_path, 3) as (replicas, engines):
+        engines[2].refused_weights["v1"] = "a holds NaN"
+        await put(replicas[0], "v1", OLD)
+        answer = await activate(replicas[0], "v1")
+        lame = replicas[2].server.fleet.me
+        assert (answer.status_code, answer.json()["behind"]) == (200, [lame])
+        assert serves(replicas[1], "v1") and serves(replicas[2], "v0")
+        (shown,) = [r for r in (await listed(replicas[0]))["replicas"] if r["replica"] == lame]
+        assert (shown["failed"], shown["behind"], shown["error"]) == ("v1", 1, "a holds NaN")
+        # The next version finds it well again.
+        await put(replicas[0], "v2", NEW)
+        assert (await activate(replicas[0], "v2")).json()["behind"] == []
+        assert all(serves(served, "v2") for served in replicas)
+        assert replicas[0].server.fleet_weights.skew() == 0
+
+
+async def test_one_that_does_not_answer_is_waited_for_no_longer_than_the_bound(
+    tmp_path: Path,
+) -> None:
+    directory = EmbeddedDirectory()
+    async with several(tmp_path, 2, directory, fleet_seconds=1.0) as (replicas, _):
+        ghost = Replica(
+            id="ghost", url="http://127.0.0.1:1", state="serving", version="v0", sequence=0
+        )
+        await directory.beat(ghost, seconds=600)
+        await put(replicas[0], "v1", OLD)
+        async with asyncio.timeout(30):
+            assert (await activate(replicas[0], "v1")).json()["behind"][-1:] == ["ghost"]
+        await eventually(lambda: serves(replicas[1], "v1"))
+
+
+async def test_a_server_that_stops_waits_for_no_replica(tmp_path: Path) -> None:
+    directory = EmbeddedDirectory()
+    async with asyncio.timeout(60):
+        async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, engines):
+            ghost = Replica(id="ghost", url="", state="serving", version="v0", sequence=0)
+            await directory.beat(ghost, seconds=600)
+            await put(one[0], "v1", OLD)
+            waiting = asyncio.create_task(
+                one[0].server.activate("v1", "keep", allow_rollback=False)
+            )
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        assert (await waiting).behind == ["ghost"]
+        assert one[0].server.fleet.me not in directory._replicas
+
+
+async def test_a_server_that_stops_waits_for_no_version_either(tmp_path: Path) -> None:
+    directory = EmbeddedDirectory()
+    async with asyncio.timeout(15), mute_peer() as peer:
+        async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, _):
+            await peer.shows_itself(directory)
+            await peer.asked.wait()
+            server = one[0].server
+            waiting = asyncio.create_task(server.activate("v9", "keep", allow_rollback=False))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        with pytest.raises(VersionConflict, match="in time"):
+            await waiting
+        assert server.fleet.me not in directory._replicas
+
+
+async def test_a_version_that_does_not_come_is_waited_for_no_longer_than_the_bound(
+    tmp_path: Path,
+) -> None:
+    directory = EmbeddedDirectory()
+    async with (
+        asyncio.timeout(15),
+        mute_peer() as peer,
+        several(tmp_path, 1, directory, fleet_seconds=0.5) as (one, _),
+    ):
+        await peer.shows_itself(directory)
+        await peer.asked.wait()
+        refused = await activate(one[0], "v9")
+        assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+        assert "in time" in refused.json()["detail"]
+
+
+async def test_a_version_that_does_not_come_does_not_hold_up_another_one(tmp_path: Path) -> None:
+    directory = EmbeddedDirectory()
+    async with (
+        mute_peer() as peer,
+        several(tmp_path, 2, directory, fleet_seconds=2.0) as (replicas, _),
+    ):
+        await peer.shows_itself(directory)
+        await peer.asked.wait()
+        async with asyncio.timeout(SILENCE_SECONDS / 2):
+            assert (await put(replicas[0], "v1", OLD)).status_code == 201
+            assert (await activate(replicas[0], "v1")).status_code == 200
+            await eventually(lambda: serves(replicas[1], "v1"))
+        assert all(served.server.versions.find("v9") is None for served in replicas)
+
+
+async def test_a_load_that_fails_where_it_was_asked_is_ordered_to_nobody(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        await put(replicas[0], "v1", OLD)
+        engines[0].load_error = LoadFailed("broke off")
+        assert (await activate(replicas[0], "v1")).json()["code"] == "activation_failed"
+        assert replicas[1].server.fleet.sight.order is None
+        engines[0].load_error, engines[1].load_error = None, LoadFailed("broke off")
+        answer = await activate(replicas[0], "v1")
+        assert answer.json()["behind"] == [replicas[1].server.fleet.me]
+        assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
+
+
+async def test_of_two_versions_of_one_name_the_second_is_not_served(tmp_path: Path) -> None:
+    directory = Faulty()
+    async with several(tmp_path, 2, directory) as (replicas, engines):
+        directory.silent = True
+        for served, content in zip(replicas, (OLD, NEW), strict=True):
+            assert (await put(served, "v1", content)).status_code == 201
+        directory.silent = False
+        await eventually(lambda: replicas[0].server.fleet_weights.num_failed() == 1)
+        first = next(at for at in (0, 1) if replicas[at].server.versions.get("v1").announced)
+        answer = await activate(replicas[first], "v1")
+        assert answer.json()["behind"] == [replicas[1 - first].server.fleet.me]
+        assert not engines[1 - first].loaded
+
+
+async def test_without_a_directory_weights_are_activated_here_and_ordered_later(
+    tmp_path: Path,
+) -> None:
+    directory = Faulty()
+    async with several(tmp_path, 2, directory) as (replicas, _):
+        await put(replicas[0], "v1", OLD)
+        await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
+        directory.silent = True
+        assert (await activate(replicas[0], "v1")).status_code == 200
+        assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
+        directory.silent = False
+        await eventually(lambda: serves(replicas[1], "v1"))
+
+
+async def test_of_two_orders_given_apart_in_an_outage_all_follow_the_one_that_stands(
+    tmp_path: Path,
+) -> None:
+    directory = Faulty()
+    async with several(tmp_path, 2, directory) as (replicas, _):
+        for version, content in (("v1", OLD), ("v2", NEW)):
+            await put(replicas[0], version, content)
+        await eventually(lambda: replicas[1].server.versions.find("v2") is not None)
+        directory.silent = True
+        for served, version in zip(replicas, ("v1", "v2"), strict=True):
+            assert (await activate(served, version)).status_code == 200
+        directory.silent = False
+        await eventually(lambda: directory.ordered is not None)
+        await eventually(lambda: all(serves(r, directory.ordered or "") for r in replicas))
+
+
+async def test_a_directory_that_has_forgotten_all_is_told_again(tmp_path: Path) -> None:
+    directory = Faulty()
+    async with several(tmp_path, 2, directory) as (replicas, _):
+        await put(replicas[0], "v1", OLD)
+        await activate(replicas[0], "v1")
+        await put(replicas[0], "v2", NEW)
+        await eventually(lambda: replicas[1].server.versions.find("v2") is not None)
+        directory.forget()
+        await eventually(lambda: directory._order is not None and "v1" in directory._manifests)
+        assert directory._order is not None and directory._order.version == "v1"
+        await eventually(lambda: "v2" in directory._manifests)
+        assert (await activate(replicas[1], "v2")).json()["behind"] == []
+
+
+async def test_a_directory_that_forgets_all_while_a_version_comes_is_told_again(
+    tmp_path: Path,
+) -> None:
+    directory = Faulty()
+    async with several(tmp_path, 1, directory) as (one, _):
+        await put(one[0], "v1", OLD)
+        async with mute_peer() as peer:
+            await peer.shows_itself(directory)
+            await peer.asked.wait()
+            directory.forget()
+            for _ in "ab":
+                sight = await one[0].server.fleet.seen()
+            assert sight.known, "it is not to be seen any more"
+            peer.over.set()
+            await eventually(lambda: "v1" in directory._manifests)

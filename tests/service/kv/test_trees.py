@@ -1,0 +1,280 @@
+"""Prompt KV of a tree: of its prompt, and of every path that is gone on with."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice import AsyncRollouts, Branching, Kv, KvSource, PromptKV
+from coppice.results import result_of_packed
+from coppice.wire.packed import MEDIA_TYPE, unpack
+from tests.fake_engine import FakeEngine
+from tests.fake_export import fake_kv
+from tests.service.kv.test_exports import data, exporting, swapped
+from tests.service.test_open_trees import Opened, open_tree
+from tests.service.test_rollouts import running_samples
+from tests.service.trees import BLOCK, PROMPT, asked, path
+from tests.serving import Served, serving
+
+pytestmark = pytest.mark.slow
+
+KV = {"kv": {"lease_seconds": 60}}
+ROOM: dict[str, Any] = {"capacity_bytes": 2**24}
+
+
+async def grown(served: Served, mode: str = "interval", /, **fields: Any) -> dict[str, Any]:
+    body = asked(mode, rest=KV, **fields)
+    answered = await served.http.post("/v1/rollouts", json=body)
+    assert answered.status_code == 200, answered.text
+    served.server.prompt_kv.check()
+    group: dict[str, Any] = answered.json()["groups"][0]
+    return group
+
+
+def tokens(group: dict[str, Any], segment: str, prompt: list[int] = PROMPT) -> list[int]:
+    return prompt + [token for each in path(group, segment) for token in each["token_ids"]]
+
+
+def inner(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Segments that something grew from."""
+    return [each for each in group["segments"] if each["id"] not in group["leaves"]]
+
+
+async def assert_kv_is_of_every_inner_path(
+    served: Served, group: dict[str, Any], prompt: list[int] = PROMPT
+) -> None:
+    for segment in group["segments"]:
+        if segment["id"] in group["leaves"]:
+            assert (segment["kv"], segment["kv_reason"]) == (None, "not_continued")
+            continue
+        covered = tokens(group, segment["id"], prompt)[:-1]
+        assert (segment["kv_reason"], segment["kv"]["num_tokens"]) == (None, len(covered))
+        stored, expected = await data(served, segment["kv"]["handle"]), fake_kv(covered, "v0")
+        for layer in range(2):
+            assert (stored[f"k.{layer}"] == expected[layer, 0]).all()
+            assert (stored[f"v.{layer}"] == expected[layer, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("interval", {"prompt": [7, 8, 9]}),
+        ("interval", {"first_split": 40, "factor": 3}),
+        ("entropy", {"first_split": 20, "max_leaves": 5}),
+    ],
+)
+async def test_every_path_that_is_gone_on_with_has_a_handle_on_all_but_its_last_token(
+    tmp_path: Path, mode: str, fields: dict[str, Any]
+) -> None:
+    async with serving(exporting(), tmp_path, kv=ROOM) as served:
+        group = await grown(served, mode, **fields)
+        assert len(inner(group)) >= 1
+        prompt = fields.get("prompt", PROMPT)
+        await assert_kv_is_of_every_inner_path(served, group, prompt)
+        assert group["kv_reason"] == (None if len(prompt) > 1 else "prompt_too_short")
+
+
+async def test_only_the_first_that_goes_on_writes_and_equal_paths_share_their_bytes(
+    tmp_path: Path,
+) -> None:
+    engine = exporting()
+    async with serving(engine, tmp_path, kv=ROOM) as served:
+        group = await grown(served, prompt=[7, 8, 9], factor=[2, 4], max_leaves=8)
+        writers = [sample for sample in engine.submitted if sample.export is not None]
+        assert [len(sample.prompt_token_ids) for sample in writers] == [3, 65]
+        one, other = inner(group)  # the fake engine's siblings are alike
+        assert one["kv"]["handle"] != other["kv"]["handle"]
+        assert one["kv"]["locators"][0] == other["kv"]["locators"][0]
+
+
+async def test_packed_answers_name_the_handles_too(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv=ROOM) as served:
+        body, accept = asked(rest=KV), {"Accept": MEDIA_TYPE}
+        answered = await served.http.post("/v1/rollouts", json=body, headers=accept)
+    [group] = result_of_packed(unpack(answered.content)).groups
+    assert group.tree is not None
+    told = {segment.id: (segment.kv is None, segment.kv_reason) for segment in group.tree.segments}
+    assert {told[leaf] for leaf in group.tree.leaves} == {(True, "not_continued")}
+    assert {known for name, known in told.items() if name not in group.tree.leaves} == {
+        (False, None)
+    }
+
+
+async def test_a_client_fetches_the_keys_and_values_of_a_path(tmp_path: Path) -> None:
+    branching = Branching(mode="interval", interval=BLOCK, max_depth=2, max_leaves=4)
+    async with (
+        serving(exporting(), tmp_path, kv=ROOM) as served,
+        AsyncRollouts(served.url) as rollouts,
+    ):
+        result = await rollouts.rollout([PROMPT], max_tokens=99, branching=branching, kv=Kv())
+        tree = result.groups[0].tree
+        assert tree is not None
+        segment = tree.segments[0]
+        assert segment.kv is not None, segment.kv_reason
+        assert {tree.segment(leaf).kv_reason for leaf in tree.leaves} == {"not_continued"}
+        for transport in ("http", "shm"):
+            source = KvSource(served.url, transports=[transport])
+            kv = await asyncio.to_thread(PromptKV.fetch, segment.kv, source)
+            assert kv is not None, source.counts
+            expected = fake_kv(PROMPT + segment.token_ids.tolist()[:-1], "v0")
+            assert (kv.tensors()["k.0"] == expected[0, 0]).all()
+        await asyncio.to_thread(source.release, segment.kv.handle)
+        assert served.server.prompt_kv.status().handles == len(tree.segments) - len(tree.leaves) - 1
+
+
+async def test_a_stream_tells_of_a_path_while_what_goes_on_from_it_runs(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path, kv=ROOM) as served:
+        body = asked(max_tokens=100, rest={"stream": True, **KV})
+        async with served.http.stream("POST", "/v1/rollouts", json=body) as got:
+            lines = got.aiter_lines()
+            await running_samples(served, 2)
+            engine.step(32)
+            await running_samples(served, 4)
+            engine.step(1)
+            records = []
+            async for line in lines:
+                records.append(json.loads(line))
+                if sum(record["type"] == "kv" for record in records) == 2:
+                    break
+            assert len(engine.running) == 4
+            named = {record["segment"] for record in records if record["type"] == "kv"}
+            assert named == {r["segment"]["id"] for r in records if r["type"] == "segment"}
+            engine.step(250)
+            rest = [json.loads(line) async for line in lines]
+    leaves = rest[-2]["group"]["leaves"]
+    told = [(r["segment"], r["kv_reason"]) for r in rest if r["type"] == "kv"]
+    assert sorted(told) == sorted((leaf, "not_continued") for leaf in leaves)
+
+
+async def test_leases_of_paths_run_from_the_end_of_the_rollout(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path, kv={"grace_seconds": 0, **ROOM}) as served:
+        body = asked(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
+        rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
+        await running_samples(served, 2)
+        engine.step(32)
+        await running_samples(served, 4)
+        engine.step(1)
+        kv = served.server.prompt_kv
+        while kv.status().handles < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        kv.handles.sweep()
+        assert kv.status().handles == 2, "held while the tree grows"
+        engine.step(250)
+        [group] = (await rollout).json()["groups"]
+        assert [segment["kv"]["lease_seconds"] for segment in inner(group)] == [0.1] * 2
+        while kv.status().free_bytes < kv.status().capacity_bytes:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_full_arena_costs_handles_and_nothing_else(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv={"capacity_bytes": 2**20}) as served:
+        long = [token % 256 for token in range(500)]
+        group = await grown(served, prompt=long, max_tokens=10, first_split=5)
+        assert (group["outcome"], len(group["leaves"])) == ("done", 1)
+        group = await grown(served, prompt=long[:300], max_tokens=150)
+        metrics = (await served.http.get("/metrics")).text
+    assert group["outcome"] == "done"
+    assert {segment["kv_reason"] for segment in inner(group)} == {"arena_full"}
+    assert 'coppice_kv_exports_total{outcome="arena_full"} 2.0' in metrics
+    assert 'coppice_kv_exports_total{outcome="not_continued"} 5.0' in metrics
+
+
+async def test_paths_that_were_asked_for_in_vain_say_why(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        group = await grown(served)
+    assert {segment["kv_reason"] for segment in inner(group)} == {"disabled"}
+
+
+async def test_who_does_not_ask_is_told_nothing_of_paths(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv=ROOM) as served:
+        answered = await served.http.post("/v1/rollouts", json=asked())
+        [group] = answered.json()["groups"]
+        assert {(s["kv"], s["kv_reason"]) for s in group["segments"]} == {(None, None)}
+        assert served.server.prompt_kv.status().handles == 0
+
+
+async def test_a_path_is_of_the_version_that_computed_it_anew(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path, kv=ROOM) as served:
+        body = asked(max_tokens=100, prompt=[7, 8, 9], rest=KV)
+        rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
+        await running_samples(served, 2)
+        engine.step(16)
+        await swapped(served, "v1")
+        engine.instant = True
+        engine.step(250)
+        [group] = (await rollout).json()["groups"]
+        assert group["kv"]["version"] == "v0"
+        for segment in inner(group):
+            assert [span["version"] for span in segment["versions"]] == ["v0", "v1"]
+            assert segment["kv"]["version"] == "v1"
+
+
+# Trees that somebody outside grows
+
+
+async def test_a_branch_names_the_path_that_it_goes_on_from(tmp_path: Path) -> None:
+    async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
+        one, other = await tree.branch(n=2, max_tokens=20)
+        assert (one["kv"], one["kv_reason"]) == (None, None)
+        await tree.branch(segment=one["id"], n=3, max_tokens=20)
+        await tree.branch(segment=one["id"], max_tokens=20)
+        group = await tree.closed()
+        assert [segment["id"] for segment in inner(group)] == [one["id"]]
+        assert other["id"] in group["leaves"]
+        await assert_kv_is_of_every_inner_path(tree.served, group)
+
+
+async def dropped(tree: Opened, segment: str) -> None:
+    assert (await tree.drop(segment)).status_code == 200
+    kv = tree.served.server.prompt_kv
+    while kv.status().free_bytes < kv.status().capacity_bytes:
+        await asyncio.sleep(0.001)
+    kv.check()
+
+
+async def test_a_segment_that_is_dropped_gives_its_bytes_back_at_once(tmp_path: Path) -> None:
+    async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
+        [trunk] = await tree.branch(max_tokens=20)
+        await tree.branch(segment=trunk["id"], n=2, max_tokens=20)
+        kv = tree.served.server.prompt_kv
+        while not kv.status().handles:
+            await asyncio.sleep(0.001)
+        await dropped(tree, trunk["id"])
+        assert (await tree.closed())["segments"] == []
+
+
+async def test_a_path_that_is_dropped_before_it_is_computed_gives_its_slot_back(
+    tmp_path: Path,
+) -> None:
+    engine = exporting()
+    async with open_tree(tmp_path, engine, {"kv": ROOM}, rest=KV) as tree:
+        [trunk] = await tree.branch(max_tokens=20)
+        engine.instant = False
+        growing = asyncio.create_task(tree.branch(segment=trunk["id"], max_tokens=20))
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        assert tree.served.server.prompt_kv.status().reserved_bytes > 0
+        await dropped(tree, trunk["id"])
+        assert await growing == []
+
+
+async def test_an_engine_that_dies_under_a_tree_leaves_no_slot_behind(tmp_path: Path) -> None:
+    engine = exporting(instant=False)
+    async with serving(engine, tmp_path, kv=ROOM) as served:
+        body = asked(max_tokens=100, rest=KV)
+        rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
+        await running_samples(served, 2)
+        engine.step(32)
+        await running_samples(served, 4)
+        engine.die()
+        assert (await rollout).json()["code"] == "engine_dead"
+        kv = served.server.prompt_kv
+        while kv.status().free_bytes < kv.status().capacity_bytes:
+            await asyncio.sleep(0.001)
+        kv.check()

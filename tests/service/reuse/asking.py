@@ -1,0 +1,52 @@
+"""Requests in segments, over the fake engine."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.fake_engine import FakeEngine
+from tests.serving import Served, serving
+
+TOOL, TALE = [5] * 60, [6] * 50
+OWN, ASK = [1] * 40, [2] * 4
+
+
+def segment(token_ids: list[int], name: str | None = None) -> dict[str, Any]:
+    return {"token_ids": token_ids, **({} if name is None else {"reuse": name})}
+
+
+def asked(*segments: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
+    group = {"prompt": {"segments": list(segments)}, "n": n}
+    return {"groups": [group], "sampling": {"max_tokens": 4}, **rest}
+
+
+def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
+    """Two segments between own texts."""
+    return asked(
+        segment(own),
+        segment(TOOL, "tool"),
+        segment(TALE, "tale"),
+        segment(ASK),
+        **{"reuse": {"mode": "recompute", "first_tokens": 8}, **rest},
+    )
+
+
+@asynccontextmanager
+async def reusing(
+    engine: FakeEngine, tmp_path: Path, *, segments_bytes: int = 2**20, **sections: Any
+) -> AsyncIterator[Served]:
+    kv = {"segments_bytes": segments_bytes, "directory": tmp_path}
+    async with serving(engine, tmp_path, kv=kv, **sections) as served:
+        yield served
+        store = served.server.segments.store
+        store.check()
+        taken = sum(kept.extent.num_bytes for kept in store._segments.values())
+        assert store.num_bytes == taken, "a chain's room was not given back"
+
+
+async def answered(served: Served, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    answer = await served.http.post("/v1/rollouts", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    [group] = answer.json()["groups"]
+    return dict(group)

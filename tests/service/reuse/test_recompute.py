@@ -1,0 +1,192 @@
+"""reuse.mode recompute over the fake engine: which requests it becomes, and what is answered."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.protocol import ExportWord
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.service.reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing
+from tests.service.test_rollouts import running_samples
+
+PROMPT = [*OWN, *TOOL, *TALE, *ASK]
+
+
+def engine_of(**rest: Any) -> FakeEngine:
+    return FakeEngine(prompt_kv=True, **rest)
+
+
+async def test_a_chain_computes_own_text_and_first_tokens(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        group = await answered(served, placed())
+    first, tool, tale, second, *samples = engine.submitted
+    assert list(first.prompt_token_ids) == PROMPT[:48]
+    assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == (TOOL, TALE)
+    assert list(second.prompt_token_ids) == PROMPT[:108]
+    assert [list(sample.prompt_token_ids) for sample in samples] == [PROMPT, PROMPT]
+    assert [request.load for request in (first, tool, tale)] == [None] * 3
+    assert [request.cache_salt for request in (first, tool, tale)] == [None] * 3
+    salts = {request.cache_salt for request in (second, *samples)}
+    assert len(salts) == 1 and None not in salts
+    assert second.load is not None and second.load.num_tokens == 100
+    assert all(s.load is not None and s.load.num_tokens == 150 for s in samples)
+    assert [piece.shift for piece in second.load.pieces] == [0, 40]
+    assert group["exact"] is False
+    assert group["reuse"] == {
+        "mode": "recompute",
+        "tokens_reused": 52 + 42,
+        "tokens_computed": 48 + 8 + 4,
+        "tokens_prepared": 110,
+        "round_trips": 3,
+        "order": None,
+        "applied": False,
+        "reason": None,
+    }
+
+
+async def test_kept_segments_are_not_computed_alone_again(tmp_path: Path) -> None:
+    async with reusing(engine_of(), tmp_path) as served:
+        await answered(served, placed())
+        group = await answered(served, placed(own=[3] * 33))
+        metrics = (await served.http.get("/metrics")).text
+    assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 0)
+    assert 'coppice_reuse_tokens_total{kind="prepared",mode="recompute"} 110.0' in metrics
+    assert 'coppice_reuse_groups_total{mode="recompute",outcome="done"} 2.0' in metrics
+    assert "coppice_reuse_segments 2.0" in metrics
+
+
+async def test_groups_that_come_together_compute_a_segment_once(tmp_path: Path) -> None:
+    engine = engine_of(instant=False)
+    async with reusing(engine, tmp_path) as served:
+        groups = [asyncio.create_task(answered(served, placed())) for _ in range(3)]
+        while not all(group.done() for group in groups):
+            engine.step()
+            await asyncio.sleep(0.001)
+        told = [(await group)["reuse"] for group in groups]
+    assert sorted(reuse["tokens_prepared"] for reuse in told) == [0, 0, 110]
+    assert [reuse["reason"] for reuse in told] == [None] * 3
+
+
+async def test_new_weights_find_no_segment_of_the_old(tmp_path: Path) -> None:
+    async with reusing(engine_of(), tmp_path) as served:
+        await answered(served, placed())
+        await served.http.put("/v1/weights/v1", content=b"x")
+        await served.http.post("/v1/weights/v1/activate", json={})
+        group = await answered(served, placed())
+    assert group["reuse"]["tokens_prepared"] == 110
+    assert group["samples"][0]["versions"][0]["version"] == "v1"
+
+
+async def test_weights_that_change_within_a_chain_leave_an_exact_prompt(tmp_path: Path) -> None:
+    engine = engine_of(instant=False)
+    async with reusing(engine, tmp_path) as served:
+        asking = asyncio.create_task(answered(served, placed()))
+        await running_samples(served, 3)
+        engine.step()
+        await running_samples(served, 1)
+        await served.http.put("/v1/weights/v1", content=b"x")
+        await served.http.post("/v1/weights/v1/activate", json={})
+        engine.step()
+        await running_samples(served, 2)
+        engine.step(4)
+        group = await asking
+    assert (group["exact"], group["reuse"]["reason"]) == (True, "not_loaded")
+    assert group["reuse"]["tokens_reused"] == 0
+    assert group["outcome"] == "done"
+
+
+async def test_another_text_of_a_name_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    async with reusing(engine_of(), tmp_path) as served:
+        await answered(served, placed())
+        other = placed()
+        other["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 60
+        group = await answered(served, other)
+        assert served.server.segments.store.num_segments == 2
+    assert group["reuse"]["tokens_prepared"] == 60
+
+
+async def test_no_key_finds_what_another_keeps(tmp_path: Path) -> None:
+    secrets = write_keys(tmp_path / "keys", one="rollout", other="rollout")
+    server = {"keys_file": tmp_path / "keys"}
+    async with reusing(engine_of(), tmp_path, server=server) as served:
+        prepared = [
+            (await answered(served, placed(), **bearer(secrets[name])))["reuse"]
+            for name in ("one", "other", "one")
+        ]
+    assert [reuse["tokens_prepared"] for reuse in prepared] == [110, 110, 0]
+
+
+@pytest.mark.parametrize(
+    ("segments_bytes", "prompt_kv", "reason"),
+    [
+        (0, True, "disabled"),
+        (2**20, False, "disabled"),
+        (2**20, True, "nothing_placed"),
+        (2**20, True, "not_written"),
+        (2**20, True, "store_full"),
+    ],
+)
+async def test_without_placing_the_prompt_is_computed_and_exact(
+    tmp_path: Path, segments_bytes: int, prompt_kv: bool, reason: str
+) -> None:
+    engine = FakeEngine(prompt_kv=prompt_kv, max_context_tokens=4096)
+    body = placed()
+    if reason == "nothing_placed":
+        body["reuse"]["first_tokens"] = 60
+    if reason == "not_written":
+        engine.export_word = ExportWord.FAILED
+    if reason == "store_full":
+        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [5] * 3000
+    async with reusing(engine, tmp_path, segments_bytes=segments_bytes) as served:
+        group = await answered(served, body)
+        await asyncio.sleep(0.01)
+    assert (group["exact"], group["reuse"]["reason"]) == (True, reason)
+    assert group["outcome"] == "done"
+    assert group["reuse"]["tokens_computed"] >= group["num_prompt_tokens"]
+    assert [s.load for s in engine.submitted[-2:]] == [None, None]
+    assert [s.cache_salt for s in engine.submitted[-2:]] == [None, None]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+async def test_a_chain_that_is_cancelled_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
+    """In its first links, its second, and its samples."""
+    engine = engine_of(instant=False)
+    async with reusing(engine, tmp_path) as served:
+        asking = asyncio.create_task(answered(served, placed()))
+        for at, running in enumerate((3, 1, 2)[: num_steps + 1]):
+            await running_samples(served, running)
+            if at < num_steps:
+                engine.step()
+        [rollout] = served.server.rollouts.in_flight()
+        await served.server.rollouts.cancel(rollout)
+        group = await asking
+        assert not engine.running
+        await asyncio.sleep(0.01)
+    assert group["outcome"] == "cancelled"
+    assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
+
+
+async def test_a_deadline_counts_from_the_chains_beginning(tmp_path: Path) -> None:
+    engine = engine_of(instant=False)
+    async with reusing(engine, tmp_path) as served:
+        group = await answered(served, placed(finish={"deadline_seconds": 0.05}))
+        assert not engine.running
+        await asyncio.sleep(0.01)
+    assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
+
+
+async def test_segments_used_longest_ago_make_room(tmp_path: Path) -> None:
+    """Of a mebibyte a segment takes a sixteenth."""
+    async with reusing(engine_of(), tmp_path) as served:
+        for i in range(12):
+            body = placed()
+            for segment in body["groups"][0]["prompt"]["segments"][1:3]:
+                segment["token_ids"] = [20 + i + len(segment["token_ids"])] * 60
+                segment["reuse"] += str(i)
+            group = await answered(served, body)
+            assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 120)
+        assert 0 < served.server.segments.store.num_segments < 16

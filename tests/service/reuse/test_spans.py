@@ -1,0 +1,69 @@
+"""Which tokens are computed: against a plain count, over any segments."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import ExportSlot
+from service.reuse.chain_links import links_of
+from service.reuse.spans import Part, Span, spans_of
+
+PARTS = st.lists(
+    st.builds(
+        lambda num, named: Part(token_ids=[1] * num, name="x" if named else None),
+        st.integers(1, 12),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def slot(num_tokens: int) -> ExportSlot:
+    from pathlib import Path
+
+    return ExportSlot(arena=Path("/a"), offset=0, words_offset=0, num_tokens=num_tokens)
+
+
+def test_own_text_and_first_tokens_are_computed() -> None:
+    parts = [
+        Part(token_ids=[1] * 5),
+        Part(token_ids=[2] * 8, name="a"),
+        Part(token_ids=[3] * 8, name="b"),
+        Part(token_ids=[4]),
+    ]
+    assert spans_of(parts, first_tokens=2, least=1) == [
+        Span(start=0, end=7),
+        Span(start=7, end=13, part=1, origin=5),
+        Span(start=13, end=15),
+        Span(start=15, end=21, part=2, origin=13),
+        Span(start=21, end=22),
+    ]
+    joined = spans_of(parts, first_tokens=0, least=1)
+    assert [span.part for span in joined] == [None, 1, 2, None]
+
+
+def test_what_the_prompt_begins_with_is_a_prefix_and_computed() -> None:
+    parts = [Part(token_ids=[2] * 8, name="a"), Part(token_ids=[1])]
+    assert spans_of(parts, first_tokens=0, least=1) == [Span(start=0, end=9)]
+
+
+@given(parts=PARTS, first_tokens=st.integers(0, 6), least=st.integers(1, 6))
+def test_spans_tile_the_prompt_and_every_link_loads_all_before_it(
+    parts: list[Part], first_tokens: int, least: int
+) -> None:
+    length = sum(len(part.token_ids) for part in parts)
+    spans = spans_of(parts, first_tokens=first_tokens, least=least)
+    assert spans[0].start == 0 and spans[-1].end == length
+    assert spans[0].part is None and spans[-1].part is None
+    assert all(a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
+    for span in spans:
+        assert span.num_tokens >= (1 if span.part is None else least)
+        if span.part is not None:
+            assert span.start == span.origin + first_tokens
+    kept = {i: slot(len(part.token_ids)) for i, part in enumerate(parts)}
+    computed = {span.start: slot(span.num_tokens) for span in spans if span.part is None}
+    for link in links_of(spans):
+        load = link.load(kept, computed)
+        assert (0 if load is None else load.num_tokens) == link.computed.start
+        for piece in () if load is None else load.pieces:
+            assert piece.skip + piece.num_tokens <= piece.source.num_tokens

@@ -1,0 +1,91 @@
+"""`coppice graphs plan` and what /metrics says of captured graphs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from engine.graphs.shape import decode, mixed
+from engine.graphs.trace import Trace
+from engine.protocol import GraphCounts
+from service.cli import build_cli
+from service.metrics import Metrics
+
+TIERED = ("--graphs.lengths", "8:0,2,4 32:0,2 0")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(build_cli(), ["graphs", "plan", *arguments], env={"COLUMNS": "200"})
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"coppice_{name}", labels)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split("  ")[0]: re.split(r"  +", line) for line in text.splitlines() if line}
+
+
+def test_the_plan_is_printed_beside_what_others_capture() -> None:
+    printed = plan(*TIERED, "--graphs.budget-bytes", "100000000")
+    assert printed.exit_code == 0
+    table = rows(printed.stdout)
+    assert table["2"][2].startswith("32 ") and table["4"][2].startswith("8 ")
+    product, ours = table["every size with every length, as vLLM 0.32"], table["this plan"]
+    assert int(ours[1]) < int(product[1])
+    assert float(ours[3]) < 0.4
+    assert ours[4] == "1.0000" > product[4]
+
+
+def test_a_plan_is_judged_by_the_steps_of_a_trace(tmp_path: Path) -> None:
+    Trace(((decode(20, 3), 90), (decode(40, 3), 10), (mixed(64), 50))).write(tmp_path / "t.json")
+    printed = plan(*TIERED, "--graphs.trace", str(tmp_path / "t.json"))
+    assert rows(printed.stdout)["this plan"][4] == "0.9000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["--graphs.budget-bytes", "2000000"], 1, "graphs.budget_bytes: one graph for each length"),
+        (["--graphs.lengths", "4:1"], 2, "must be written as"),
+        (["--graphs.trace", "/nowhere.json"], 1, "graphs.trace: /nowhere.json: No such file"),
+        (["--model", "/nowhere"], 1, "there is no model directory /nowhere"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(arguments: list[str], code: int, reason: str) -> None:
+    printed = plan(*arguments)
+    assert printed.exit_code == code
+    assert len(printed.stderr.splitlines()) == 1 and reason in printed.stderr
+
+
+def test_a_model_that_does_not_say_its_sizes_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    printed = plan("--model", str(tmp_path))
+    assert printed.exit_code == 1 and "does not say what a graph takes" in printed.stderr
+
+
+def test_a_model_needs_no_weights_to_be_planned_for(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert plan("--model", str(tmp_path)).exit_code == 0
+
+
+def test_steps_are_added_to_what_was_counted_before() -> None:
+    metrics = Metrics()
+    assert value(metrics, "graph_steps_total", outcome="hit") == 0
+    metrics.graphs_counted(GraphCounts(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
+    misses = {(64, 3): 4, (8, 0): 1}
+    metrics.graphs_counted(
+        GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=2, misses=misses)
+    )
+    metrics.graphs_counted(
+        GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=3, misses=misses)
+    )
+    assert value(metrics, "graphs") == 9
+    assert value(metrics, "graph_bytes", kind="measured") == 7
+    steps = {o: value(metrics, "graph_steps_total", outcome=o) for o in ("hit", "miss", "mixed")}
+    assert steps == {"hit": 15, "miss": 5, "mixed": 3}
+    assert value(metrics, "graph_misses_total", samples="64", tokens="3") == 4
+    assert value(metrics, "graph_misses_total", samples="8", tokens="uneven") == 1

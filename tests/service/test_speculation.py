@@ -1,0 +1,92 @@
+"""What a request may say of speculation, whose samples are siblings, and what is counted."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.protocol import SpeculationCounts
+from tests.fake_engine import FakeEngine
+from tests.serving import serving
+
+GROUPS = [{"prompt": {"token_ids": [1, 2]}, "n": 3}, {"prompt": {"token_ids": [1, 2]}, "n": 2}]
+TREE = {"mode": "interval", "interval": 4, "max_depth": 1, "max_leaves": 4}
+
+
+@pytest.mark.parametrize("shape", [{}, {"branching": TREE}], ids=["samples", "tree"])
+@pytest.mark.parametrize("said", [{}, {"speculation": False}], ids=["unsaid", "refused"])
+async def test_every_request_to_the_engine_carries_what_was_said(
+    tmp_path: Path, said: dict[str, bool], shape: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    asked = {"groups": GROUPS, "sampling": {"max_tokens": 40}} | said | shape
+    if shape:
+        asked["groups"] = [{"prompt": {"token_ids": [1, 2]}}]
+    async with serving(engine, tmp_path) as served:
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    assert answer.status_code == 200
+    assert engine.submitted
+    assert {sample.speculation for sample in engine.submitted} == {not said}
+
+
+async def test_samples_of_a_group_are_siblings_and_no_others(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        for _ in range(2):
+            asked = {"groups": GROUPS, "sampling": {"max_tokens": 4}}
+            await served.http.post("/v1/rollouts", json=asked)
+    names = [sample.group for sample in engine.submitted]
+    assert [names.count(name) for name in dict.fromkeys(names)] == [3, 2, 3, 2]
+    assert None not in names
+
+
+@pytest.mark.parametrize("field", ["min_p", "logit_bias"])
+async def test_what_no_engine_that_speculates_can_do_is_refused_by_name(
+    tmp_path: Path, field: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = {"groups": GROUPS, "sampling": {"max_tokens": 4, field: 0.1}}
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    assert answer.status_code == 422
+    assert field in answer.text
+
+
+async def test_metrics_add_what_the_engine_has_counted_and_show_what_it_is_worth(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        for number in (3, 5):
+            engine.speculated = SpeculationCounts(
+                drafted={"siblings": 10 * number},
+                accepted={"siblings": 2 * number},
+                drafts={4: number},
+                steps={"drafted": number, "checked": 1},
+                skipped={"seeded": 1},
+                version_drafted=100,
+                version_accepted=25,
+                gain_ratio=1.25,
+                cost_error_ratio=0.5,
+                store_bytes=77,
+            )
+            metrics = (await served.http.get("/metrics")).text
+    wanted = {
+        'drafted_tokens_total{scope="siblings"}': 50,
+        'drafted_tokens_total{scope="all"}': 0,
+        'accepted_tokens_total{scope="siblings"}': 10,
+        'drafts_total{length="4"}': 5,
+        'drafts_total{length="15"}': 0,
+        'steps_total{choice="drafted"}': 5,
+        'steps_total{choice="checked"}': 1,
+        'skipped_total{reason="seeded"}': 1,
+        "acceptance_ratio": 0.25,
+        "gain_ratio": 1.25,
+        "cost_error_ratio": 0.5,
+        "store_bytes": 77,
+    }
+    for name, value in wanted.items():
+        [found] = re.findall(
+            rf"^coppice_speculation_{re.escape(name)} (\S+)$", metrics, re.MULTILINE
+        )
+        assert float(found) == value

@@ -1,0 +1,144 @@
+"""A fleet under load while everything in it fails in turn, and the table of what became of it.
+
+    python -m tests.soak.faults [--engine fake|real] [--rounds 2] [--report docs/reliability.md]
+
+Three replicas and a real Redis, each a process. Callers ask any of them, come back through any
+other and leave in the middle. Every accepted group must end in an answer or in an error that says
+to send it again; no token may be another version's; nothing may be left.
+
+The shared memory is one of our own, where namespaces are allowed: to be filled and looked at.
+"""
+
+import argparse
+import asyncio
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from tests.promises.process import until
+from tests.soak.fleet_load import FleetLoad
+from tests.soak.fleet_model import Counting, FleetModel, Seedling
+from tests.soak.inflicted import SHARED, Faults
+from tests.soak.machine import machine, write
+from tests.soak.replicas import ARENA_BYTES, NUM_REPLICAS, Replica, replicas
+
+INSIDE = "--inside"
+UNSHARE = ("unshare", "--map-root-user", "--mount")
+MOUNTED = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$0" "$@"'
+
+
+def main() -> None:
+    options = _options()
+    if not options.inside and subprocess.run([*UNSHARE, "true"]).returncode == 0:
+        again = [sys.executable, "-m", "tests.soak.faults", *sys.argv[1:], INSIDE]
+        os.execvp(UNSHARE[0], [*UNSHARE, "sh", "-c", MOUNTED, *again])
+    model: FleetModel = Seedling() if options.engine == "real" else Counting()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=SHARED) as arenas,
+        replicas(model, Path(folder), Path(arenas)) as (redis, fleet),
+    ):
+        load = FleetLoad([replica.url for replica in fleet], model, seed=1)
+        faults = Faults(model, redis, fleet, load, own_memory=options.inside)
+        seconds = _under_load(faults, load, model.num_callers, options.rounds)
+        _end(fleet, faults)
+        places = [Path(arenas), *(p for r in fleet for p in (r.place.temporary, r.place.weights))]
+        left = [file for place in places for file in place.rglob("*")]
+        left += [file for file in SHARED.iterdir() if options.inside and file != Path(arenas)]
+        assert not left, left
+    print(load.counts, load.offences[:5])
+    assert not load.offences, f"{len(load.offences)} wrong answers"
+    wrong = model.wrong(load.told)
+    assert not wrong, f"{len(wrong)} of {len(load.told)}, such as {wrong[:3]}"
+    table = _table(model, load, faults, seconds)
+    print(table)
+    if options.report:
+        write(options.report, f"faults, {model.name} engine", table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=("fake", "real"), default="fake")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _under_load(faults: Faults, load: FleetLoad, num_callers: int, rounds: int) -> float:
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            asyncio.run(load.run(num_callers))
+        except BaseException as error:
+            failures.append(error)
+
+    calling = threading.Thread(target=call)
+    began = time.monotonic()
+    calling.start()
+    try:
+        time.sleep(2)
+        faults.run(rounds)
+    finally:
+        load.over = True
+        calling.join()
+    if failures:
+        raise failures[0]
+    return time.monotonic() - began
+
+
+def _end(fleet: Sequence[Replica], faults: Faults) -> None:
+    for replica in fleet:
+        until(lambda at=replica: _nothing_held(at), seconds=30, what="nothing is held")  # type: ignore[misc]
+        faults.drain_seconds.append(replica.stop())
+
+
+def _nothing_held(replica: Replica) -> bool:
+    """No sample runs, no lease is left, and every byte of the arena is free."""
+    with suppress(httpx.TransportError):
+        status = httpx.get(f"{replica.url}/v1/status", timeout=10).json()
+        free: bool = status["kv"]["free_bytes"] == status["kv"]["capacity_bytes"] <= ARENA_BYTES
+        idle: bool = status["samples_running"] == status["kv"]["handles"] == 0
+        return free and idle
+    return False
+
+
+def _table(model: FleetModel, load: FleetLoad, faults: Faults, seconds: float) -> str:
+    inflicted = "\n".join(f"| {name} | {count} |" for name, count in faults.done.items())
+    became = "\n".join(f"| {name} | {count:,} |" for name, count in sorted(load.counts.items()))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    asked = " ".join(word for word in sys.argv[1:] if word != INSIDE)
+    noticed = max(faults.noticed_seconds, default=None)
+    return f"""
+`python -m tests.soak.faults {asked}` on {today}, {machine()}: {NUM_REPLICAS} replicas
+({model.name} engine) and a real Redis, {model.num_callers} callers, {seconds:.0f} s, \
+{faults.num_versions} versions of the weights, each sent to one replica.
+No wrong token, no token of another version; no process, no file and no shared memory was left,
+and nothing running or leased.
+{model.shown(load.told)}
+The longest drain took {max(faults.drain_seconds):.1f} s\
+{"" if noticed is None else f"; a dead engine was told by `/livez` after {noticed:.1f} s at most"}.
+
+| fault | times |
+|---|---|
+{inflicted}
+
+| group | times |
+|---|---|
+{became}
+
+"""
+
+
+if __name__ == "__main__":
+    main()

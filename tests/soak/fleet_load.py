@@ -1,0 +1,140 @@
+"""Callers of a fleet: they ask any replica, come back through any other, leave or are cut off in
+the middle, and keep what they were told."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+
+import httpx
+
+from coppice import (
+    AsyncRollouts,
+    ConnectionFailed,
+    DirectoryUnavailable,
+    EngineUnavailable,
+    Kv,
+    NotFound,
+    Policy,
+    Retry,
+    RolloutLost,
+    RolloutResult,
+    StartRecord,
+    StreamBroken,
+    TimedOut,
+    VersionSuperseded,
+    VersionUnavailable,
+)
+from coppice.options import RolloutOptions, rollout_request
+from tests.soak.fleet_model import FleetModel, Told
+from tests.soak.replicas import LEASE_SECONDS
+
+NUM_SAMPLES = 4
+MAX_TOKENS = 24
+# What tells a caller to send its groups again; anything else is a failure of the fleet.
+RESEND = (
+    *(ConnectionFailed, StreamBroken, TimedOut, RolloutLost, NotFound),
+    *(EngineUnavailable, DirectoryUnavailable, VersionSuperseded, VersionUnavailable),
+)
+RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
+
+
+class FleetLoad:
+    """`counts`: groups answered, sent again by the reason, left and cut. `told`: what came back.
+    `version`: the number of the wanted one."""
+
+    def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.offences: list[str] = []
+        self.told: set[Told] = set()
+        self.version = 0
+        self.over = False
+        self._urls = urls
+        self._vocabulary = model.vocabulary
+        self._dice = random.Random(seed)
+        self._clients: list[AsyncRollouts] = []
+        self._cutting: httpx.AsyncClient
+
+    async def run(self, num_callers: int) -> None:
+        async with AsyncExitStack() as stack:
+            self._cutting = await stack.enter_async_context(httpx.AsyncClient(timeout=10))
+            for url in self._urls:
+                client = AsyncRollouts(url, retry=RETRY, timeout=10)
+                self._clients.append(await stack.enter_async_context(client))
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(num_callers):
+                    tasks.create_task(self._call())
+
+    async def _call(self) -> None:
+        while not self.over:
+            way = self._dice.choice((self._streamed, self._submitted, self._left, self._cut))
+            prompt = self._dice.choices(self._vocabulary, k=self._dice.randint(2, 60))
+            while not await self._answered(way, prompt):
+                await asyncio.sleep(0.1)
+
+    async def _answered(
+        self, way: Callable[[list[int], int], Awaitable[None]], prompt: list[int]
+    ) -> bool:
+        try:
+            await way(prompt, self.version)
+        except RESEND as error:
+            self.counts[f"sent again: {type(error).__name__}"] += 1
+            return False
+        return True
+
+    async def _streamed(self, prompt: list[int], version: int) -> None:
+        self._check(await self._any().rollout([prompt], **self._options(version)), prompt, version)
+
+    async def _submitted(self, prompt: list[int], version: int) -> None:
+        pending = await self._any().submit([prompt], **self._options(version))
+        result = await self._any().attach(pending.id).wait(30)
+        self._check(result, prompt, version)
+
+    async def _left(self, prompt: list[int], version: int) -> None:
+        records = self._any().stream([prompt], **self._options(version))
+        async with aclosing(records):
+            async for record in records:
+                if not isinstance(record, StartRecord):
+                    break
+        self.counts["left"] += 1
+
+    async def _cut(self, prompt: list[int], version: int) -> None:
+        """Without a key and without a word: only the end of the connection says so."""
+        body = rollout_request([prompt], **self._options(version)).model_dump_json()
+        url = f"{self._dice.choice(self._urls)}/v1/rollouts"
+        headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+        with suppress(httpx.TransportError):
+            async with self._cutting.stream("POST", url, content=body, headers=headers) as answer:
+                async for _ in answer.aiter_raw():
+                    self.counts["cut off"] += answer.status_code == 200
+                    break
+
+    def _check(self, result: RolloutResult, prompt: list[int], version: int) -> None:
+        (group,) = result.groups
+        reasons = {sample.finish_reason for sample in group.samples}
+        if reasons - {"length"} == {"version_changed"}:
+            self.counts["answered in part, because the version changed"] += 1
+        else:
+            self.counts["answered"] += 1
+            if [len(sample.token_ids) for sample in group.samples] != [MAX_TOKENS] * NUM_SAMPLES:
+                self.offences.append(f"samples of another length in {result.id}")
+        for sample in group.samples:
+            if {span.version for span in sample.versions} - {f"v{version}"}:
+                self.offences.append(f"tokens of another version in {result.id}")
+            if sample.token_ids.size:
+                tokens = tuple(map(int, sample.token_ids))
+                self.told.add(Told(version, tuple(prompt), tokens))
+
+    def _options(self, version: int) -> RolloutOptions:
+        return RolloutOptions(
+            n=NUM_SAMPLES,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            policy=Policy(exact_version=f"v{version}"),
+            kv=Kv(lease_seconds=LEASE_SECONDS),
+        )
+
+    def _any(self) -> AsyncRollouts:
+        return self._dice.choice(self._clients)

@@ -1,0 +1,134 @@
+"""What the replicas of a fleet that fails serve: how it is started, and which tokens are right."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors.torch import load, save
+
+from tests.engine.greedy import TIE, behind_greedy
+from tests.engine.seedling import MODEL, reference
+from tests.fake_engine import VOCAB_SIZE
+
+
+class Told(NamedTuple):
+    """Tokens that came back for a prompt, under the version on their label."""
+
+    version: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class FleetModel(Protocol):
+    """`module` is run with `serve`. `weights` are those of a version, by its number."""
+
+    name: str
+    module: str
+    vocabulary: range
+    num_callers: int
+    start_seconds: float
+
+    def settings(self, index: int) -> Mapping[str, str]: ...
+
+    def weights(self, number: int) -> bytes: ...
+
+    def wrong(self, told: Collection[Told]) -> Sequence[Told]: ...
+
+    def shown(self, told: Collection[Told]) -> str:
+        """What the judgement is worth, in a sentence."""
+        ...
+
+
+class Counting:
+    """The fake engine: token i is the prompt's length plus i, whatever the version."""
+
+    name = "fake"
+    module = "tests.soak.paced"
+    vocabulary = range(VOCAB_SIZE)
+    num_callers = 12
+    start_seconds = 60.0
+
+    def settings(self, index: int) -> Mapping[str, str]:
+        return {}
+
+    def weights(self, number: int) -> bytes:
+        return f"weights {number}".encode()
+
+    def wrong(self, told: Collection[Told]) -> Sequence[Told]:
+        return [
+            one
+            for one in told
+            if list(one.tokens) != [(len(one.prompt) + i) % VOCAB_SIZE for i in range(len(one[2]))]
+        ]
+
+    def shown(self, told: Collection[Told]) -> str:
+        return f"{len(told):,} different answers, each token as the fake engine counts."
+
+
+class Seedling:
+    """The shipped model in float32, each version disturbed by another draw.
+
+    Small and with one thread a rank, so that three of them fit; the last replica has two ranks.
+    """
+
+    name = "real"
+    module = "service"
+    vocabulary = range(4, 269)
+    num_callers = 6
+    start_seconds = 300.0
+
+    def settings(self, index: int) -> Mapping[str, str]:
+        ranks = {"ENGINE__TENSOR_PARALLEL_SIZE": "2"} if index == 2 else {}
+        return ranks | {
+            "ENGINE__DTYPE": "float32",
+            "ENGINE__PROMPT_KV": "true",
+            "ENGINE__CPU_THREADS": "1",
+            "ENGINE__CACHE_BYTES": str(2**26),
+            "ENGINE__MAX_CONTEXT_TOKENS": "256",
+            "ENGINE__MAX_SEQUENCES": "64",
+            "ENGINE__HANG_SECONDS": "5",
+        }
+
+    def weights(self, number: int) -> bytes:
+        return _weights(number)
+
+    def wrong(self, told: Collection[Told]) -> Sequence[Told]:
+        return [one for one in told if not self._chooses(one.version, one)]
+
+    def shown(self, told: Collection[Told]) -> str:
+        """Under the version before, nearly all of them must be wrong, or nothing was judged."""
+        later = [one for one in told if one.version]
+        strange = sum(not self._chooses(one.version - 1, one) for one in later)
+        assert strange > 0.9 * len(later), f"{strange} of {len(later)}"
+        return (
+            f"{len(told):,} different answers, each token the greedy choice of Hugging Face's "
+            f"forward with the weights of the version on its label; with those of the version "
+            f"before, {strange:,} of {len(later):,} would not be."
+        )
+
+    def _chooses(self, number: int, one: Told) -> bool:
+        behind = behind_greedy(_reference(number), one.prompt, one.tokens)
+        return bool(behind.max() <= TIE)
+
+
+@cache
+def _weights(number: int) -> bytes:
+    shipped = (MODEL / "model.safetensors").read_bytes()
+    if not number:
+        return shipped
+    draw = torch.Generator().manual_seed(number)
+    disturbed = {
+        name: values + 0.2 * values.std() * torch.randn(values.shape, generator=draw)
+        for name, values in load(shipped).items()
+    }
+    saved: bytes = save({name: values.bfloat16() for name, values in disturbed.items()})
+    return saved
+
+
+@cache
+def _reference(number: int) -> Any:
+    model = reference()
+    tensors = {name: values.float() for name, values in load(_weights(number)).items()}
+    model.load_state_dict(tensors, strict=False)  # the head is tied
+    return model

@@ -1,0 +1,20 @@
+"""What the soak ran on, and where its tables go."""
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+
+def machine() -> str:
+    cpus = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{platform.machine()}, {cpus} processors, {memory:.0f} GiB, no GPU"
+
+
+def write(report: Path, name: str, table: str) -> None:
+    """Between the marks of that name."""
+    begin, end = f"<!-- {name}: written by `make soak` -->\n", f"<!-- end of {name} -->"
+    before, rest = report.read_text().split(begin)
+    report.write_text(before + begin + table + end + rest.split(end)[1])

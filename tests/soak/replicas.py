@@ -1,0 +1,182 @@
+"""Replicas with one Redis, as processes that can be killed, stopped, drained and started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.promises.process import ROOT, Home, home, until
+from tests.redis_server import RedisServer, free_port, redis_server
+from tests.soak.fleet_model import FleetModel
+
+NUM_REPLICAS = 3
+STOP_SECONDS = 90.0
+GONE_SECONDS = 15.0
+ARENA_BYTES = 2**24
+LEASE_SECONDS = 2.0
+SETTINGS = {
+    "SERVER__DRAIN_SECONDS": "20",
+    "DIRECTORY__HEARTBEAT_SECONDS": "0.5",
+    "DIRECTORY__EXPIRE_SECONDS": "4",
+    "KV__CAPACITY_BYTES": str(ARENA_BYTES),
+    "KV__GRACE_SECONDS": "0.5",
+    "LIMITS__KEEP_ANSWERS_SECONDS": "60",
+    "WEIGHTS__PEERS": "http://127.0.0.1:*",
+    "WEIGHTS__FLEET_SECONDS": "60",
+    "WEIGHTS__CATCH_UP_SECONDS": "60",
+    "LOG__FORMAT": "json",
+}
+
+
+class Replica:
+    """At one address for all of its lives."""
+
+    def __init__(
+        self, model: FleetModel, index: int, place: Home, arenas: Path, redis_url: str
+    ) -> None:
+        port = free_port()
+        self.place = place
+        self.url = f"http://127.0.0.1:{port}"
+        settings = {
+            **SETTINGS,
+            **model.settings(index),
+            "SERVER__PORT": str(port),
+            "SERVER__ADVERTISED_URL": self.url,
+            "DIRECTORY__REDIS_URL": redis_url,
+            "WEIGHTS__DIRECTORY": str(place.weights),
+            "KV__DIRECTORY": str(arenas),
+        }
+        self._model = model
+        self._environment = os.environ | {
+            **{f"COPPICE_{name}": text for name, text in settings.items()},
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+            "TMPDIR": str(place.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(place.path / "compiled"),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._descendants: list[psutil.Process] = []
+
+    def start(self) -> None:
+        """Returns when it serves."""
+        self._launch()
+        until(self._ready, seconds=self._model.start_seconds, what="a replica serves")
+        self._note_descendants()
+
+    def starts(self) -> bool:
+        """Whether it comes to serve; if not it has ended, said why, and left nothing running."""
+        process = self._launch()
+        until(
+            lambda: process.poll() is not None or self.passes("readyz"),
+            seconds=self._model.start_seconds,
+            what="a replica serves, or says that it cannot",
+        )
+        if process.poll() is None:
+            self._note_descendants()
+            return True
+        assert process.returncode == 1, self._last_words()
+        assert "the engine did not start" in self._last_words()
+        return False
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", self._model.module, "serve"]
+        with self.place.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment, stdout=log, stderr=log
+            )
+        return self._process
+
+    def _note_descendants(self) -> None:
+        assert self._process is not None
+        self._descendants = psutil.Process(self._process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """What it has started ends with it."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._check_gone()
+
+    def pause(self, seconds: float) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> float:
+        """How long its drain took. It must end well."""
+        assert self._process is not None
+        began = time.monotonic()
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(STOP_SECONDS) == 0, self._last_words()
+        took = time.monotonic() - began
+        self._check_gone()
+        return took
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self._process is not None and self._process.poll() is None:
+            self._descendants += psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
+            self._process.wait()
+        for child in filter(_lives, self._descendants):
+            child.kill()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those of its engine that are called so."""
+        return [child for child in self._descendants if name in child.name()]
+
+    def passes(self, probe: str) -> bool:
+        try:
+            return httpx.get(f"{self.url}/{probe}", timeout=10).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def status(self) -> dict[str, object]:
+        status: dict[str, object] = httpx.get(f"{self.url}/v1/status", timeout=10).json()
+        return status
+
+    def _ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self._last_words()
+        return self.passes("readyz")
+
+    def _check_gone(self) -> None:
+        until(
+            lambda: not any(map(_lives, self._descendants)),
+            seconds=GONE_SECONDS,
+            what="its processes end",
+        )
+
+    def _last_words(self) -> str:
+        return self.place.log.read_text()[-4000:]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def replicas(
+    model: FleetModel, folder: Path, arenas: Path
+) -> Iterator[tuple[RedisServer, Sequence[Replica]]]:
+    """`arenas`: where the prompt KV of all of them lies."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(folder))
+        made = [
+            Replica(model, index, stack.enter_context(home()), arenas, redis.url)
+            for index in range(NUM_REPLICAS)
+        ]
+        for replica in made:
+            stack.callback(replica.end)
+            replica.start()
+        yield redis, made

@@ -1,0 +1,82 @@
+"""Prompts that are put together, in the scene, while others are exported."""
+
+import asyncio
+from typing import Any
+
+import torch
+
+from bench.harness.placed import Placed
+from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
+from coppice.results import RolloutResult
+from service.reuse.spans import Part, joined
+from tests.serving import Served
+from tests.together.prompt_kv import assert_all_are_the_models
+
+FIRST_TOKENS = 8
+TOOL, TALE = [5 + i % 90 for i in range(70)], [9 + i % 70 for i in range(55)]
+OWN = [[3 + a, *range(30, 70 + a)] for a in range(3)]
+EXPORTED = [[2 + i, *range(100, 160)] for i in range(4)]
+
+
+def parts_of(own: list[int]) -> list[Part]:
+    return [
+        Part(token_ids=own),
+        Part(token_ids=TOOL, name="tool"),
+        Part(token_ids=TALE, name="tale"),
+        Part(token_ids=[4, 2]),
+    ]
+
+
+async def placed_prompts_are_what_was_meant(
+    served: Served, rollouts: AsyncRollouts, version: str, model: Any
+) -> None:
+    """Two rounds: segments are computed alone in the first, and only placed in the second."""
+    for _ in range(2):
+        placing = [ask(rollouts, own) for own in OWN]
+        exporting = rollouts.rollout(EXPORTED, n=2, max_tokens=8, kv=Kv())
+        exported, *placed = await asyncio.gather(exporting, *placing)
+        await assert_all_are_the_models(served, exported.groups, EXPORTED, version, model)
+        for own, result in zip(OWN, placed, strict=True):
+            assert_placed(model, parts_of(own), result)
+    assert placed[0].groups[0].reuse is not None
+    assert placed[0].groups[0].reuse.tokens_prepared == 0
+    served.server.segments.store.check()
+
+
+def ask(rollouts: AsyncRollouts, own: list[int]) -> Any:
+    prompt = [PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts_of(own)]
+    reuse = Reuse(mode="recompute", first_tokens=FIRST_TOKENS)
+    return rollouts.rollout([prompt], n=3, max_tokens=20, temperature=1.0, reuse=reuse)
+
+
+def assert_placed(model: Any, parts: list[Part], result: RolloutResult) -> None:
+    """Log-probabilities are those of the prompt put together by Hugging Face's forward."""
+    [group] = result.groups
+    assert group.reuse is not None
+    assert (group.exact, group.reuse.reason) == (False, None)
+    for sample in group.samples:
+        tokens = sample.token_ids.tolist()
+        meant = Placed(model).put_together(parts, tokens, first_tokens=FIRST_TOKENS)
+        exact = Placed(model).dense(joined(parts), tokens)
+        chosen, computed = (
+            d.gather(1, torch.tensor(tokens)[:, None])[:, 0] for d in (meant, exact)
+        )
+        assert (chosen - torch.tensor(sample.logprobs)).abs().max() < 1e-3
+        assert (chosen - computed).abs().max() > 1e-3, "the test would not see a difference"
+
+
+async def shared_texts_become_a_prefix(served: Served, rollouts: AsyncRollouts) -> None:
+    """Exact, and on vLLM's own count of cached tokens."""
+    block = served.server.engine.facts.block_size
+    results = [
+        await rollouts.rollout(
+            [[PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts_of(own)]],
+            max_tokens=2,
+            reuse=Reuse(mode="order"),
+        )
+        for own in ([8] * 50, [9] * 50)
+    ]
+    first, second = (result.groups[0] for result in results)
+    assert first.exact and second.exact
+    assert second.reuse is not None and second.reuse.order == [1, 2, 0, 3]
+    assert second.num_cached_tokens == (len(TOOL) + len(TALE)) // block * block
