@@ -56,21 +56,25 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
         assert all(call.outcomes == ["done"] * 2 for call in early.calls)
         assert counted(server) == {"done": 2 * len(early.calls)}
 
-        with load(server.url, max_tokens=200) as running:
-            warm(running, 2)
-            num_answered = len(running.calls)
-            num_admitted = rollouts_running(server)
-            told = time.monotonic()
-            server.signal(signal.SIGTERM)
-            until(
-                lambda: any(call.code == "draining" for call in running.calls),
-                seconds=STOP_SECONDS,
-                what="new callers are sent away",
-            )
-            assert server.wait(STOP_SECONDS) == 0
-        done = [call for call in running.calls if call.outcomes == ["done"] * 2]
+        with load(server.url, max_tokens=200, num_threads=3) as running:
+            # They can all end in one step, and the drain with them: one that has just begun a long
+            # call keeps the server until the others have come again.
+            with load(server.url, max_tokens=900, num_threads=1) as long:
+                warm(long, 1)
+                num_answered = len(running.calls) + len(long.calls)
+                num_admitted = rollouts_running(server)
+                told = time.monotonic()
+                server.signal(signal.SIGTERM)
+                until(
+                    lambda: any(c.code == "draining" for c in [*running.calls, *long.calls]),
+                    seconds=STOP_SECONDS,
+                    what="new callers are sent away",
+                )
+                assert server.wait(STOP_SECONDS) == 0
+        calls = [*running.calls, *long.calls]
+        done = [call for call in calls if call.outcomes == ["done"] * 2]
         assert num_admitted and len(done) >= num_answered + num_admitted
-        for call in running.calls:
+        for call in calls:
             assert call in done or call.code == "draining" or (call.broken and call.began > told)
         until(lambda: not server.living(), seconds=20, what="the engine's processes end")
     assert place.left() == []
