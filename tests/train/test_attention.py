@@ -5,18 +5,24 @@ Shapes: T packed tokens, P prompt tokens, K key and value heads, D head size.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.train.attention import blocks_of, shared_prompt_attention
+from coppice.train.attention import (
+    PIECED_TOKENS,
+    causal_attention,
+    shared_prompt_attention,
+)
+from coppice.train.pieces import Piece, pieces_of
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Branch, Spans
 
 pytestmark = pytest.mark.slow
 
-# Of the same lengths and others, in one block and in many, with rows of nothing between them.
+# Of the same lengths and others, in one piece and in many, with rows of nothing between them.
 ROWS = [
     Spans(lengths=lengths)
-    for lengths in [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130)]
+    for lengths in [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130), (300,)]
 ]
 # Two below one, the second of which has two more below it, and a last one that stands alone.
 ROWS.append(
@@ -68,19 +74,57 @@ def test_two_parts_are_the_whole(
         assert (found_grad.double() - exact_grad).norm() < limit * max(exact_grad.norm(), 10)
 
 
-def test_neighbours_of_one_length_make_one_block() -> None:
-    blocks = list(blocks_of((0, 3, 3, 5, 0, 3)))
-    assert [(block.start, block.num_rows, block.row_tokens) for block in blocks] == [
-        (0, 2, 3),
-        (6, 1, 5),
-        (11, 1, 3),
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("T", [1, 128, 300, PIECED_TOKENS + 1])
+def test_one_row_reads_itself_causally(T: int, dtype: torch.dtype) -> None:
+    q, _, _, k, v = tensors(2, 0, T, dtype)
+    exact_q, exact_k, exact_v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    found = causal_attention(q, k, v, 0.3)
+    exact = F.scaled_dot_product_attention(
+        exact_q, exact_k, exact_v, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    limit = LIMITS[dtype]
+    assert distance(found, exact) < limit
+    found_grads = torch.autograd.grad(found.sum(), (q, k, v))
+    exact_grads = torch.autograd.grad(exact.sum(), (exact_q, exact_k, exact_v))
+    for found_grad, exact_grad in zip(found_grads, exact_grads, strict=True):
+        assert (found_grad.double() - exact_grad).norm() < LIMITS[dtype] * max(
+            exact_grad.norm(), 10
+        )
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4, 128])
+@pytest.mark.parametrize("spans", ROWS, ids=str)
+def test_pieces_read_what_the_reference_reads_and_nothing_twice(spans: Spans, tile: int) -> None:
+    places_1HT = torch.arange(spans.num_tokens).view(1, 1, -1)
+    read = torch.zeros(spans.num_tokens, spans.num_tokens, dtype=torch.int64)
+    for piece in pieces_of(spans, tile):
+        for keys, queries in zip(piece.keys(places_1HT), piece.queries(places_1HT), strict=True):
+            pairs = torch.ones(piece.num_queries, piece.num_keys, dtype=torch.int64)
+            read[queries[0][:, None], keys[0]] += pairs.tril() if piece.is_causal else pairs
+    behind = torch.arange(spans.num_tokens)
+    mask = (behind[:, None] >= behind) & (behind[:, None] < spans.ends())
+    assert torch.equal(read, mask.long())
+
+
+def test_equal_rows_are_one_call_and_so_are_the_tiles_of_a_long_one() -> None:
+    assert list(pieces_of(Spans(lengths=(0, 3, 3, 5)), 8)) == [
+        Piece(0, 2, 3, num_keys=3, num_queries=3),
+        Piece(6, 1, 5, num_keys=5, num_queries=5),
+    ]
+    assert list(pieces_of(Spans(lengths=(7,)), 2)) == [
+        Piece(0, 3, 2, num_keys=2, num_queries=2),
+        Piece(6, 1, 7, num_keys=1, num_queries=1),
+        Piece(0, 1, 4, num_keys=2, num_queries=2, num_before=2),
+        Piece(4, 1, 7, num_keys=2, num_queries=1, num_before=2),
+        Piece(0, 1, 7, num_keys=4, num_queries=3, num_before=4),
     ]
 
 
-def test_a_block_is_a_view_of_its_rows() -> None:
+def test_a_piece_is_a_view_of_its_rows() -> None:
     packed_1HTD = torch.arange(2 * 6 * 3.0).view(1, 2, 6, 3)
-    [block] = blocks_of((3, 3))
-    rows_NHRD = block.of(packed_1HTD)
+    [piece] = pieces_of(Spans(lengths=(3, 3)))
+    rows_NHRD = piece.queries(packed_1HTD)
     assert rows_NHRD.shape == (2, 2, 3, 3)
     assert torch.equal(rows_NHRD[1], packed_1HTD[0, :, 3:])
     rows_NHRD.zero_()

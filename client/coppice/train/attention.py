@@ -1,24 +1,27 @@
 """Attention of packed responses to one shared prompt and causally to themselves.
 
-Flash calls are merged by their log-sum-exps: one of all queries over the prompt, a causal one for
-the rows, and for each branch of a tree one of all that follows on it. Softmax's gradient needs only
-the final output and log-sum-exp, so handing the merged ones to each part's own backward kernel
-gives the exact gradient of the whole.
+Flash calls are merged by their log-sum-exps: one of all queries over the prompt, and one for each
+piece that the rows and the branches of a tree are cut into. Softmax's gradient needs only the final
+output and log-sum-exp, so handing the merged ones to each part's own backward kernel gives the
+exact gradient of the whole.
 
-Shapes: N rows of R tokens each, T packed tokens of all rows, P prompt tokens, H query heads,
-K key and value heads, D head size.
+Shapes: N stretches of R tokens of a piece, T packed tokens of all rows, P prompt tokens, H query
+heads, K key and value heads, D head size.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coppice.train.pieces import pieces_of
 from coppice.train.reference import reference_attention
-from coppice.train.spans import Branch, Spans
+from coppice.train.spans import Spans
+
+# Longer rows waste little of the flash kernel's tiles.
+PIECED_TOKENS = 2048
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,7 +36,7 @@ def shared_prompt_attention(
     scale: float,
 ) -> Tensor:
     """o_1HTD. The prompt's keys and values are [1, K, P, D]."""
-    if q_1HTD.device.type != "cpu" or q_1HTD.shape[-1] != v_1KTD.shape[-1]:
+    if not has_flash(q_1HTD, v_1KTD):
         return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]
         q_1HTD, *prompt, k_1KTD, v_1KTD, spans, scale
@@ -41,37 +44,21 @@ def shared_prompt_attention(
     return output
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Neighbouring rows of one length, which one kernel call takes as a batch."""
-
-    start: int
-    num_rows: int
-    row_tokens: int
-
-    def of(self, packed_1HTD: Tensor) -> Tensor:
-        """A view [N, H, R, D]; also of what has no last dimension."""
-        stop = self.start + self.num_rows * self.row_tokens
-        block = packed_1HTD[0, :, self.start : stop]
-        return torch.unflatten(block, 1, (self.num_rows, self.row_tokens)).transpose(0, 1)
+def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
+    """o_1HTD of one row: in pieces where they pay."""
+    num_tokens = q_1HTD.shape[2]
+    if num_tokens <= PIECED_TOKENS and has_flash(q_1HTD, v_1KTD):
+        nothing = k_1KTD[:, :, :0], v_1KTD[:, :, :0]
+        spans = Spans(lengths=(num_tokens,))
+        return shared_prompt_attention(q_1HTD, nothing, k_1KTD, v_1KTD, spans, scale)
+    return F.scaled_dot_product_attention(
+        q_1HTD, k_1KTD, v_1KTD, is_causal=True, scale=scale, enable_gqa=True
+    )
 
 
-def blocks_of(lengths: Sequence[int]) -> Iterator[Block]:
-    first = start = 0
-    for row in range(1, len(lengths) + 1):
-        if row == len(lengths) or lengths[row] != lengths[first]:
-            if lengths[first]:
-                yield Block(start, row - first, lengths[first])
-            start += (row - first) * lengths[first]
-            first = row
-
-
-def _inside(branch: Branch, packed_1HTD: Tensor) -> Tensor:
-    return packed_1HTD[:, :, branch.start : branch.stop]
-
-
-def _below(branch: Branch, packed_1HTD: Tensor) -> Tensor:
-    return packed_1HTD[:, :, branch.stop : branch.end]
+def has_flash(q_1HTD: Tensor, v_1KTD: Tensor) -> bool:
+    """Whether the kernels of the CPU take it."""
+    return q_1HTD.device.type == "cpu" and q_1HTD.shape[-1] == v_1KTD.shape[-1]
 
 
 class _SharedPrompt(torch.autograd.Function):
@@ -87,13 +74,12 @@ class _SharedPrompt(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         o_1HTD, lse_1HT = _over_prompt(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, scale)
-        for block in blocks_of(spans.lengths):
-            q, k, v = (block.of(packed) for packed in (q_1HTD, k_1KTD, v_1KTD))
-            _merge(block.of(o_1HTD), block.of(lse_1HT), *_flash(q, k, v, 0.0, True, scale=scale))
-        for branch in spans.branches:
-            q, o, lse = (_below(branch, packed) for packed in (q_1HTD, o_1HTD, lse_1HT))
-            k, v = (_inside(branch, packed) for packed in (k_1KTD, v_1KTD))
-            _merge(o, lse, *_flash(q, k, v, 0.0, False, scale=scale))
+        o, q, k, v = (_wide(packed) for packed in (o_1HTD, q_1HTD, k_1KTD, v_1KTD))
+        for piece in pieces_of(spans):
+            given = piece.queries(q), piece.keys(k), piece.keys(v)
+            own = _flash(*given, 0.0, piece.is_causal, scale=scale)
+            _merge(piece.queries(o), piece.queries(lse_1HT), *own)
+        o_1HTD = o.to(q_1HTD.dtype)
         ctx.save_for_backward(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, k_1KTD, v_1KTD, o_1HTD, lse_1HT)
         ctx.spans, ctx.scale = spans, scale
         return o_1HTD
@@ -102,24 +88,25 @@ class _SharedPrompt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_1HTD: Tensor) -> tuple[Tensor | None, ...]:
         q, prompt_k, prompt_v, k, v, o, lse = ctx.saved_tensors
+        narrow = q.dtype
         dq, dprompt_k, dprompt_v = _prompt_backward(
             do_1HTD, q, prompt_k, prompt_v, o, lse, ctx.scale
         )
+        dq, do, q, k, v, o = (_wide(packed) for packed in (dq, do_1HTD, q, k, v, o))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for block in blocks_of(ctx.spans.lengths):
-            given = [block.of(packed) for packed in (do_1HTD, q, k, v, o)]
-            grads = _flash_backward(*given, block.of(lse), 0.0, True, scale=ctx.scale)
-            block.of(dq).add_(grads[0])
-            block.of(dk).copy_(grads[1])
-            block.of(dv).copy_(grads[2])
-        for branch in ctx.spans.branches:
-            below = [_below(branch, packed) for packed in (do_1HTD, q, o, lse)]
-            inside = [_inside(branch, packed) for packed in (k, v)]
-            grads = _flash_backward(*below[:2], *inside, *below[2:], 0.0, False, scale=ctx.scale)
-            _below(branch, dq).add_(grads[0])
-            _inside(branch, dk).add_(grads[1])
-            _inside(branch, dv).add_(grads[2])
-        return dq, dprompt_k, dprompt_v, dk, dv, None, None
+        for piece in pieces_of(ctx.spans):
+            given = piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v)
+            merged = piece.queries(o), piece.queries(lse)
+            grads = _flash_backward(*given, *merged, 0.0, piece.is_causal, scale=ctx.scale)
+            piece.queries(dq).add_(grads[0])
+            piece.keys(dk).add_(grads[1])
+            piece.keys(dv).add_(grads[2])
+        return dq.to(narrow), dprompt_k, dprompt_v, dk.to(narrow), dv.to(narrow), None, None
+
+
+def _wide(packed: Tensor) -> Tensor:
+    """On few tokens the kernels are up to three times faster in float32 than in bfloat16."""
+    return packed if packed.dtype == torch.float64 else packed.float()
 
 
 def _over_prompt(
@@ -146,7 +133,5 @@ def _prompt_backward(
 
 def _merge(o_NHRD: Tensor, lse_NHR: Tensor, own_NHRD: Tensor, own_lse_NHR: Tensor) -> None:
     """Into the first two, which hold the prompt's part."""
-    weight = torch.sigmoid(own_lse_NHR - lse_NHR).unsqueeze(-1)
-    merged = torch.lerp(o_NHRD.to(weight.dtype), own_NHRD.to(weight.dtype), weight)
-    o_NHRD.copy_(merged)
+    o_NHRD.lerp_(own_NHRD, torch.sigmoid(own_lse_NHR - lse_NHR).unsqueeze(-1))
     lse_NHR.copy_(torch.logaddexp(lse_NHR, own_lse_NHR))

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coppice.train.attention import shared_prompt_attention
+from coppice.train.attention import causal_attention, shared_prompt_attention
 from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
 from coppice.train.prompt_kv import Layers
 from coppice.train.spans import Spans
@@ -68,7 +67,7 @@ class PromptContext(Context):
             self.made[layer] = k_1KTD, v_1KTD
         if self.may_stop and len(self.made) == self.num_layers:
             raise PromptDone
-        return _causal(q_1HTD, k_1KTD, v_1KTD, scale)
+        return causal_attention(q_1HTD, k_1KTD, v_1KTD, scale)
 
     def take(self) -> Layers:
         """Once. A checkpoint's graph holds its context, so a context that held the graph's tensors
@@ -142,7 +141,7 @@ class PackedContext(Context):
             zip(*(torch.split(x, self.sizes, 2) for x in (q_1HTD, k_1KTD, v_1KTD)), strict=True)
         )
         num_groups = len(self.groups)
-        prompts = [_causal(q, k, v, scale) for q, k, v in parts[:num_groups]]
+        prompts = [causal_attention(q, k, v, scale) for q, k, v in parts[:num_groups]]
         responses = [
             shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, scale)
             for (_, prompt_k, prompt_v), (q, k, v), (_, spans) in zip(
@@ -150,12 +149,6 @@ class PackedContext(Context):
             )
         ]
         return torch.cat([*prompts, *responses], 2)
-
-
-def _causal(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q_1HTD, k_1KTD, v_1KTD, is_causal=True, scale=scale, enable_gqa=True
-    )
 
 
 class _Inject(torch.autograd.Function):
