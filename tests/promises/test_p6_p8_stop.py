@@ -56,21 +56,23 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
         assert all(call.outcomes == ["done"] * 2 for call in early.calls)
         assert counted(server) == {"done": 2 * len(early.calls)}
 
-        with load(server.url, max_tokens=200, num_threads=3) as running:
-            # They can all end in one step, and the drain with them: one that has just begun a long
-            # call keeps the server until the others have come again.
-            with load(server.url, max_tokens=900, num_threads=1) as long:
-                warm(long, 1)
-                num_answered = len(running.calls) + len(long.calls)
-                num_admitted = rollouts_running(server)
-                told = time.monotonic()
-                server.signal(signal.SIGTERM)
-                until(
-                    lambda: any(c.code == "draining" for c in [*running.calls, *long.calls]),
-                    seconds=STOP_SECONDS,
-                    what="new callers are sent away",
-                )
-                assert server.wait(STOP_SECONDS) == 0
+        # They can all end in one step, and the drain with them: one that has just begun a long call
+        # keeps the server until the others have come again.
+        with (
+            load(server.url, max_tokens=200, num_threads=3) as running,
+            load(server.url, max_tokens=900, num_threads=1) as long,
+        ):
+            warm(long, 1)
+            num_answered = len(running.calls) + len(long.calls)
+            num_admitted = rollouts_running(server)
+            told = time.monotonic()
+            server.signal(signal.SIGTERM)
+            until(
+                lambda: any(c.code == "draining" for c in [*running.calls, *long.calls]),
+                seconds=STOP_SECONDS,
+                what="new callers are sent away",
+            )
+            assert server.wait(STOP_SECONDS) == 0
         calls = [*running.calls, *long.calls]
         done = [call for call in calls if call.outcomes == ["done"] * 2]
         assert num_admitted and len(done) >= num_answered + num_admitted
