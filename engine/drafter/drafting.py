@@ -1,17 +1,9 @@
-"""How much the drafter drafts, and what becomes of it: in EngineCore, around its scheduler.
+"""What the drafter is made to draft, and what becomes of it: in EngineCore, around its scheduler.
 
 vLLM's scheduler reads one draft length for the whole batch from a table over batch sizes; all of
 the table is set before a step is scheduled. The drafts that a step makes are verified by the next
-one, so a length is held for a few steps and only those that verify as much as they draft are timed,
-from one call of the scheduler to the next: all that a step is, the host's work and the drafter's
-too.
-
-Which length is left to the controller that `siblings` has, with its cost model and its guard. It
-weighs tokens one by one; here all rows are alike, so it is told of rows that are alike, and the
-number that it would send is rounded to whole rows. While it sends nothing it learns nothing of the
-drafter, so now and then, and while a new drafter is on trial, one token is drafted all the same.
-
-No drafts get a sample with a seed, one that refuses them, and none goes beyond a sample's end.
+one, so only those that verify as much as they draft are timed, from one call of the scheduler to
+the next: all that a step is, the host's work and the drafter's too.
 """
 
 import time
@@ -20,36 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.drafter.acceptance import Acceptance
 from engine.drafter.counts import Counted, Pairs
+from engine.drafter.length import Asked, Length
+from engine.drafter.wanted import Wanted
 from engine.guard import feature
-from engine.protocol import SpeculationChoice, SpeculationSkip
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step as CostStep
-from engine.speculation.cost import StepCost
 from engine.speculation.counts import SCOPES, Counts
-from engine.speculation.profile import Profile
-from engine.speculation.rows import skip_of
 
 FEATURE: Final = feature("drafter")
-HELD: Final = 4
-"""Steps that a length is kept for at least."""
-PROBED_EVERY: Final = 128
-"""Lengths chosen from one probe to the next, of which there are so many in a row:"""
-PROBES: Final = 2
-NEW_PROBES: Final = 16
-"""After the weights or the drafter changed."""
 _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alike:
-    """Drafts of as many rows, to the controller: contract Draft."""
-
-    lengths: NDArray[np.int32]
-    probability: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +52,7 @@ class Drafting:
     ) -> None:
         self.scheduler = scheduler
         self.longest = longest
-        self.controller = controller or Controller()
-        self.profile: Profile | None = None
+        self.length = Length(longest, controller or Controller())
         self.on_trial = False
         self.serving = serving
         self._weights = weights
@@ -87,17 +60,13 @@ class Drafting:
         self._clock = clock
         self._counts = Counts()
         self._pairs = Pairs()
+        self._wanted = Wanted(scheduler.requests, longest, self._counts.skipped)
         self._acceptance: dict[str, Acceptance] = {}
-        self._skips: dict[str, SpeculationSkip | None] = {}
         self._settled = serving
-        self._length = 0
-        self._is_probe = False
+        self._tokens = 0
         self._judged = False
         self._began = 0.0
-        self._held = 0
         self._drafted_before = 0
-        self._probes = NEW_PROBES
-        self._num_chosen = 0
         self._emitted = 0
         self._step: Step | None = None
         self._past_prompt: set[str] = set()
@@ -123,12 +92,12 @@ class Drafting:
         self.scheduler.schedule = scheduled
         self.scheduler.make_spec_decoding_stats = counted
         self.scheduler.update_draft_token_ids = updated
-        self._set_length(0)
+        self._draft(0)
 
     # What vLLM calls, step by step
 
     def _no_drafts(self) -> None:
-        self._set_length(0)
+        self._draft(0)
 
     @FEATURE.guarded(_no_drafts)
     def before(self) -> None:
@@ -140,7 +109,9 @@ class Drafting:
             r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens
         ]
         if running:
-            self._hold_or_choose(len(running), sum(r.num_tokens for r in running))
+            self._draft(self.length.at(self._asked(running)))
+            if self.length.profile is None:
+                self._counts.step(self.length.choice())
 
     @FEATURE.returning(None)
     def after(self, output: Any) -> None:
@@ -154,7 +125,7 @@ class Drafting:
             bool(past)
             and past == scheduled.keys()
             and past <= self._past_prompt
-            and self._drafted_before == self._length
+            and self._drafted_before == self._tokens
         )
         self._step = Step(
             began=self._began,
@@ -163,13 +134,13 @@ class Drafting:
             verified=len(past) + drafting,
             steady=steady,
         )
-        self._past_prompt, self._drafted_before, self._emitted = past, self._length, len(past)
+        self._past_prompt, self._drafted_before, self._emitted = past, self._tokens, len(past)
         self._judged = False
         self._trim_placeholders(scheduled)
 
     @FEATURE.returning(None)
     def verified(self, num_drafted: int, num_accepted: int) -> None:
-        if self.profile is not None:
+        if self.length.profile is not None:
             return
         known = self._known()
         if not self._judged:
@@ -187,14 +158,14 @@ class Drafting:
         for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = self.scheduler.requests.get(request_id)
             if request is not None:
-                del tokens[self._limit(request) :]
+                del tokens[self._wanted.limit(request) :]
 
     def _trim_placeholders(self, scheduled: dict[str, int]) -> None:
         """Where steps are scheduled ahead, drafts are not seen here, only the room for them."""
         for request_id in scheduled:
             request = self.scheduler.requests[request_id]
             if request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self._limit(request)]
+                request.spec_token_ids = request.spec_token_ids[: self._wanted.limit(request)]
 
     # Asked for by the service, between two steps
 
@@ -202,79 +173,42 @@ class Drafting:
         self.serving, self.on_trial = version, on_trial
 
     def begin_profile(self) -> None:
-        self.profile = Profile(self.longest)
+        self.length.begin_profile()
 
     def end_profile(self) -> list[CostStep]:
-        assert self.profile is not None, "begun"
-        steps = self.profile.steps()
-        self.controller = Controller(StepCost(steps))
-        self.profile, self._held = None, 0
-        return steps
+        return self.length.end_profile()
 
     def read(self) -> Counted:
-        self._counts.gain_ratio = self.controller.gain_ratio
-        self._counts.cost_error_ratio = self.controller.cost.error
+        controller = self.length.controller
+        self._counts.gain_ratio = controller.gain_ratio
+        self._counts.cost_error_ratio = controller.cost.error
         return Counted(
             serving=self.serving, speculation=self._counts.read(), pairs=self._pairs.read()
         )
 
-    # Lengths
-
-    def _hold_or_choose(self, running: int, context: int) -> None:
-        self._held -= 1
-        if self._held < 0:
-            self._held = HELD - 1
-            self._set_length(self._chosen(running, context))
-        if self.profile is None:
-            self._counts.step(self._choice())
-
-    def _choice(self) -> SpeculationChoice:
-        """Where less than half a token a row was worth it, none is drafted."""
-        if self._is_probe:
-            return "probed"
-        choice = self.controller.choice
-        return "not_worth_it" if choice == "drafted" and self._length == 0 else choice
-
-    def _chosen(self, running: int, context: int) -> int:
-        self._is_probe = False
-        if self.profile is not None:
-            return min(self.profile.next_length(running), self.longest)
-        self._num_chosen += 1
-        if self._num_chosen % PROBED_EVERY == 0:
-            self._probes = max(self._probes, PROBES)
-        length = self._worth_it(running, context)
-        if length == 0 and self.controller.choice != "checked":
-            self._is_probe = self.on_trial or self._probes > 0
-        if self._is_probe or length > 0:
-            self._probes = max(0, self._probes - 1)
-        return 1 if self._is_probe else length
-
-    def _worth_it(self, running: int, context: int) -> int:
-        if not self.controller.wants_drafts():
-            return 0
-        probability = self._known().probabilities()
-        drafted = Alike(
-            lengths=np.full(running, self.longest, np.int32),
-            probability=np.tile(probability, (running, 1)),
+    def _asked(self, running: list[Any]) -> Asked:
+        return Asked(
+            running=len(running),
+            context=sum(request.num_tokens for request in running),
+            probability=self._known().probabilities(),
+            on_trial=self.on_trial,
         )
-        lengths = self.controller.lengths(drafted, running=running, context=context)
-        return round(float(lengths.mean()))
 
-    def _set_length(self, length: int) -> None:
-        self._length = length
+    def _draft(self, tokens: int) -> None:
+        self._tokens = tokens
         lookup = self.scheduler.dynamic_sd_lookup
-        lookup[:] = [length] * len(lookup)
+        lookup[:] = [tokens] * len(lookup)
 
     def _settle(self, now: float) -> None:
         step, self._step = self._step, None
-        if step is None or not step.steady or not self.scheduler.running:
-            return
-        measured = {"running": step.running, "context": step.context, "verified": step.verified}
-        seconds = now - step.began
-        if self.profile is not None:
-            self.profile.observed(**measured, seconds=seconds)
-        else:
-            self.controller.observed(**measured, seconds=seconds, emitted=self._emitted)
+        if step is not None and step.steady and self.scheduler.running:
+            self.length.observed(
+                running=step.running,
+                context=step.context,
+                verified=step.verified,
+                seconds=now - step.began,
+                emitted=self._emitted,
+            )
 
     # Who drafts for whom
 
@@ -291,32 +225,11 @@ class Drafting:
             for known in self._acceptance.values():
                 known.weights_changed()
         self._acceptance = {settled: self._acceptance.get(settled, Acceptance(self.longest))}
-        self.controller = type(self.controller)(self.controller.cost)
-        self._probes, self._held = NEW_PROBES, 0
+        self.length.begin_anew()
         self._settled, self._last_weights = settled, weights
 
     def _known(self) -> Acceptance:
         return self._acceptance.setdefault(self.serving, Acceptance(self.longest))
-
-    def _limit(self, request: Any) -> int:
-        """A step brings one token more than it accepts; none is wanted beyond the last."""
-        if self._skip(request) is not None:
-            return 0
-        left = int(request.max_tokens - request.num_output_tokens) - 1
-        return max(0, min(self.longest, left))
-
-    def _skip(self, request: Any) -> SpeculationSkip | None:
-        known = self._skips
-        if request.request_id not in known:
-            if len(known) > 2 * len(self.scheduler.requests) + 64:
-                self._skips = known = {
-                    name: skip for name, skip in known.items() if name in self.scheduler.requests
-                }
-            sampling = request.sampling_params
-            skip = known[request.request_id] = skip_of(sampling.extra_args or {}, sampling)
-            if skip is not None:
-                self._counts.skipped(skip)
-        return known[request.request_id]
 
 
 def _past_prompt(request: Any, scheduled: int) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.drafter import drafting as module
-from engine.drafter.drafting import HELD, NEW_PROBES
+from engine.drafter.length import HELD, NEW_PROBES
 from engine.guard import FeatureState
 from engine.speculation.rows import NO_DRAFTS
 from tests.engine.drafter.scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
@@ -66,7 +66,7 @@ def test_a_length_is_held_so_that_steps_can_be_timed() -> None:
     assert all(
         later - earlier >= HELD for earlier, later in zip(changes, changes[1:], strict=False)
     )
-    assert drafting.controller.gain_ratio > 1.5
+    assert drafting.length.controller.gain_ratio > 1.5
 
 
 def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
@@ -141,7 +141,7 @@ def test_what_fails_here_drafts_nothing_and_harms_nobody() -> None:
     scheduler = with_rows(Scheduler())
     drafting = drafting_over(scheduler)
     steps(scheduler, 100)
-    del drafting.controller
+    del drafting.length.controller
     steps(scheduler, HELD + 1)
     assert set(steps(scheduler, 50)) == {0}
     assert not module.FEATURE.state.on
@@ -151,8 +151,8 @@ def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
     scheduler = with_rows(Scheduler())
     drafting = drafting_over(scheduler)
     steps(scheduler, 200)
-    gained = drafting.controller.gain_ratio
+    gained = drafting.length.controller.gain_ratio
     scheduler.now += 3600
     scheduler.running.clear()
     drafting.before()
-    assert drafting.controller.gain_ratio == gained
+    assert drafting.length.controller.gain_ratio == gained
