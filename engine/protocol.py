@@ -386,11 +386,12 @@ class Engine(Protocol):
     swap_weights: to be called while paused; the caller resumes. Loads checked files, forgets every
         cached prefix and stamps `version` on every token sampled from then on. LoadFailed: the
         previous weights are back. EngineDead: they are not, and the engine must not be resumed.
+        Adapters stay loaded, and go on over the new weights.
     drafter: None where no small model drafts; then nothing below may be called.
     drafter_file: all tensors of the drafter that serves; it may be replaced at any time after.
     check_drafter: as check_weights, against the drafter.
-    offer_drafter: takes the checked file away, for a trial. DrafterRefused: it was not taken.
-        Adapters stay loaded, and go on over the new weights.
+    offer_drafter: takes the checked file away, off the loop, for a trial. DrafterRefused: it was
+        not taken.
     check_adapter: as check_weights, for the directory of a LoRA adapter.
     load_adapter: from a checked directory, which stays as it is until it is unloaded, under a label
         that is not in use; at most `facts.max_adapters`. Samples run on meanwhile. A label that was
@@ -455,7 +456,7 @@ class Engine(Protocol):
 
     def check_drafter(self, path: Path) -> None: ...
 
-    def offer_drafter(self, path: Path, version: str) -> None: ...
+    async def offer_drafter(self, path: Path, version: str) -> None: ...
 
     def check_adapter(self, path: Path) -> AdapterForm: ...
 

@@ -429,9 +429,9 @@ class VllmEngine:
         assert self._first_drafter is not None, "there is one"
         check(self._first_drafter, path, dtype=self.facts.dtype)
 
-    def offer_drafter(self, path: Path, version: str) -> None:
+    async def offer_drafter(self, path: Path, version: str) -> None:
         assert self._drafter is not None, "there is one"
-        self._drafter.offer(path, version)
+        await self._drafter.offer(path, version)
 
     # Adapters
 

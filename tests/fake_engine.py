@@ -278,7 +278,7 @@ class FakeEngine:
         if isinstance(self.refused_drafter, CheckpointRefused):
             raise self.refused_drafter
 
-    def offer_drafter(self, path: Path, version: str) -> None:
+    async def offer_drafter(self, path: Path, version: str) -> None:
         if self.refused_drafter is not None:
             raise self.refused_drafter
         self.offered.append((version, path.read_bytes()))

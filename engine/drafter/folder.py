@@ -11,6 +11,7 @@ own, which goes with it. Whatever is written is whole or not there.
 
 import fcntl
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -59,12 +60,22 @@ class Folder:
     def file(self, version: str) -> Path:
         return self.path / f"{version}.safetensors"
 
-    def take(self, source: Path, version: str) -> Path:
-        """A whole file becomes the version's, wherever it was."""
-        part = self.path / f".{version}.part"
-        shutil.move(source, part)
-        part.replace(self.file(version))
-        return self.file(version)
+    def bring(self, source: Path) -> Path:
+        """A whole file, in here under nobody's name. From another disk it is copied, however long
+        that takes."""
+        handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.path)
+        os.close(handle)
+        part = Path(name)
+        try:
+            shutil.move(source, part)
+        except BaseException:
+            part.unlink()
+            raise
+        return part
+
+    def take(self, file: Path, version: str) -> None:
+        """One that is in here already becomes the version's."""
+        file.replace(self.file(version))
 
     def settle(self, version: str) -> None:
         """It serves from now on, after the next start too."""

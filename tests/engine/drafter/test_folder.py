@@ -33,7 +33,7 @@ def test_what_was_settled_serves_after_the_next_start(opened: Opened, tmp_path: 
     folder = opened()
     assert folder.serving == FIRST
     (tmp_path / "new").write_bytes(folder.file(FIRST).read_bytes())
-    folder.take(tmp_path / "new", "better")
+    folder.take(folder.bring(tmp_path / "new"), "better")
     folder.settle("better")
     folder.close()
     again = opened()
