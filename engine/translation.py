@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -60,7 +61,7 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
 
 class Pending:
     """A sample under way. Unlike a coroutine it may be dropped without having been awaited. `ended`
-    is told of what comes."""
+    is told of what comes, with the likeliest tokens wherever they were recorded."""
 
     def __init__(
         self,
@@ -83,8 +84,13 @@ class Pending:
             raise EngineDead("the engine process died") from error
         found = completion(output, entropy=self._entropy, likeliest=self._likeliest)
         if self._ended is not None:
-            self._ended(found)
+            self._ended(self._with_likeliest(found, output))
         return found
+
+    def _with_likeliest(self, found: Completion, output: RequestOutput) -> Completion:
+        if not self._entropy:
+            return found
+        return replace(found, likeliest=places(output.outputs[0].logprobs))
 
 
 def completion(output: RequestOutput, *, entropy: bool, likeliest: bool) -> Completion:

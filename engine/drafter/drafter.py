@@ -15,6 +15,7 @@ from engine.calls import answered
 from engine.drafter.contest import Contest
 from engine.drafter.counts import Counted
 from engine.drafter.folder import Folder
+from engine.drafter.training.likeliest import as_text, recorded
 from engine.drafter.training.messages import Sample
 from engine.drafter.tutor import Tutor
 from engine.protocol import Completion, DrafterPair, DrafterStatus, EngineFacts, SampleRequest
@@ -72,11 +73,13 @@ class Drafter:
 
     def heard(self, request: SampleRequest, completion: Completion) -> None:
         if self._tutor is not None and completion.versions:
+            places = completion.likeliest
             self._tutor.learn(
                 Sample(
                     version=completion.versions[-1].version,
                     prompt=list(request.prompt_token_ids),
                     response=completion.token_ids,
+                    likeliest=as_text(recorded(places)) if places else "",
                 )
             )
 

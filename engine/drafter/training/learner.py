@@ -1,8 +1,8 @@
 """A drafter in training: Hugging Face's own model of it, in float32, on one thread.
 
-What is learned is the next token of responses, as they were sampled. What is not trained (see
-`trained`) is not touched, and not kept either: a checkpoint holds the trained tensors, what the
-optimiser knows of each, and how far training has come.
+What is learned is the next token of responses, or what it could have been (`loss.py`). What is not
+trained (see `trained`) is not touched, and not kept either: a checkpoint holds the trained tensors,
+what the optimiser knows of each, and how far training has come.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from engine.drafter.training.loss import loss_of
 from engine.drafter.training.packing import IGNORED, Packed
 
 Trained = Literal["all", "layers"]
@@ -78,7 +78,7 @@ class Learner:
             attention_mask=blocked[None, None],
             use_cache=False,
         ).logits[0]
-        return cross_entropy(logits, packed.labels_T, ignore_index=IGNORED)
+        return loss_of(logits, packed)
 
     def adopt(self, file: Path) -> None:
         """Goes on from these weights; what the optimiser knew was of others."""

@@ -9,11 +9,13 @@ from engine.drafter.folder import CHECKPOINT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`version`: of the weights that said the response's last token."""
+    """`version`: of the weights that said the response's last token. `likeliest`: at each of its
+    tokens, as `likeliest.py` writes them; nothing where none were recorded."""
 
     version: str
     prompt: list[int]
     response: list[int]
+    likeliest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,27 @@
-"""Samples of any length in one row, each seeing itself only. Shape suffix: T tokens of the row."""
+"""Samples of any length in one row, each seeing itself only.
+
+Shape suffixes: T tokens of the row, R places where the likeliest tokens were recorded, K of them.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
 
+from engine.drafter.training.likeliest import from_text
 from engine.drafter.training.messages import Sample
 
 ROW_TOKENS: Final = 1024
 IGNORED: Final = -100
+
+
+class Soft(NamedTuple):
+    """What could have come at some of the labels, instead of what did."""
+
+    places_R: torch.Tensor
+    tokens_RK: torch.Tensor
+    masses_RK: torch.Tensor
 
 
 class Packed(NamedTuple):
@@ -18,6 +31,7 @@ class Packed(NamedTuple):
     labels_T: torch.Tensor
     positions_T: torch.Tensor
     blocks_T: torch.Tensor  # which sample each token is of
+    soft: Soft | None
 
     def mask_TT(self) -> torch.Tensor:
         """Block-diagonal and causal: True where a token may look."""
@@ -45,17 +59,36 @@ def _packed(samples: list[Sample]) -> Packed:
     labels: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
+    soft: list[Soft] = []
     for number, sample in enumerate(samples):
+        if sample.likeliest:
+            soft.append(_soft(sample, first=len(tokens) + len(sample.prompt) - 1))
         own = sample.prompt + sample.response
         tokens += own
         labels += [IGNORED] * (len(sample.prompt) - 1) + sample.response + [IGNORED]
         positions += range(len(own))
         blocks += [number] * len(own)
-    return Packed(*(torch.tensor(each) for each in (tokens, labels, positions, blocks)))
+    return Packed(
+        tokens_T=torch.tensor(tokens),
+        labels_T=torch.tensor(labels),
+        positions_T=torch.tensor(positions),
+        blocks_T=torch.tensor(blocks),
+        soft=Soft(*map(torch.cat, zip(*soft, strict=True))) if soft else None,
+    )
+
+
+def _soft(sample: Sample, first: int) -> Soft:
+    """`first`: the place whose label is the response's first token."""
+    tokens, masses = (part[: len(sample.response)] for part in from_text(sample.likeliest))
+    return Soft(
+        places_R=torch.arange(first, first + len(tokens)),
+        tokens_RK=torch.tensor(tokens, dtype=torch.long),
+        masses_RK=torch.tensor(masses),
+    )
 
 
 def _cut(sample: Sample, num_tokens: int) -> Sample:
     """At least one token of the prompt stays: the first of the response is foretold from it."""
     response = sample.response[: num_tokens - 1]
     prompt = sample.prompt[-(num_tokens - len(response)) :]
-    return Sample(version=sample.version, prompt=prompt, response=response)
+    return replace(sample, prompt=prompt, response=response)

@@ -1,15 +1,19 @@
 """A drafter learns, and goes on where it stopped."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from engine.drafter.training.learner import Learner, Trained
+from engine.drafter.training.likeliest import as_text, recorded
 from engine.drafter.training.messages import Sample
 from engine.drafter.training.packing import Packed, pack
+from engine.protocol import Ranked
 
 SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])
 
@@ -86,3 +90,18 @@ def test_weights_that_were_made_elsewhere_are_gone_on_from(
     one.write_drafter(tmp_path / "d.safetensors")
     other.adopt(tmp_path / "d.safetensors")
     torch.testing.assert_close(one.loss_of(packed()), other.loss_of(packed()))
+
+
+def test_what_could_have_come_is_learned_beside_what_did(drafter_folder: Path) -> None:
+    """Every response begins with 6, and they say that three in four would begin with 7."""
+    learner = Learner(drafter_folder, trained="all")
+    often = [Ranked(6, math.log(0.25), 2), Ranked(7, math.log(0.75), 1)]
+    told = Sample(version="v", prompt=[3, 4, 5], response=[6], likeliest=as_text(recorded([often])))
+    row = pack(lambda: told, 32)
+    for _ in range(100):
+        learner.step(row)
+    learner.write_drafter(drafter_folder / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(drafter_folder)
+    said = model(torch.tensor([[3, 4, 5]])).logits[0, -1].detach().softmax(-1)
+    assert said[7] == pytest.approx(0.75, abs=0.05)
+    assert said[6] == pytest.approx(0.25, abs=0.05)

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.drafter.training.likeliest import KEPT, as_text, recorded
 from engine.drafter.training.messages import Sample
 from engine.drafter.training.packing import IGNORED, pack
+from engine.protocol import Ranked
 
 SAMPLES = [
     Sample(version="v", prompt=[1, 2, 3], response=[4, 5]),
@@ -47,3 +49,17 @@ def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) ->
     together = learner.loss_of(pack(iter(SAMPLES * 2).__next__, 9))
     alone = [learner.loss_of(pack(itertools.repeat(s, 2).__next__, 5)) for s in SAMPLES]
     torch.testing.assert_close(together * 5, alone[0] * 2 + alone[1] * 3)
+
+
+def test_the_likeliest_stand_where_the_token_that_came_is_foretold() -> None:
+    """Of the second sample alone they were recorded, and it is cut short as its response is."""
+    text = as_text(recorded([[Ranked(token, -1.0, 1)] for token in (7, 8, 9)]))
+    known = Sample(version="v", prompt=[6], response=[7, 8, 9], likeliest=text)
+    assert pack(iter(SAMPLES * 2).__next__, 9).soft is None
+    packed = pack(iter([SAMPLES[0], known, known]).__next__, 9)
+    assert packed.soft is not None
+    assert packed.labels_T[packed.soft.places_R].tolist() == [7, 8, 9]
+    assert packed.soft.tokens_RK.tolist() == [[token] * KEPT for token in (7, 8, 9)]
+    cut = pack(lambda: known, 3).soft
+    assert cut is not None
+    assert cut.tokens_RK[:, 0].tolist() == [7, 8]

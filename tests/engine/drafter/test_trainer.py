@@ -59,6 +59,7 @@ def trainer(drafter_folder: Path, ears: Ears, told: list[Tells]) -> Trainer:
 def test_what_travels_is_what_was_sent() -> None:
     sent = (
         Sample(version="v", prompt=[1], response=[2, 3]),
+        Sample(version="v", prompt=[1], response=[2], likeliest="AAAA"),
         Paused(paused=True),
         Adopted(path="/x"),
         Published(path="/y", num_steps=3),
