@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helm.panels import ROWS, Panel
+from helm.panel import Panel
+from helm.panels import ROWS
 
 FILE = Path(__file__).parent / "coppice" / "monitoring" / "dashboard.json"
 WIDTH, HEIGHT, PER_ROW = 8, 7, 3

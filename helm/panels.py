@@ -1,22 +1,11 @@
-"""The panels of the dashboard, row by row: what each shows, in which unit, and by which queries.
+"""The panels of the dashboard, row by row; those about drafts are in helm/drafts.py.
 
 A test holds every series that is named here against the server's own metrics and vLLM's.
 """
 
-from dataclasses import dataclass
-
+from helm.drafts import DRAFTER, GRAPHS, SPECULATION
+from helm.panel import Panel
 from helm.queries import level, quantiles, rate, share
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """`queries`: PromQL by legend; CHOSEN stands for the labels of the release."""
-
-    title: str
-    unit: str
-    description: str
-    queries: dict[str, str]
-
 
 ROWS: dict[str, list[Panel]] = {
     "Throughput": [
@@ -139,41 +128,9 @@ ROWS: dict[str, list[Panel]] = {
             {"{{instance}}": rate("vllm:num_preemptions_total", "instance")},
         ),
     ],
-    "Speculation": [
-        Panel(
-            "What drafts are worth",
-            "short",
-            "Time that the last tokens would have taken without drafts, over what they took.",
-            {"{{instance}}": level("coppice_speculation_gain_ratio")},
-        ),
-        Panel(
-            "Drafted tokens accepted",
-            "percentunit",
-            "By whose text they were taken from.",
-            {
-                "{{scope}}": f"{rate('coppice_speculation_accepted_tokens_total', 'scope')} / "
-                f"({rate('coppice_speculation_drafted_tokens_total', 'scope')} > 0)"
-            },
-        ),
-        Panel(
-            "Steps by what became of their drafts",
-            "short",
-            "Drafted, or why not; checked: left out to measure; resting: they cost more than they "
-            "saved.",
-            {"{{choice}}": rate("coppice_speculation_steps_total", "choice")},
-        ),
-        Panel(
-            "Tokens gained a draft",
-            "short",
-            "Accepted tokens for every draft that was verified.",
-            {
-                "accepted a draft": share(
-                    "vllm:spec_decode_num_accepted_tokens_total",
-                    "vllm:spec_decode_num_drafts_total",
-                )
-            },
-        ),
-    ],
+    "Speculation": SPECULATION,
+    "The drafter": DRAFTER,
+    "CUDA graphs": GRAPHS,
     "Prompt KV": [
         Panel(
             "Arena",
