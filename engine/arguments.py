@@ -56,7 +56,7 @@ def engine_arguments(
         **_graphs(graphs),
     )
     if speculation.mode != "off":
-        speculate(arguments, speculation)
+        speculate(arguments, speculation, graphs)
     return arguments
 
 

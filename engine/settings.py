@@ -114,8 +114,9 @@ class SpeculationSettings(BaseModel):
     ] = 0.5
 
 
-def _readable(text: str) -> str:
-    Lengths.parse(text)
+def _readable(text: str | None) -> str | None:
+    if text is not None:
+        Lengths.parse(text)
     return text
 
 
@@ -131,14 +132,14 @@ class GraphsSettings(BaseModel):
         ),
     ] = None
     lengths: Annotated[
-        str,
+        str | None,
         BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
         AfterValidator(_readable),
         Field(
             description="draft tokens that may be chosen, by samples running: 8:0,2,4 32:0,2 0 is "
-            "0, 2 or 4 up to 8 samples, 0 or 2 up to 32, none beyond"
+            "0, 2 or 4 up to 8 samples, 0 or 2 up to 32, none beyond; none: as speculation drafts"
         ),
-    ] = "0"
+    ] = None
     mixed_tokens: Annotated[
         int,
         Field(ge=0, description="tokens of the largest graph for steps that compute prompts too"),

@@ -172,7 +172,11 @@ class VllmEngine:
     def _start_vllm(self, model: Path) -> None:
         self._scratch = Scratch()
         self._plan = plan_for_start(
-            self._settings, self._graph_settings, model, on_cpu=current_platform.is_cpu()
+            self._settings,
+            self._graph_settings,
+            self._speculating,
+            model,
+            on_cpu=current_platform.is_cpu(),
         )
         self._llm = launch(
             self._settings,

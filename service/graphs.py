@@ -9,11 +9,11 @@ from service.settings import Settings
 
 def plan_as_text(settings: Settings) -> str:
     """StartFailed says why there is no plan."""
-    engine, graphs = settings.engine, settings.graphs
+    engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
     model = locate_config(engine.model, engine.revision)
     plan, limits, trace = (
-        planned(engine, graphs, model),
-        limits_of(engine, graphs),
+        planned(engine, graphs, speculation, model),
+        limits_of(engine, graphs, speculation),
         trace_of(graphs),
     )
     asked = trace.counts() if trace else demand(limits, mixed_tokens=0, trace=None)

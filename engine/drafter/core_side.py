@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.drafter.counts import Counted
 from engine.drafter.drafting import Drafting
-from engine.environment import speculation_settings
+from engine.environment import graph_plan, speculation_settings
 from engine.speculation.controller import Controller
 from engine.speculation.cost import StepCost
 from engine.speculation.kept_profile import KeptProfile
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 def coppice_draft(self: "EngineCore", serving: str) -> bool:
     """Lengths are chosen from here on: whether a profile is to be made first."""
-    steps = _kept(self).read()
+    steps, plan = _kept(self).read(), graph_plan()
     drafting = Drafting(
         self.scheduler,
         longest=self.vllm_config.num_speculative_tokens,
         serving=serving,
         weights=self.get_weight_version,
         controller=Controller(StepCost(steps or [])),
+        most_samples=None if plan is None else plan.most_samples,
     )
     drafting.attach()
     self.coppice_drafting = drafting

@@ -7,7 +7,7 @@ the next: all that a step is, the host's work and the drafter's too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,11 +48,12 @@ class Drafting:
         serving: str,
         weights: Callable[[], str],
         controller: Controller | None = None,
+        most_samples: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.longest = longest
-        self.length = Length(longest, controller or Controller())
+        self.length = Length(longest, controller or Controller(), most_samples)
         self.on_trial = False
         self.serving = serving
         self._weights = weights

@@ -6,6 +6,7 @@ number that it would send is rounded to whole rows. While it sends nothing it le
 drafter, so now and then, and while a new drafter is on trial, one token is drafted all the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,12 +48,18 @@ class Asked:
 
 
 class Length:
-    """`controller` is another one after every change of what drafts or of what is drafted for."""
+    """`controller` is another one after every change of what drafts or of what is drafted for.
+    `most_samples`: by length, where only for some there are CUDA graphs, how many samples they have
+    room for; no other is chosen.
+    """
 
-    def __init__(self, longest: int, controller: Controller) -> None:
+    def __init__(
+        self, longest: int, controller: Controller, most_samples: Mapping[int, int] | None = None
+    ) -> None:
         self.controller = controller
         self.profile: Profile | None = None
         self._longest = longest
+        self._most_samples = most_samples
         self._tokens = 0
         self._is_probe = False
         self._held = 0
@@ -102,16 +109,34 @@ class Length:
     def _chosen(self, asked: Asked) -> int:
         self._is_probe = False
         if self.profile is not None:
-            return min(self.profile.next_length(asked.running), self._longest)
+            return self._allowed(self.profile.next_length(asked.running), asked.running)
         self._num_chosen += 1
         if self._num_chosen % PROBED_EVERY == 0:
             self._probes = max(self._probes, PROBES)
-        length = self._worth_it(asked)
+        length = self._allowed(self._worth_it(asked), asked.running)
         if length == 0 and self.controller.choice != "checked":
             self._is_probe = asked.on_trial or self._probes > 0
         if self._is_probe or length > 0:
             self._probes = max(0, self._probes - 1)
-        return 1 if self._is_probe else length
+        return self._shortest(asked.running) if self._is_probe else length
+
+    def _allowed(self, wanted: int, running: int) -> int:
+        """The longest that is no longer than wanted."""
+        if self._most_samples is None:
+            return min(wanted, self._longest)
+        return max((n for n in self._with_room(running) if n <= wanted), default=0)
+
+    def _shortest(self, running: int) -> int:
+        """That drafts anything."""
+        if self._most_samples is None:
+            return 1
+        return min((n for n in self._with_room(running) if n > 0), default=0)
+
+    def _with_room(self, running: int) -> list[int]:
+        assert self._most_samples is not None, "all lengths are alike"
+        return [
+            n for n, most in self._most_samples.items() if running <= most and n <= self._longest
+        ]
 
     def _worth_it(self, asked: Asked) -> int:
         if not self.controller.wants_drafts():

@@ -50,6 +50,17 @@ class Lengths:
         return (n for n in range(1, most + 1) if query - 1 in self.at(n))
 
 
+def of_drafter(longest: int) -> Lengths:
+    """What is chosen from where nothing else is said: few lengths, small ones for many samples."""
+    few = {0, longest} | {drafts for drafts in (1, 2, 4, 8, 16, 32, 64) if drafts < longest}
+    return Lengths(
+        tuple(
+            Tier(up_to, tuple(sorted(drafts for drafts in few if drafts <= most)))
+            for up_to, most in ((8, longest), (32, 4), (None, 2))
+        )
+    )
+
+
 def _tier(text: str) -> Tier:
     bound, _, drafts = text.rpartition(":")
     return Tier(int(bound) if bound else None, tuple(sorted({int(d) for d in drafts.split(",")})))

@@ -4,22 +4,32 @@ import logging
 from pathlib import Path
 
 from engine.errors import StartFailed
-from engine.graphs.lengths import Lengths
+from engine.graphs.lengths import Lengths, of_drafter
 from engine.graphs.memory import GraphMemory, of_model
 from engine.graphs.planner import BudgetTooSmall, Plan, plan
 from engine.graphs.tables import Limits
 from engine.graphs.trace import Trace, read_trace
-from engine.settings import EngineSettings, GraphsSettings
+from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
 
 
-def limits_of(engine: EngineSettings, graphs: GraphsSettings) -> Limits:
+def limits_of(
+    engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings
+) -> Limits:
     return Limits(
-        lengths=Lengths.parse(graphs.lengths),
+        lengths=_lengths(graphs, speculation),
         max_sequences=engine.max_sequences,
         max_batched_tokens=engine.max_batched_tokens,
     )
+
+
+def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> Lengths:
+    """Of what `siblings` drafts no row is as long as another: no graph has its length."""
+    if graphs.lengths is not None:
+        return Lengths.parse(graphs.lengths)
+    drafts = speculation.mode == "drafter"
+    return of_drafter(speculation.longest_draft) if drafts else Lengths.parse("0")
 
 
 def memory_of(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
@@ -44,11 +54,13 @@ def trace_of(graphs: GraphsSettings) -> Trace | None:
         raise StartFailed(f"graphs.trace: {error}") from error
 
 
-def planned(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> Plan:
+def planned(
+    engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings, model: Path
+) -> Plan:
     """StartFailed says why there is none."""
     try:
         return plan(
-            limits_of(engine, graphs),
+            limits_of(engine, graphs, speculation),
             memory_of(engine, graphs, model),
             budget_bytes=graphs.budget_bytes,
             mixed_tokens=graphs.mixed_tokens,
@@ -59,7 +71,12 @@ def planned(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> Plan
 
 
 def plan_for_start(
-    engine: EngineSettings, graphs: GraphsSettings, model: Path, *, on_cpu: bool
+    engine: EngineSettings,
+    graphs: GraphsSettings,
+    speculation: SpeculationSettings,
+    model: Path,
+    *,
+    on_cpu: bool,
 ) -> Plan | None:
     """None: vLLM captures what it does by itself."""
     if graphs.budget_bytes is None:
@@ -67,4 +84,4 @@ def plan_for_start(
     if engine.eager or on_cpu:
         log.warning("graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager")
         return None
-    return planned(engine, graphs, model)
+    return planned(engine, graphs, speculation, model)

@@ -39,6 +39,15 @@ class Plan:
         """For vLLM, whose product of these sizes with the lengths has every planned shape."""
         return sorted({shape.tokens for shape in self.shapes})
 
+    @property
+    def most_samples(self) -> dict[int, int]:
+        """By draft length: as many can decode with drafts of it, and find a graph."""
+        found: dict[int, int] = {}
+        for shape in self.shapes:
+            if shape.query:
+                found[shape.query - 1] = max(shape.samples, found.get(shape.query - 1, 0))
+        return found
+
     def dumped(self) -> str:
         shapes = [(shape.tokens, shape.query) for shape in self.shapes]
         return json.dumps([shapes, self.estimated_bytes, self.budget_bytes])

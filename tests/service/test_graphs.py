@@ -89,3 +89,10 @@ def test_steps_are_added_to_what_was_counted_before() -> None:
     assert steps == {"hit": 15, "miss": 5, "mixed": 3}
     assert value(metrics, "graph_misses_total", samples="64", tokens="3") == 4
     assert value(metrics, "graph_misses_total", samples="8", tokens="uneven") == 1
+
+
+def test_the_lengths_are_those_of_the_drafter_where_no_others_are_named() -> None:
+    drafter = ("--speculation.mode", "drafter", "--speculation.longest-draft", "4")
+    table = rows(plan(*drafter, "--graphs.budget-bytes", "150000000").stdout)
+    assert {"0", "1", "2", "4"} <= table.keys()
+    assert table["4"][2].split()[0] == "32"

@@ -98,7 +98,11 @@ class Versions:
     weights: str = "v0"
 
 
-def drafting_over(scheduler: Scheduler, versions: Versions | None = None) -> Drafting:
+def drafting_over(
+    scheduler: Scheduler,
+    versions: Versions | None = None,
+    most_samples: dict[int, int] | None = None,
+) -> Drafting:
     versions = versions or Versions()
     drafting = Drafting(
         scheduler,
@@ -106,6 +110,7 @@ def drafting_over(scheduler: Scheduler, versions: Versions | None = None) -> Dra
         serving="d0",
         weights=lambda: versions.weights,
         controller=Controller(StepCost(cheap_steps())),
+        most_samples=most_samples,
         clock=lambda: scheduler.now,
     )
     drafting.attach()

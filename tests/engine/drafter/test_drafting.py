@@ -156,3 +156,23 @@ def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
     scheduler.running.clear()
     drafting.before()
     assert drafting.length.controller.gain_ratio == gained
+
+
+def test_where_graphs_are_planned_only_their_lengths_are_drafted_while_they_have_room() -> None:
+    for most_samples, longest in (
+        ({0: 64, 2: ROWS, LONGEST: ROWS - 1}, 2),
+        ({0: 64, 3: ROWS}, 3),
+        ({0: 64, 2: ROWS - 1}, 0),
+    ):
+        scheduler = with_rows(Scheduler())
+        drafting_over(scheduler, most_samples=most_samples)
+        steps(scheduler, 400)
+        assert set(steps(scheduler, 100)) <= {0, longest}
+        assert scheduler.lengths[-100:].count(longest) > 90
+
+
+def test_where_graphs_are_planned_a_probe_is_the_shortest_of_them() -> None:
+    scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
+    drafting_over(scheduler, most_samples={0: 64, 2: ROWS, LONGEST: ROWS})
+    steps(scheduler, 600)
+    assert set(steps(scheduler, 2048)) == {0, 2}

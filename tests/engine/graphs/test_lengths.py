@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.graphs.lengths import Lengths
+from engine.graphs.lengths import Lengths, of_drafter
 from engine.settings import GraphsSettings
 
 
@@ -40,3 +40,16 @@ def test_what_cannot_be_read_is_refused_with_the_settings(text: str, reason: str
 
 def test_a_single_length_may_be_a_number_in_yaml() -> None:
     assert GraphsSettings.model_validate({"lengths": 3}).lengths == "3"
+
+
+def test_a_drafter_chooses_from_few_lengths_and_small_ones_for_many_samples() -> None:
+    lengths = of_drafter(8)
+    assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33)] == [
+        (0, 1, 2, 4, 8),
+        (0, 1, 2, 4, 8),
+        (0, 1, 2, 4),
+        (0, 1, 2, 4),
+        (0, 1, 2),
+    ]
+    assert of_drafter(3).queries == (1, 2, 3, 4)
+    assert of_drafter(1).queries == (1, 2)

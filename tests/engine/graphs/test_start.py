@@ -5,21 +5,36 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import graph_plan, spawning
+from engine.environment import NO_SPECULATION, graph_plan, spawning
 from engine.graphs.counts import Counted, Counts, over_ranks
 from engine.graphs.planned import plan_for_start
 from engine.graphs.planner import Plan
 from engine.graphs.shape import decode
 from engine.protocol import GraphCounts
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings
+from engine.settings import (
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+)
 from tests.engine.graphs.managers import SEEDLING
 
 BUDGETED = GraphsSettings(budget_bytes=2**26)
 PLAN = Plan(shapes=(decode(4, 1),), estimated_bytes=5, budget_bytes=6)
 
 
+def start(
+    engine: EngineSettings,
+    graphs: GraphsSettings,
+    *,
+    speculation: SpeculationSettings = NO_SPECULATION,
+    on_cpu: bool = False,
+) -> Plan | None:
+    return plan_for_start(engine, graphs, speculation, SEEDLING, on_cpu=on_cpu)
+
+
 def test_without_a_budget_vllm_captures_what_it_does() -> None:
-    assert plan_for_start(EngineSettings(), GraphsSettings(), SEEDLING, on_cpu=False) is None
+    assert start(EngineSettings(), GraphsSettings()) is None
 
 
 @pytest.mark.parametrize(("eager", "on_cpu"), [(None, True), (True, False)])
@@ -28,16 +43,30 @@ def test_a_budget_has_no_effect_where_there_are_no_graphs_and_that_is_said(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         settings = EngineSettings(eager=eager)
-        assert plan_for_start(settings, BUDGETED, SEEDLING, on_cpu=on_cpu) is None
+        assert start(settings, BUDGETED, on_cpu=on_cpu) is None
     assert [record.message for record in caplog.records] == [
         "graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager"
     ]
 
 
 def test_on_a_gpu_a_budget_makes_a_plan() -> None:
-    made = plan_for_start(EngineSettings(), BUDGETED, SEEDLING, on_cpu=False)
+    made = start(EngineSettings(), BUDGETED)
     assert made is not None and made.estimated_bytes <= 2**26
-    assert max(shape.samples for shape in made.shapes if shape.query) == 256
+    assert made.most_samples == {0: 256}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most_samples"),
+    [(None, {0: 256, 1: 256, 2: 256, 4: 32, 6: 8}), ("8:0,3 0", {0: 256, 3: 8})],
+)
+def test_where_a_drafter_drafts_its_lengths_are_planned(
+    lengths: str | None, most_samples: dict[int, int]
+) -> None:
+    drafter = SpeculationSettings(mode="drafter", longest_draft=6)
+    made = start(
+        EngineSettings(), GraphsSettings(budget_bytes=2**27, lengths=lengths), speculation=drafter
+    )
+    assert made is not None and made.most_samples == most_samples
 
 
 @pytest.mark.parametrize("plan", [None, PLAN])
