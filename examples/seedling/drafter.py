@@ -57,7 +57,7 @@ def fit(model: Path, out: Path, *, num_steps: int) -> None:
         learner.step(pack(draw))
         if step % LOG_EVERY_STEPS == 0:
             seconds = time.monotonic() - began
-            print(f"step {step}  loss {learner.loss:.3f}  {seconds:.0f} s", flush=True)
+            print(f"step {step}  loss {learner.course.late:.3f}  {seconds:.0f} s", flush=True)
     learner.write_drafter(out / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, out / name)

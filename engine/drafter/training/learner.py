@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from engine.drafter.training.course import Course
 from engine.drafter.training.loss import loss_of
 from engine.drafter.training.packing import IGNORED, Packed
 
@@ -26,7 +27,6 @@ WARMUP_STEPS: Final = 20
 HIGHEST_RATE: Final = 3e-3
 RATE_TIMES_WIDTH: Final = 0.2
 """Wide models want small steps: 3e-3 at 64 channels, 2e-4 at 1024."""
-RECENT: Final = 0.02
 
 
 class Learner:
@@ -39,7 +39,6 @@ class Learner:
         self._begin()
         self.num_steps = 0
         self.num_tokens = 0
-        self.loss = 0.0
 
     def _begin(self) -> None:
         width = self._model.config.hidden_size
@@ -47,16 +46,15 @@ class Learner:
             parameter.requires_grad_(False)
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
-        self._since_begun = 0
+        self.course = Course()
         self._rate = min(HIGHEST_RATE, RATE_TIMES_WIDTH / width)
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
     def step(self, packed: Packed) -> None:
-        self._since_begun += 1
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * min(1.0, self._since_begun / WARMUP_STEPS)
+            group["lr"] = self._rate * min(1.0, (self.course.num_steps + 1) / WARMUP_STEPS)
         loss = self.loss_of(packed)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
@@ -64,8 +62,7 @@ class Learner:
         self._optimizer.zero_grad()
         self.num_steps += 1
         self.num_tokens += int((packed.labels_T != IGNORED).sum())
-        recent = max(RECENT, 1 / self.num_steps)
-        self.loss += recent * (loss.item() - self.loss)
+        self.course.observed(loss.item())
 
     def loss_of(self, packed: Packed) -> torch.Tensor:
         """Every sample sees itself only, at its own positions."""
@@ -106,8 +103,7 @@ class Learner:
         reached = {
             "num_steps": self.num_steps,
             "num_tokens": self.num_tokens,
-            "loss": self.loss,
-            "since_begun": self._since_begun,
+            "course": {"num_steps": self.course.num_steps, "late": self.course.late},
         }
         _save(file, tensors, {"reached": json.dumps(reached)})
 
@@ -116,6 +112,7 @@ class Learner:
         try:
             with safe_open(file, framework="pt") as saved:
                 reached = json.loads((saved.metadata() or {})["reached"])
+                course = Course(**reached["course"])
                 tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
             values = _of_kind(tensors, "value.")
             if values.keys() != self._parameters.keys():
@@ -132,7 +129,7 @@ class Learner:
             if known:
                 self._optimizer.state[parameter] = known
         self.num_steps, self.num_tokens = reached["num_steps"], reached["num_tokens"]
-        self.loss, self._since_begun = reached["loss"], reached["since_begun"]
+        self.course = course
         return True
 
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:

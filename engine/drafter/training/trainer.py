@@ -17,6 +17,9 @@ LEAST_TOKENS: Final = 2048
 MOST_PASSES: Final = 8
 """Tokens learned from, over tokens heard: what is known by heart is not gone over for ever."""
 WAITED_SECONDS: Final = 0.05
+SETTLED_SHARE: Final = 0.2
+"""Of the time, for training, once there is little to learn: a processor that computes slows its
+neighbours down, whatever its priority. Drafters are published that much more rarely too."""
 TOLD_SECONDS: Final = 1.0
 
 
@@ -48,9 +51,17 @@ class Trainer:
     def run(self) -> None:
         """Until there is no more to hear; what was trained since the last time is kept then."""
         while not self._ears.ended:
+            began = self._clock()
             if not self.turn():
                 self._sleep(WAITED_SECONDS)
+            elif self._learner.course.is_settled:
+                self._rest(self._clock() - began)
         self._learner.save(checkpoint_file(self._folder))
+
+    def _rest(self, trained_seconds: float) -> None:
+        until = self._clock() + trained_seconds * (1 / SETTLED_SHARE - 1)
+        while self._clock() < until and not self._ears.ended:
+            self._sleep(WAITED_SECONDS)
 
     def turn(self) -> bool:
         """One step of training, if it is time for one."""
@@ -80,11 +91,14 @@ class Trainer:
             self._told_at = now
             self._tell(
                 Progress(
-                    num_steps=learner.num_steps, num_tokens=learner.num_tokens, loss=learner.loss
+                    num_steps=learner.num_steps,
+                    num_tokens=learner.num_tokens,
+                    loss=learner.course.late,
                 )
             )
+        share = SETTLED_SHARE if learner.course.is_settled else 1.0
         if (
-            now - self._published_at >= self._published_seconds
+            now - self._published_at >= self._published_seconds / share
             and learner.num_steps - self._published >= LEAST_STEPS
         ):
             self._publish(now)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.drafter.training.course import LOOKED_BACK
 from engine.drafter.training.ears import Ears
 from engine.drafter.training.learner import Learner
 from engine.drafter.training.messages import (
@@ -90,6 +91,34 @@ def test_what_is_known_by_heart_is_left(trainer: Trainer, ears: Ears, told: list
     assert MOST_PASSES <= passes < MOST_PASSES + 1
     published = [message for message in told if isinstance(message, Published)]
     assert published or turns < LEAST_STEPS
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_once_there_is_little_to_learn_it_rests_after_every_step(
+    drafter_folder: Path, ears: Ears, settled: bool
+) -> None:
+    learner = Learner(drafter_folder, trained="all")
+    if settled:
+        for _ in range(LOOKED_BACK):
+            learner.course.observed(6.0)
+    steps: list[int] = []
+
+    def slept(seconds: float) -> None:
+        steps.append(learner.num_steps)
+        ears.ended = len(steps) == 3
+
+    ears.listen([SAID] * (LEAST_TOKENS // len(RESPONSE)))
+    ears.ended = False
+    Trainer(
+        learner,
+        ears,
+        drafter_folder,
+        lambda message: None,
+        published_seconds=1e9,
+        clock=Time(),
+        sleep=slept,
+    ).run()
+    assert (steps[0] == 1) == settled
 
 
 @pytest.mark.engine
