@@ -1,4 +1,4 @@
-"""What training a drafter brings back after a policy update, and what it costs who is served.
+"""What training a drafter brings back after a policy update.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
     python -m bench.harness.retaught --out build/drafter/other
@@ -6,74 +6,26 @@
 
 The drafter was fitted to the seedling. Then the seedling is replaced, over HTTP and under running
 samples, by one that writes in another notation. The first curve is with training, the second
-without. What training costs is the time of the same rollouts with the trainer running and with it
-stopped (SIGSTOP), in turn.
-
-The engine computes with one thread, so that one core is left, as many are on a machine with a GPU.
+without, for as long.
 """
 
 import argparse
 import asyncio
-import random
-import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 
-import psutil
 import uvloop
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.drafted import BUILD, Traffic, drafted
 from bench.harness.record import Record, Row
 from bench.harness.recovery import GOAL_SHARE, Curve, Point, picture
-from bench.harness.served import served
 from coppice import AsyncRollouts
 from coppice.wire.drafter import DrafterAnswer
-from engine.settings import EngineSettings, SpeculationSettings
-from examples.seedling.arithmetic import draw
 
-BUILD = Path("build") / "drafter"
-GROUPS, N, MAX_TOKENS = 4, 8, 200
-BEFORE_SECONDS, WITHOUT_SECONDS = 30.0, 50.0
-GOAL_SECONDS, GOAL_FALL, GOAL_LOST = 300.0, 1 / 3, 0.05
+BEFORE_SECONDS = 30.0
+GOAL_SECONDS, GOAL_FALL = 300.0, 1 / 3
 WINDOW_SECONDS = 10.0
-ROUNDS = 12
-
-
-@asynccontextmanager
-async def drafted(*, training: bool) -> AsyncIterator[AsyncRollouts]:
-    with tempfile.TemporaryDirectory() as folder:
-        speculation = SpeculationSettings(
-            mode="drafter",
-            longest_draft=4,
-            drafter=BUILD / "fitted",
-            drafter_directory=Path(folder),
-            drafter_training=training,
-            drafter_busy_share=1.0,
-        )
-        settings = EngineSettings(cpu_threads=1, max_sequences=64)
-        async with (
-            served(settings, speculation=speculation) as (_, url),
-            AsyncRollouts(url, timeout=600) as rollouts,
-        ):
-            yield rollouts
-
-
-class Traffic:
-    """Rollouts of fresh prompts, without end."""
-
-    def __init__(self, rollouts: AsyncRollouts) -> None:
-        self._rollouts, self._rng = rollouts, random.Random(7)
-
-    def prompts(self) -> list[str]:
-        return [draw(self._rng, held_out=True).prompt for _ in range(GROUPS)]
-
-    async def run(self) -> None:
-        while True:
-            await self._rollouts.rollout(self.prompts(), n=N, max_tokens=MAX_TOKENS)
 
 
 async def curve(*, training: bool, seconds: float) -> Curve:
@@ -124,38 +76,6 @@ def _since(before: DrafterAnswer, now: DrafterAnswer) -> tuple[int, int]:
     return drafted, accepted
 
 
-async def cost(rounds: int) -> Pairs:
-    """Seconds of the same amount of work, with the trainer stopped and with it running."""
-    stopped: list[float] = []
-    running: list[float] = []
-    async with drafted(training=True) as rollouts:
-        traffic, trainer = Traffic(rollouts), _trainer()
-
-        async def timed(with_signal: signal.Signals, seconds: list[float]) -> None:
-            trainer.send_signal(with_signal)
-            prompts, began = traffic.prompts(), time.perf_counter()
-            await rollouts.rollout(prompts, n=N, max_tokens=MAX_TOKENS, ignore_eos=True)
-            seconds.append(time.perf_counter() - began)
-
-        for _ in range(4):
-            await timed(signal.SIGCONT, [])
-        await in_turn(
-            [
-                lambda: timed(signal.SIGSTOP, stopped),
-                lambda: timed(signal.SIGCONT, running),
-            ],
-            rounds=rounds,
-        )
-        trainer.send_signal(signal.SIGCONT)
-    return Pairs(a=stopped, b=running)
-
-
-def _trainer() -> psutil.Process:
-    children = psutil.Process().children(recursive=True)
-    [found] = [child for child in children if "engine.drafter.training" in child.cmdline()]
-    return found
-
-
 def recovery(with_it: Curve, without: Curve) -> Record:
     fall = 1 - without.after / without.before
     back = with_it.recovered_seconds
@@ -198,44 +118,18 @@ def recovery(with_it: Curve, without: Curve) -> Record:
     )
 
 
-def lost(pairs: Pairs) -> Record:
-    ratio = pairs.ratio()
-    return Record(
-        name="drafter_cost",
-        bench="drafter",
-        claim="What training a drafter in the background, and trying what it makes, takes from an "
-        "engine with running work. The seedling, on one thread of two cores.",
-        rows=[
-            Row(
-                what="tokens a second, training / training stopped",
-                value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
-                goal=f"at least {1 - GOAL_LOST:.2f}",
-                verdict=ratio.verdict(1 - GOAL_LOST),
-            )
-        ],
-        raw={"seconds_stopped": pairs.a, "seconds_running": pairs.b},
-    )
-
-
 async def recovered(seconds: float) -> Record:
-    without = await curve(training=False, seconds=WITHOUT_SECONDS)
-    return recovery(await curve(training=True, seconds=seconds), without)
+    with_it = await curve(training=True, seconds=seconds)
+    as_long = with_it.points[-1].seconds
+    return recovery(with_it, await curve(training=False, seconds=as_long))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("recovery", "cost"), help="left out: both")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=GOAL_SECONDS)
-    asked = parser.parse_args()
-    if asked.only != "cost":
-        result = uvloop.run(recovered(asked.seconds))
-        result.show()
-        print(f"\nwrote {result.write().name} and {picture(result.raw).name}")
-    if asked.only != "recovery":
-        result = lost(uvloop.run(cost(asked.rounds)))
-        result.show()
-        print(f"\nwrote {result.write().name}")
+    result = uvloop.run(recovered(parser.parse_args().seconds))
+    result.show()
+    print(f"\nwrote {result.write().name} and {picture(result.raw).name}")
 
 
 if __name__ == "__main__":

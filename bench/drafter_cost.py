@@ -1,0 +1,118 @@
+"""What training a drafter in the background costs who is served.
+
+    python -m examples.seedling.drafter --out build/drafter/fitted
+    python -m bench.drafter_cost
+
+It is the time of the same rollouts with the trainer running and with it stopped (SIGSTOP), in turn:
+right after it was started, when there is most to learn, and when it has learned that.
+"""
+
+import argparse
+import signal
+import time
+from dataclasses import asdict, dataclass
+
+import psutil
+import uvloop
+
+from bench.harness.drafted import Traffic, drafted
+from bench.harness.pairs import Pairs, Ratio, in_turn
+from bench.harness.record import Record, Row
+from engine.drafter.training.trainer import SETTLED_SHARE
+
+GOAL_LOST = 0.05
+SETTLING_SECONDS = 180.0
+ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of the same work, with the trainer stopped and with it running: while there is most
+    to learn, and when that is learned."""
+
+    learning: Pairs
+    settled: Pairs
+
+
+async def cost(rounds: int) -> Cost:
+    async with drafted(training=True) as rollouts:
+        traffic, trainer = Traffic(rollouts), _trainer()
+        learning = await _compared(traffic, trainer, rounds // 2)
+        await _until_settled(traffic, trainer)
+        return Cost(learning=learning, settled=await _compared(traffic, trainer, rounds))
+
+
+async def _compared(traffic: Traffic, trainer: psutil.Process, rounds: int) -> Pairs:
+    stopped: list[float] = []
+    running: list[float] = []
+
+    async def timed(with_signal: signal.Signals, seconds: list[float]) -> None:
+        trainer.send_signal(with_signal)
+        seconds.append(await traffic.timed())
+
+    try:
+        await in_turn(
+            [
+                lambda: timed(signal.SIGSTOP, stopped),
+                lambda: timed(signal.SIGCONT, running),
+            ],
+            rounds=rounds,
+        )
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    return Pairs(a=stopped[1:], b=running[1:])
+
+
+async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
+    """It trains less from then on, and so it can be seen from here."""
+    began = time.monotonic()
+    while time.monotonic() - began < SETTLING_SECONDS:
+        before = trainer.cpu_times().user
+        seconds = await traffic.timed()
+        share = (trainer.cpu_times().user - before) / seconds
+        print(f"{share:.2f} of a processor for training", flush=True)
+        if share < SETTLED_SHARE + 0.1:
+            return
+    raise TimeoutError(f"there was much to learn after {SETTLING_SECONDS:.0f} s")
+
+
+def _trainer() -> psutil.Process:
+    children = psutil.Process().children(recursive=True)
+    [found] = [child for child in children if "engine.drafter.training" in child.cmdline()]
+    return found
+
+
+def lost(cost: Cost) -> Record:
+    parts = {
+        "once what there is to learn is learned": cost.settled,
+        "while there is much to learn": cost.learning,
+    }
+    return Record(
+        name="drafter_cost",
+        bench="drafter_cost",
+        claim="What training a drafter in the background, and trying what it makes, takes from an "
+        "engine with running work. The seedling, on one thread of two cores.",
+        rows=[_row(when, pairs.ratio()) for when, pairs in parts.items()],
+        raw={when: asdict(pairs) for when, pairs in parts.items()},
+    )
+
+
+def _row(when: str, ratio: Ratio) -> Row:
+    return Row(
+        what=f"tokens a second, training / training stopped, {when}",
+        value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+        goal=f"at least {1 - GOAL_LOST:.2f}",
+        verdict=ratio.verdict(1 - GOAL_LOST),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    result = lost(uvloop.run(cost(parser.parse_args().rounds)))
+    result.show()
+    print(f"\nwrote {result.write().name}")
+
+
+if __name__ == "__main__":
+    main()
