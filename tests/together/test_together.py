@@ -7,9 +7,6 @@ those of the version that each token is labelled with, and nothing may be left i
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +16,24 @@ from prometheus_client import REGISTRY
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from coppice import AsyncRollouts, Branching, Kv, Policy, SampleRecord
+from coppice import Branching, Kv, Policy, SampleRecord
 from coppice.results import RolloutResult
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
-from engine.vllm_engine import VllmEngine
+from engine.settings import SpeculationSettings
 from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models
 from tests.engine.seedling import MODEL as SEEDLING
-from tests.serving import Served, serving
 from tests.together.broken import broken_files
+from tests.together.drafts import (
+    a_drafter_is_brought,
+    the_drafter_drafts_on,
+    who_wants_no_drafts_gets_none,
+)
 from tests.together.prompt_kv import (
     assert_all_are_the_models,
     handles_outlive_an_activation_under_their_own_version,
     release_all,
 )
+from tests.together.scene import Scene, scene
 from tests.together.segments import (
     placed_prompts_are_what_was_meant,
     shared_texts_become_a_prefix,
@@ -47,19 +48,6 @@ DRAFTS = "drafts"
 TREE = [2, 7, 1, 8, 2, 8, 1]
 
 
-@dataclass(frozen=True)
-class Scene:
-    served: Served
-    rollouts: AsyncRollouts
-    engine: VllmEngine
-    models: dict[str, Path]
-
-    async def greedy(self, prompts: list[list[int]], num: int, **options: Any) -> RolloutResult:
-        return await self.rollouts.rollout(
-            prompts, temperature=0.0, max_tokens=num, ignore_eos=True, **options
-        )
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = make_models(tmp_path_factory.mktemp("together"), tied=True)
@@ -67,35 +55,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for file in SEEDLING.glob("tokenizer*"):
             shutil.copy(file, folder)
     return made
-
-
-@asynccontextmanager
-async def scene(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> AsyncIterator[Scene]:
-    """A cache that cannot hold all samples at once, so that some are preempted."""
-    settings = EngineSettings(
-        model=str(models["v7"]),
-        dtype="float32",
-        max_context_tokens=512,
-        max_sequences=48,
-        max_batched_tokens=128,
-        cache_bytes=3 * 2**19,
-        tensor_parallel_size=num_ranks,
-        cpu_threads=1,
-        prompt_kv=True,
-    )
-    attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
-    speculation = SpeculationSettings(
-        mode="siblings", cache_directory=tmp_path, store_file=tmp_path / DRAFTS
-    )
-    engine = VllmEngine(settings, attention=attention, speculation=speculation)
-    weights = {"initial_version": "v7"}
-    async with (
-        serving(
-            engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24, "segments_bytes": 2**23}
-        ) as served,
-        AsyncRollouts(served.url, timeout=300) as rollouts,
-    ):
-        yield Scene(served, rollouts, engine, models)
 
 
 def reference(folder: Path) -> Any:
@@ -114,20 +73,47 @@ def num_preemptions() -> float:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> None:
-    v7, v8 = reference(models["v7"]), reference(models["v8"])
-    async with scene(models, tmp_path, num_ranks) as at:
-        await groups_share_and_are_preempted(at, v7)
-        await prefixes_were_read_once(at)
-        await weights_change_under_running_samples(at, v7, v8)
-        await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
-        await scores_are_the_active_versions(at)
-        await going_back_gives_the_first_answers_again(at, v7)
-        await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
-        await placed_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
-        await shared_texts_become_a_prefix(at.served, at.rollouts)
-        await siblings_were_drafted_from(at)
+    siblings = SpeculationSettings(
+        mode="siblings", cache_directory=tmp_path, store_file=tmp_path / DRAFTS
+    )
+    async with scene(models, tmp_path, num_ranks, siblings) as at:
+        await all_that_happens(at, tmp_path)
+        await who_wants_no_drafts_gets_none(at)
         await nothing_is_left(at)
     assert (tmp_path / DRAFTS).stat().st_size > 0
+
+
+async def test_everything_at_once_with_a_drafter(models: dict[str, Path], tmp_path: Path) -> None:
+    """It is the first weights' own model: right until others serve, and again after them. What is
+    trained from it stands trials all the while, and one comes from elsewhere."""
+    drafter = SpeculationSettings(
+        mode="drafter",
+        longest_draft=4,
+        cache_directory=tmp_path,
+        drafter=models["v7"],
+        drafter_directory=tmp_path / "drafters",
+        drafter_busy_share=1.0,
+    )
+    async with scene(models, tmp_path, 1, drafter) as at:
+        brought = asyncio.create_task(a_drafter_is_brought(at))
+        await all_that_happens(at, tmp_path)
+        await brought
+        await who_wants_no_drafts_gets_none(at)
+        await the_drafter_drafts_on(at)
+        await nothing_is_left(at)
+
+
+async def all_that_happens(at: Scene, tmp_path: Path) -> None:
+    v7, v8 = reference(at.models["v7"]), reference(at.models["v8"])
+    await groups_share_and_are_preempted(at, v7)
+    await prefixes_were_read_once(at)
+    await weights_change_under_running_samples(at, v7, v8)
+    await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
+    await scores_are_the_active_versions(at)
+    await going_back_gives_the_first_answers_again(at, v7)
+    await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
+    await placed_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
+    await shared_texts_become_a_prefix(at.served, at.rollouts)
 
 
 async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
@@ -247,23 +233,6 @@ async def prompt_kv_is_the_models_and_of_its_own_version(at: Scene, v7: Any, v8:
     await handles_outlive_an_activation_under_their_own_version(
         at.served, at.rollouts, ("v7", v7), ("v8", v8)
     )
-
-
-async def siblings_were_drafted_from(at: Scene) -> None:
-    """All of the above were, and a request that wants none gets none."""
-    assert at.engine.facts.max_context_tokens == 512
-    refused = await at.greedy(PROMPTS[:1], 20, n=2, speculation=False)
-    assert [len(sample.token_ids) for sample in refused.groups[0].samples] == [20, 20]
-    async with asyncio.timeout(30):
-        while at.engine.speculation().skipped.get("refused", 0) < 2:
-            await asyncio.sleep(0.1)
-    counts = at.engine.speculation()
-    assert counts.skipped.get("failed", 0) == 0
-    # How much is worth sending is measured, and may be nothing on this machine.
-    resting = counts.steps.get("not_worth_it", 0) + counts.steps.get("resting", 0)
-    assert sum(counts.accepted.values()) + resting > 0
-    metrics = (await at.served.http.get("/metrics")).text
-    assert re.search(r"^coppice_speculation_gain_ratio \S+$", metrics, re.MULTILINE)
 
 
 async def nothing_is_left(at: Scene) -> None:
