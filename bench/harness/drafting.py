@@ -77,7 +77,7 @@ class Fixed(Controller):
         super().__init__()
         self._length = length
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, running: int) -> bool:
         return self._length > 0
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:

@@ -139,7 +139,7 @@ class Length:
         ]
 
     def _worth_it(self, asked: Asked) -> int:
-        if not self.controller.wants_drafts():
+        if not self.controller.wants_drafts(asked.running):
             return 0
         drafted = Alike(
             lengths=np.full(asked.running, self._longest, np.int32),

@@ -36,8 +36,11 @@ LEAST_WORTH = 0.02
 SIZES = ((16, 1), (32, 4), (128, 8), (1 << 30, 16))
 """Up to so many tokens a step has a multiple of so many. On a CPU the first product of a new size
 is dear (half a millisecond, for each shape of a weight), and few sizes are kept."""
-LOOKED_EVERY = 4
-"""While drafts are not worth it, only every so many-th step asks for them at all."""
+PATIENCE, LOOKED_LEAST = 4, 32
+"""After so many looks in a row that sent nothing, a step is left out before the next, then three,
+and so on; one step in LOOKED_LEAST is always looked at."""
+DRAINED = 0.75
+"""With so many fewer running than at the last look, what was not worth it may be."""
 WINDOW = 64
 MOST_LOST = 4.0
 RESTED, RESTED_MOST = 512, 16384
@@ -62,7 +65,8 @@ class Controller:
         self.choice: SpeculationChoice = "nothing_drafted"
         self._on = False
         self._num_steps = 0
-        self._since_looked = 0
+        self._since_looked, self._looked_with = 0, 0
+        self._in_vain = 0
         self._rest = 0
         self._next_rest = RESTED
         self._balance = 0.0
@@ -75,15 +79,18 @@ class Controller:
         """Time that the last steps' tokens would have taken without drafts, over what they took."""
         return self._all_steps.ratio
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, running: int) -> bool:
         """Once a step: whether it is worth asking for drafts, to choose their lengths then."""
         if self._rest > 0:
             self._rest -= 1
             self.choice = "resting"
             return False
-        looks = self._on or (self._trust is not None and self._trust.is_young)
-        self._since_looked = 0 if looks else self._since_looked + 1
-        return self._since_looked % LOOKED_EVERY == 0
+        self._since_looked += 1
+        look_after = min(2 ** max(self._in_vain - PATIENCE, 0), LOOKED_LEAST)
+        if self._since_looked < look_after and running >= DRAINED * self._looked_with:
+            return False
+        self._since_looked, self._looked_with = 0, running
+        return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
         """How much of each draft is sent."""
@@ -95,13 +102,17 @@ class Controller:
         rows, promised = _in_order(worths(drafted))
         if len(rows) == 0:
             self.choice = "nothing_drafted"
+            self._in_vain += 1
             return none
         gains = promised if self._trust is None else self._trust.worth(promised)
         num = self._num_worth_it(gains, running=running, context=context)
         self._on = num > 0
         if num == 0:
             self.choice = "not_worth_it"
+            young = self._trust is not None and self._trust.is_young
+            self._in_vain = 0 if young else self._in_vain + 1
             return none
+        self._in_vain = 0
         if self._num_steps % CHECKED_EVERY == 0:
             self.choice = "checked"
             return none

@@ -19,6 +19,7 @@ from engine.guard import Failure, attempt, feature
 from engine.speculation.controller import Controller
 from engine.speculation.cost import StepCost
 from engine.speculation.counts import COUNTS
+from engine.speculation.doze import Doze, can_doze
 from engine.speculation.installed import settings
 from engine.speculation.kept_profile import KeptProfile
 from engine.speculation.profile import Profile, can_pay
@@ -49,6 +50,8 @@ class Proposer:
 
     def wire(self, runner: Any) -> None:
         """From here on the proposer knows whose row is whose."""
+        if can_doze(runner):
+            Doze(runner, lambda: self.speculator if self.pays else None, FEATURE)
         steps = self._kept.read() or []
         self.pays = settings().mode != "auto" or not steps or can_pay(steps, self._longest)
         vocabulary = self._config.model_config.get_vocab_size()

@@ -6,7 +6,7 @@ One that the runner has forgotten has ended, or was aborted; either way the mode
 is kept as history.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,20 @@ class Rows:
             num_tokens=len(prompt) + sampling.max_tokens,
             skip="no_room" if slot is None else skip_of(named, sampling),
         )
+
+    def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
+        """Whom the runner is about to forget. Those never seen here have said something too."""
+        for request_id in ended:
+            if request_id in requests and (slot := self.row(request_id, requests).slot) is not None:
+                self._catch_up(slot, self._rows[request_id], requests[request_id])
+                self._store.end(slot, keep=True)
+            self._rows.pop(request_id, None)
+
+    def _catch_up(self, slot: int, row: Row, request: Any) -> None:
+        said = request.output_token_ids[row.num_seen - len(request.prompt_token_ids) :]
+        if said:
+            slots, counts, tokens = (np.array(a, np.int32) for a in ([slot], [len(said)], said))
+            self._store.step(slots, counts, tokens, np.zeros(1, np.int32))
 
     def end_those_not_in(self, requests: Container[str], *, keep: bool = True) -> None:
         """Whom the runner has forgotten. `keep`: what they have said is worth drafting from."""

@@ -8,13 +8,13 @@ microseconds.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.speculation.batch import Batch, Sent
 from engine.speculation.controller import Controller
 from engine.speculation.counts import Counts
 from engine.speculation.profile import Profile
@@ -26,36 +26,6 @@ Lists = list[list[int]]
 TIMED_EVERY = 4
 CAUGHT_UP_EVERY = 16
 """While no drafts are wanted, the store hears only every so often what was said."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """The rows that have tokens to go on from, by their place in the batch."""
-
-    places: list[int]
-    rows: list[Row]
-    lengths: list[int]
-    tokens: list[Int32Array]
-
-    def counts(self) -> Int32Array:
-        return np.array([len(tokens) for tokens in self.tokens], dtype=np.int32)
-
-    def numbers(self, ids: Sequence[str]) -> dict[str, int]:
-        return {ids[place]: number for number, place in enumerate(self.places)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    """What was drafted for the step under way, by request, and how much of it was sent."""
-
-    numbers: dict[str, int]
-    lengths: Int32Array
-    drafted: Drafted | None
-    """None while a profile is made, where it does not matter."""
-
-    def to(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        """The number of each request's draft, -1 without one."""
-        return np.array([self.numbers.get(request_id, -1) for request_id in ids], np.int64)
 
 
 class Speculator:
@@ -81,8 +51,10 @@ class Speculator:
         self._clock = clock
         self._num_steps = 0
         self._began = 0.0
-        self._sent: _Sent | None = None
+        self._sent: Sent | None = None
         self._there: set[str] = set()
+        self._wanted: bool | None = None
+        self._slept = (0, 0.0)
 
     def drafts(
         self, sampled: Sequence[Sequence[int]], lengths: Int32Array, token_ids: Int32Array
@@ -92,9 +64,11 @@ class Speculator:
         ids = self.runner.input_batch.req_ids[: len(sampled)]
         if self._sent is not None or self.profile is not None or self._is_sample():
             self._look_back(ids, sampled, int(lengths[: len(ids)].sum()), now - self._began)
+        self._observe_sleep(int(lengths[: len(ids)].sum()), len(ids))
         self._num_steps += 1
-        wanted = self.profile is not None or self.controller.wants_drafts()
-        self._sent = None
+        if self._wanted is None:
+            self._wanted = self._wants(len(ids))
+        wanted, self._wanted, self._sent = self._wanted, None, None
         sent: Lists = [[] for _ in ids]
         if wanted or self._num_steps % CAUGHT_UP_EVERY == 0:
             self._rows.end_those_not_in(self.runner.requests, keep=self.profile is None)
@@ -106,6 +80,35 @@ class Speculator:
         self._there = set(ids)
         self._began = now
         return sent
+
+    def wakes(self, running: int) -> bool:
+        """Before a step, where there is somebody to ask: whether `drafts` has to be called at its
+        end, for new ones or for what became of the last."""
+        self._wanted = self._wants(running)
+        if self._wanted or self._sent is not None:
+            return True
+        self._counts.step(self.controller.choice)
+        self._there = set()
+        return False
+
+    def slept(self, running: int, seconds: float) -> None:
+        """What a step took at whose end `drafts` was not called."""
+        self._slept = running, seconds
+
+    def end(self, ended: Iterable[str]) -> None:
+        """They are about to be forgotten: the store hears the rest of what they have said."""
+        if self.profile is None:
+            self._rows.end(ended, self.runner.requests)
+
+    def _wants(self, running: int) -> bool:
+        return self.profile is not None or self.controller.wants_drafts(running)
+
+    def _observe_sleep(self, context: int, running: int) -> None:
+        (slept_with, seconds), self._slept = self._slept, (0, 0.0)
+        if slept_with == running and self.profile is None:
+            step = {"running": running, "context": context - running, "verified": running}
+            self.controller.observed(**step, seconds=seconds, emitted=running)
+            self._counts.gain_ratio = self.controller.gain_ratio
 
     @property
     def num_rows(self) -> int:
@@ -150,7 +153,7 @@ class Speculator:
 
     def _judge(
         self,
-        of: _Sent,
+        of: Sent,
         numbers: NDArray[np.int64],
         sampled: Sequence[Sequence[int]],
         verified: NDArray[np.int64],
@@ -175,8 +178,8 @@ class Speculator:
         sampled: Sequence[Sequence[int]],
         lengths: Int32Array,
         token_ids: Int32Array,
-    ) -> _Batch:
-        batch = _Batch(places=[], rows=[], lengths=[], tokens=[])
+    ) -> Batch:
+        batch = Batch(places=[], rows=[], lengths=[], tokens=[])
         for place, (request_id, new) in enumerate(zip(ids, sampled, strict=True)):
             if not new:
                 continue
@@ -197,7 +200,7 @@ class Speculator:
             self._counts.skipped(row.skip)
         return row
 
-    def _draft(self, batch: _Batch, ids: Sequence[str], sent: Lists, *, wanted: bool) -> None:
+    def _draft(self, batch: Batch, ids: Sequence[str], sent: Lists, *, wanted: bool) -> None:
         asked = wanted and self.profile is None
         limits = [
             row.limit(self._longest, length) if asked else 0
@@ -215,22 +218,23 @@ class Speculator:
         elif asked:
             self._choose(drafted, batch, ids, sent)
 
-    def _choose(self, drafted: Drafted, batch: _Batch, ids: Sequence[str], sent: Lists) -> None:
+    def _choose(self, drafted: Drafted, batch: Batch, ids: Sequence[str], sent: Lists) -> None:
         chosen = self.controller.lengths(
             drafted, running=len(batch.rows), context=sum(batch.lengths)
         )
         for number in np.flatnonzero(chosen).tolist():
             sent[batch.places[number]] = drafted.tokens[number, : chosen[number]].tolist()
-        self._sent = _Sent(numbers=batch.numbers(ids), lengths=chosen, drafted=drafted)
+        if drafted.lengths.any():
+            self._sent = Sent(numbers=batch.numbers(ids), lengths=chosen, drafted=drafted)
 
     def _draft_anything(
-        self, profile: Profile, batch: _Batch, ids: Sequence[str], sent: Lists
+        self, profile: Profile, batch: Batch, ids: Sequence[str], sent: Lists
     ) -> None:
         """What verifying costs does not depend on what comes of it."""
         length = min(profile.next_length(len(batch.rows)), self._longest)
         lengths = [row.limit(length, n) for row, n in zip(batch.rows, batch.lengths, strict=True)]
         for place, number in zip(batch.places, lengths, strict=True):
             sent[place] = [0] * number
-        self._sent = _Sent(
+        self._sent = Sent(
             numbers=batch.numbers(ids), lengths=np.array(lengths, np.int32), drafted=None
         )

@@ -26,7 +26,7 @@ LONGEST = 4
 class Everything(Controller):
     """All of every draft is sent, whether it is worth it or not."""
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, running: int) -> bool:
         return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:

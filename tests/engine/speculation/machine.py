@@ -65,7 +65,7 @@ class Run:
     def _step(self, chance: np.random.Generator) -> None:
         context = self.context_a_row * self.running
         sent, drafts = np.zeros(self.running, np.int32), None
-        if self.controller.wants_drafts():
+        if self.controller.wants_drafts(self.running):
             drafts = Drafts.alike(self.running, self.longest, self.promised)
             sent = self.controller.lengths(drafts, running=self.running, context=context)
         verified = self.running + int(sent.sum())

@@ -90,12 +90,12 @@ def test_drafts_rest_when_steps_with_them_have_lost_a_few_steps_time() -> None:
     shared = controller(machine)
     seconds = 2 * machine.seconds(running=4, context=400, verified=4)
     steps = 0
-    while shared.wants_drafts() or shared.choice != "resting":
+    while shared.wants_drafts(4) or shared.choice != "resting":
         shared.observed(running=4, context=400, verified=8, seconds=seconds, emitted=4)
         steps += 1
     assert MOST_LOST <= steps <= 2 * MOST_LOST
-    assert not any(shared.wants_drafts() for _ in range(RESTED - 1))
-    assert shared.wants_drafts()
+    assert not any(shared.wants_drafts(4) for _ in range(RESTED - 1))
+    assert shared.wants_drafts(4)
 
 
 def test_it_comes_back_when_drafts_have_become_good() -> None:

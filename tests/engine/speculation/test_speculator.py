@@ -184,5 +184,5 @@ def test_while_no_drafts_are_wanted_the_store_still_hears_what_is_said(
 class Silent(Everything):
     wanted = False
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, running: int) -> bool:
         return self.wanted
