@@ -1,191 +1,119 @@
-"""Siblings' drafts and their controller against no drafts, vLLM's ngram, Arctic's suffix decoding
-and every fixed length, end to end.
+"""Siblings' drafts and their controller against no drafts, vLLM's ngram, Arctic's suffix decoding,
+every fixed length and an oracle, end to end.
 
-Each arm is an engine in a process of its own, with the environment of the server's EngineCore; they
-take turns at one workload after another. The seedling is grown to what its steps are to cost: its
-responses stay its own.
+Each arm is an engine in a process of its own, with the environment of the server's EngineCore;
+they take turns at one workload after another. `off` draws a workload's texts, and then all arms say
+these, itself included (`bench/harness/forced.py`): pairs have the same tokens. The seedling is
+grown to what its steps are to cost: its responses stay its own.
+
+A record is made in parts, of as many rounds as there is time for: rounds of other seeds (`--seed`)
+and of other arms are added to what the record has. Arms are compared in rounds that they shared.
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness.drafting import BUCKETS, LONGEST, Workload
-from bench.harness.pairs import Pairs
-from bench.harness.record import Record, Row
+from bench.harness.arms import Arms, Run, Texts, arms
+from bench.harness.drafting import Workload, prompts
+from bench.harness.foretold import cells, foretold
+from bench.harness.record import RECORDS, Record
+from bench.harness.speculated import Round, guard_rows, kept, workload_rows
 from bench.harness.stepped import write_config
-from engine.environment import spawning
-from engine.settings import AttentionSettings, EngineSettings
 
-Run = dict[str, Any]
-FIXED = tuple(f"fixed-{length}" for length in (1, 2, 4, LONGEST))
-GUARD_GOAL = 0.97
+FIXED = ("fixed-1", "fixed-2", "fixed-4", "fixed-8")
+ALL = ("off", "ours", "ngram", "suffix", *FIXED, "oracle")
+CACHE = Path("build/speculation_profile")
 
 
-@contextmanager
-def arm(name: str, model: Path, cache: Path, arctic: str | None) -> Iterator["ArmProcess"]:
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        spawning(
-            EngineSettings(),
-            attention=AttentionSettings(),
-            on_cpu=True,
-            scratch=Path(scratch),
-        ),
-    ):
-        environment = os.environ | {
-            "VLLM_PLUGINS": "",
-            # Not the engine's own OpenMP, from which numba would start threads of its own.
-            "NUMBA_THREADING_LAYER": "workqueue",
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [arctic if name == "suffix" else None, os.environ.get("PYTHONPATH")])
-            ),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.drafting", name, str(model), str(cache)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    try:
-        yield ArmProcess(process)
-    finally:
-        process.kill()
-        process.wait()
-
-
-class ArmProcess:
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        self.runs: list[Run] = []
-
-    def run(self, work: Workload | None) -> None:
-        """None: waits until it is ready."""
-        assert self._process.stdin and self._process.stdout
-        if work is not None:
-            self._process.stdin.write(json.dumps(asdict(work)) + "\n")
-            self._process.stdin.flush()
-        while not (line := self._process.stdout.readline()).startswith(("{", '"ready"')):
-            assert line, "the arm died"
-        if work is not None:
-            self.runs.append(json.loads(line))
-
-
-def measured(
-    names: Sequence[str],
-    model: Path,
-    works: Sequence[Workload],
-    *,
-    cache: Path,
-    arctic: str | None,
-) -> dict[str, list[Run]]:
+def worked(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
     """The first workload warms up."""
-    with ExitStack() as stack:
-        arms: dict[str, ArmProcess] = {}
-        # Ours measures what its steps cost when it starts, and has to be alone for that.
-        for together in (["ours"], [name for name in names if name != "ours"]):
-            begun = {n: stack.enter_context(arm(n, model, cache, arctic)) for n in together}
-            for one in begun.values():
-                one.run(None)
-            arms |= begun
-        for number, work in enumerate(works):
-            for one in list(arms.values())[:: 1 if number % 2 else -1]:
-                one.run(work)
-    return {name: one.runs[1:] for name, one in arms.items()}
+    rounds, runs_of, texts_of = [], [], []
+    for number, work in enumerate(works):
+        drawn = arms.run("off", work, None)
+        order = names if number % 2 else names[::-1]
+        runs = {name: arms.run(name, work, drawn["texts"]) for name in order}
+        assert len({run["tokens"] for run in runs.values()}) == 1, "all say the same"
+        runs_of.append(runs)
+        texts_of.append(drawn["texts"])
+        rounds.append(Round(seed=work.seed, surprise=drawn["surprise"], arms={}))
+    _fill(rounds, runs_of, texts_of, works)
+    return rounds[1:]
 
 
-def rates(runs: Sequence[Run], bucket: int | None = None) -> list[float]:
-    """Tokens a second, of steps of that many running samples or fewer."""
-    if bucket is None:
-        return [run["tokens"] / run["seconds"] for run in runs]
-    at = [str(most) for most in BUCKETS if most <= bucket]
-    return [
-        sum(run["tokens_at"].get(b, 0) for b in at)
-        / max(sum(run["seconds_at"].get(b, 0) for b in at), 1e-9)
-        for run in runs
-    ]
+def _fill(
+    rounds: Sequence[Round],
+    runs_of: Sequence[dict[str, Run]],
+    texts_of: Sequence[Texts],
+    works: Sequence[Workload],
+) -> None:
+    """With what replay foretells of each arm, from the steps of all of them."""
+    steps = cells([run for runs in runs_of[1:] for run in runs.values()])
+    asked = [prompts(work) for work in works]
+    for name in runs_of[0]:
+        seconds = foretold(name, asked, texts_of, steps)
+        for number, (one, runs) in enumerate(zip(rounds, runs_of, strict=True)):
+            one.arms[name] = kept(runs[name], seconds[number] if seconds else None)
+    rounds[-1].steps.extend(steps)
 
 
-def row(what: str, ours: Sequence[Run], other: Sequence[Run], goal: float | None = None) -> Row:
-    ratio = Pairs(a=rates(ours), b=rates(other)).ratio()
-    few = ""
-    if all(a > 0 and b > 0 for a, b in zip(rates(ours, 8), rates(other, 8), strict=True)):
-        tail = Pairs(a=rates(ours, 8), b=rates(other, 8)).ratio()
-        few = f"; at 8 or fewer running {tail.median:.2f}x"
-    return Row(
-        what=what,
-        value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens a second{few}",
-        goal=f">= {goal:.2f}x" if goal else "",
-        verdict=ratio.verdict(goal) if goal else "",
-    )
-
-
-def described(name: str, runs: Sequence[Run]) -> Row:
-    steps = {b: sum(run["steps_at"].get(str(b), 0) for run in runs) for b in BUCKETS}
-    num_steps, tokens = sum(steps.values()), sum(run["tokens"] for run in runs)
-    drafted, accepted = (sum(run[kind] for run in runs) for kind in ("drafted", "accepted"))
-    took = f", {100 * accepted / drafted:.0f} % of {drafted} drafted accepted" if drafted else ""
-    running = ", ".join(f"<= {b}: {100 * n / num_steps:.0f} %" for b, n in steps.items())
-    return Row(
-        what=f"{name}: {len(runs)} runs",
-        value=f"{statistics.median(rates(runs)):.0f} tokens a second, {tokens} tokens in "
-        f"{num_steps} steps{took}; steps by running samples {running}",
-    )
+def guarded(arms: Arms, works: Sequence[Workload]) -> list[Round]:
+    """Texts of one length, and nothing to be foretold in them: each arm draws its own."""
+    rounds = []
+    for number, work in enumerate(works):
+        order = ("off", "ours") if number % 2 else ("ours", "off")
+        runs = {name: arms.run(name, work, None) for name in order}
+        made = {name: kept(run, None) for name, run in runs.items()}
+        rounds.append(Round(seed=work.seed, surprise=runs["off"]["surprise"], arms=made))
+    return rounds[1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["workload", "guard"])
-    parser.add_argument("model", type=Path, help="the seedling, grown")
+    parser.add_argument("model", type=Path, nargs="?", help="the seedling, grown")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arms", nargs="*", default=["off", "ours", "ngram", "suffix", *FIXED])
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--arms", nargs="*", default=list(ALL))
     parser.add_argument("--arctic", help="where arctic-inference is installed")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="for the profile of steps")
     options = parser.parse_args()
+    is_guard = options.part == "guard"
+    seeds = [10**6 + options.seed, *range(options.seed, options.seed + options.rounds)]
     with tempfile.TemporaryDirectory() as folder:
-        if options.part == "guard":
-            model = write_config(Path(folder) / "model")
-            names = ["off", "ours"]
-            works = [
-                Workload(seed=n, temperature=1.0, max_tokens=64, ignore_eos=True)
-                for n in range(1 + options.rounds)
-            ]
-        else:
-            model, names = options.model, options.arms
-            works = [
-                Workload(seed=n, temperature=options.temperature) for n in range(1 + options.rounds)
-            ]
-        runs = measured(names, model, works, cache=Path(folder) / "kept", arctic=options.arctic)
-    result = record(options.part, options.model.name, options.temperature, runs)
+        model = write_config(Path(folder) / "model") if is_guard else options.model
+        names = ["off", "ours"] if is_guard else options.arms
+        assert "off" in names, "it draws the texts"
+        sampling: dict[str, Any] = {"temperature": options.temperature}
+        if is_guard:
+            sampling |= {"max_tokens": 64, "ignore_eos": True}
+        works = [Workload(seed=seed, **sampling) for seed in seeds]
+        with arms(names, model, cache=options.cache, arctic=options.arctic) as begun:
+            rounds = guarded(begun, works) if is_guard else worked(names, begun, works)
+    result = record(options.part, model.name, options.temperature, rounds)
     result.show()
     print(f"\nwrote {result.write().name}")
 
 
-def record(part: str, model: str, temperature: float, runs: dict[str, list[Run]]) -> Record:
-    rows = [described(name, came) for name, came in runs.items()]
+def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> Record:
+    name = "speculation_guard" if part == "guard" else f"speculation_{model}_{temperature:g}"
+    name = name.replace(".", "_")
+    rounds = Round.added(RECORDS / f"{name}.json", new)
     if part == "guard":
-        rows.append(row("ours over off", runs["ours"], runs["off"], GUARD_GOAL))
         claim = "64 samples of a model of random weights, 25M parameters in bfloat16, whose text "
         claim += "nothing foretells: drafts and their controller against no drafts."
-        return Record(
-            name="speculation_guard", bench="speculation", claim=claim, rows=rows, raw=runs
+        rows = guard_rows(rounds)
+    else:
+        claim = f"Eight groups of eight, up to 512 tokens, at temperature {temperature}; {model}, "
+        claim += (
+            "the grown seedling in bfloat16. All arms say the same texts, drawn without drafts."
         )
-    rows += [row(f"ours over {n}", runs["ours"], came) for n, came in runs.items() if n != "ours"]
-    claim = f"Eight groups of eight, up to 512 tokens, at temperature {temperature}; {model}, the "
-    others = ", ".join(name for name in runs if name != "ours")
-    claim += f"grown seedling in bfloat16: siblings' drafts and their controller against {others}."
-    name = f"speculation_{temperature:.1f}".replace(".", "_")
-    return Record(name=name, bench="speculation", claim=claim, rows=rows, raw=runs)
+        rows = workload_rows(rounds)
+    raw = {"rounds": [one.told() for one in rounds]}
+    return Record(name=name, bench="speculation", claim=claim, rows=rows, raw=raw)
 
 
 if __name__ == "__main__":

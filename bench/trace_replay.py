@@ -7,22 +7,33 @@ is timed. `python -m bench.replay.recording` makes the traces.
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.harness.pairs import Ratio
-from bench.harness.record import Record, Row
+from bench.harness.record import RECORDS, Record, Row
+from bench.replay.costs import Costs, Measured, Stated, measured_steps
 from bench.replay.drafters import ARCTIC, Arctic, Drafter, Ngram, Ours
-from bench.replay.replaying import Controller, Costs, Fixed, Likely, Outcome, Replayer
+from bench.replay.replaying import (
+    Controller,
+    Fixed,
+    Likely,
+    Outcome,
+    Replayer,
+)
 from bench.replay.traces import TRACES, Group, Trace
+from engine.speculation.controller import Controller as Ruling
+from engine.speculation.cost import Step, StepCost
+from engine.speculation.trust import Trust
 from kernels.drafts.drafted import EVERY_SCOPE, Scope
 
 FINISHED = (0, 1, 3, 7, 15)
 SEER = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 LONGEST, SEER_LONGEST, RUNNING = 16, 8, 64
-COSTS = Costs(fixed=1.0, token=0.02)
+STATED = Stated(fixed=1.0, token=0.02)
 RESAMPLES = 2000
+MEASURED = RECORDS / "speculation_25m_1.json"
 
 ARCTICS: dict[str, Callable[[], Drafter]] = {
     "Arctic, as vLLM sets it": lambda: Arctic(),
@@ -46,7 +57,12 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 
 
 def whole(
-    trace: Trace, drafter: Drafter, controller: Controller, *, knows: bool = False
+    trace: Trace,
+    drafter: Drafter,
+    controller: Controller,
+    costs: Costs = STATED,
+    *,
+    knows: bool = False,
 ) -> Outcome:
     """All epochs, one after the other, the weights one version older after each."""
     replayer = Replayer(
@@ -54,7 +70,7 @@ def whole(
         controller=controller,
         max_running=RUNNING,
         longest=LONGEST,
-        costs=COSTS,
+        costs=costs,
         knows=knows,
     )
     for number, groups in enumerate(trace.epochs):
@@ -138,14 +154,26 @@ def whole_rows(trace: Trace) -> Iterator[Row]:
         )
 
 
-def regret_rows(trace: Trace) -> Iterator[Row]:
-    fixed = {length: whole(trace, Ours(), Fixed(length)).seconds for length in LENGTHS}
+def regret_rows(trace: Trace, steps: Sequence[Step]) -> Iterator[Row]:
+    """At what steps are stated to cost, and with the engine's own controller at what `steps` of an
+    engine took."""
+    yield from _regrets(trace, "a stated cost", STATED, CONTROLLERS)
+    if steps:
+        ruling = {"the engine's controller": lambda: Ruling(StepCost(steps), Trust())}
+        costs = Measured(StepCost(steps))
+        yield from _regrets(trace, "measured costs", costs, CONTROLLERS | ruling)
+
+
+def _regrets(
+    trace: Trace, what: str, costs: Costs, controllers: Mapping[str, Callable[[], Controller]]
+) -> Iterator[Row]:
+    fixed = {length: whole(trace, Ours(), Fixed(length), costs).seconds for length in LENGTHS}
     best = min(fixed, key=fixed.__getitem__)
-    oracle = whole(trace, Ours(), Fixed(LONGEST), knows=True).seconds
-    for name, controller in CONTROLLERS.items():
-        seconds = whole(trace, Ours(), controller()).seconds
+    oracle = whole(trace, Ours(), Fixed(LONGEST), costs, knows=True).seconds
+    for name, controller in controllers.items():
+        seconds = whole(trace, Ours(), controller(), costs).seconds
         yield Row(
-            what=f"T {trace.temperature}, {name}: time",
+            what=f"T {trace.temperature}, {what}, {name}: time",
             value=f"{fixed[0] / seconds:.2f} times as fast as without; it takes "
             f"{seconds / fixed[best]:.3f} of the best fixed length's ({best}) and "
             f"{seconds / oracle:.3f} of the oracle's",
@@ -186,21 +214,29 @@ def claim(traces: Sequence[Trace]) -> str:
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
         f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
-        f"{COSTS.fixed:g} and {COSTS.token:g} more for every token that it computes."
+        f"{STATED.fixed:g} and {STATED.token:g} more for every token that it computes, or what "
+        f"steps of an engine were measured to take ({MEASURED.stem})."
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--measured", type=Path, default=MEASURED, help="a record of steps")
     arguments = parser.parse_args()
     assert ARCTIC.exists(), "scripts/beside.sh arctic installs what ours is compared with"
     traces = [Trace.load(path) for path in sorted(arguments.traces.glob("*.npz"), reverse=True)]
+    steps = measured_steps(arguments.measured)
     rows = [
         row
         for trace in traces
-        for part in (finished_rows, whole_rows, regret_rows, reliability_rows)
-        for row in part(trace)
+        for part in (
+            finished_rows(trace),
+            whole_rows(trace),
+            regret_rows(trace, steps),
+            reliability_rows(trace),
+        )
+        for row in part
     ]
     result = Record(name="trace_replay", claim=claim(traces), rows=rows)
     result.show()

@@ -2,25 +2,25 @@
 
     python -m bench.harness.drafting ARM MODEL CACHE
 
-Each line of its input is a workload in JSON; it answers with a line of what came of it. Nothing
-computes between two lines, so arms lie side by side and take turns. Its environment is that of the
-server's EngineCore.
+Each line of its input names a workload in JSON, and the texts that its samples are to say, if any;
+it answers with a line of what came of it. Nothing computes between two lines, so arms lie side by
+side and take turns. Its environment is that of the server's EngineCore.
 """
 
 import json
 import random
 import sys
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bench.harness.forced import Fixed, Forced, Knowing
 from engine.settings import AttentionSettings, SpeculationSettings
-from engine.speculation.controller import Controller, Draft
-from kernels.drafts.drafted import Int32Array
+from engine.speculation.counts import Counts
+from engine.speculation.proposer import stored
+from engine.speculation.speculator import Speculator
+from engine.speculation.start import PROFILE_SECONDS
 
 LONGEST = 8
 ROWS = 64
@@ -38,8 +38,6 @@ NGRAM = {
 }
 END = 1
 """The seedling's token that ends a response."""
-BUCKETS = (1, 8, 32, ROWS)
-"""Running samples, up to so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,37 +54,22 @@ class Workload:
 
 @dataclass(slots=True)
 class Came:
-    """By the number of running samples that a step had, at most: seconds, tokens and steps."""
+    """`decoded`: of each step that computed no prompt its rows, their context, the tokens that it
+    computed and those that came, and seconds. `texts` of all samples, in the order of their
+    prompts; `surprise`: nats of all their tokens."""
 
     seconds: float = 0.0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    seconds_at: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    tokens_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    steps_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-    def told(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-
-class Fixed(Controller):
-    """Every draft is cut to one length, whatever it is worth."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def wants_drafts(self, running: int) -> bool:
-        return self._length > 0
-
-    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        return np.minimum(drafted.lengths, self._length).astype(np.int32)
+    surprise: float = 0.0
+    decoded: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
 
 
 class Arm:
-    """`off`, `ours`, `fixed-K`, `ngram` or `suffix`; vLLM is the same in all of them, its own
-    attention included."""
+    """`off`, `ours`, `ngram` or `suffix`; vLLM is the same in all of them, its own attention
+    included. `ours` can be cut to a fixed length or be told what is right as well (`run`)."""
 
     def __init__(self, name: str, model: Path, cache: Path) -> None:
         from vllm import LLM
@@ -100,8 +83,7 @@ class Arm:
         installed.install(
             SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
         )
-        ours = name == "ours" or name.startswith("fixed")
-        config = OURS if ours else {"ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
+        config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
         dummy = not any(model.glob("*.safetensors"))
         self._llm = LLM(
             str(model),
@@ -111,8 +93,9 @@ class Arm:
             max_model_len=1024,
             max_num_seqs=ROWS,
             max_num_batched_tokens=2048,
-            kv_cache_memory_bytes=2**30,
+            kv_cache_memory_bytes=2**29,
             enforce_eager=True,
+            logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
             disable_log_stats=False,
             speculative_config=config,
@@ -120,43 +103,72 @@ class Arm:
         )
         core: Any = self._llm.llm_engine.engine_core
         self._core = core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._number = 0
-        if ours:
-            self._wire(name)
+        self._speculators: dict[str, Speculator] = {}
+        if name == "ours":
+            self._wire()
+        self._forced = Forced(self._runner)
 
-    def _wire(self, name: str) -> None:
+    def _wire(self) -> None:
         from engine.speculation.profile import batches, num_tokens
 
-        proposer = self._core.model_executor.driver_worker.worker.model_runner.drafter
-        proposer.verify(proposer_runner(self._core))
-        proposer.wire(proposer_runner(self._core))
-        if proposer.begin_profile():
-            for batch in batches(max_sequences=ROWS, max_context_tokens=1000, longest=LONGEST):
-                prompts = [[7] * batch.prompt] * batch.running
-                self._begin(prompts, max_tokens=num_tokens(LONGEST), ignore_eos=True)
-                self._steps(Came())
-            proposer.end_profile()
-        if name.startswith("fixed-"):
-            proposer.speculator.controller = Fixed(int(name.removeprefix("fixed-")))
+        proposer = self._runner.drafter
+        proposer.verify(self._runner)
+        proposer.wire(self._runner)
+        if not proposer.begin_profile():
+            return
+        began = time.monotonic()
+        for number, batch in enumerate(
+            batches(max_sequences=ROWS, max_context_tokens=1000, longest=LONGEST)
+        ):
+            if number > 1 and time.monotonic() - began > PROFILE_SECONDS:
+                break
+            prompts = [[7] * batch.prompt] * batch.running
+            self._begin(prompts, max_tokens=num_tokens(LONGEST), ignore_eos=True)
+            self._steps(Came())
+        proposer.end_profile()
 
-    def run(self, work: Workload) -> Came:
+    def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> Came:
+        """With `texts` the samples say these."""
         from engine.speculation.rows import GROUP
 
-        came = Came()
+        came, ids = Came(), []
+        self._be(name)
         for number, prompt in enumerate(prompts(work)):
-            self._begin(
+            ids += self._begin(
                 [prompt] * work.size,
                 max_tokens=work.max_tokens,
                 ignore_eos=work.ignore_eos,
                 temperature=work.temperature,
                 extra_args={GROUP: f"{work.seed}.{number}"},
             )
+        self._forced.texts = {} if texts is None else dict(zip(ids, texts, strict=True))
         began = time.perf_counter()
-        self._steps(came)
+        said = self._steps(came)
         came.seconds = time.perf_counter() - began
+        came.texts = [said[one] for one in ids]
         return came
 
-    def _begin(self, prompts: list[list[int]], **sampling: Any) -> None:
+    def _be(self, name: str) -> None:
+        """Each has a store and a memory of its own: all of them say the same."""
+        if name in ("off", "ngram", "suffix"):
+            return
+        drafter = self._runner.drafter
+        if not self._speculators:
+            self._speculators["ours"] = drafter.speculator
+        if name not in self._speculators:
+            kind, _, length = name.partition("-")
+            self._speculators[name] = Speculator(
+                self._runner,
+                stored(None, LONGEST, 0),
+                Fixed(int(length)) if kind == "fixed" else Knowing(self._forced),
+                Counts(),
+                longest=LONGEST,
+            )
+        drafter.speculator = self._speculators[name]
+
+    def _begin(self, prompts: list[list[int]], **sampling: Any) -> list[str]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -168,37 +180,42 @@ class Arm:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **sampling,
         )
+        ids = []
         for prompt in prompts:
             self._number += 1
-            self._llm.llm_engine.add_request(
-                str(self._number), {"prompt_token_ids": prompt}, params
-            )
+            asked = {"prompt_token_ids": prompt}
+            ids.append(self._llm.llm_engine.add_request(str(self._number), asked, params))
+        return ids
 
-    def _steps(self, came: Came) -> None:
-        scheduler = self._core.scheduler
+    def _steps(self, came: Came) -> dict[str, list[int]]:
+        scheduler, said = self._core.scheduler, {}
         while scheduler.has_unfinished_requests():
+            there = {name: each.num_output_tokens for name, each in scheduler.requests.items()}
+            requests = dict(scheduler.requests)
             began = time.perf_counter()
-            there = [
-                (request, request.num_output_tokens) for request in scheduler.requests.values()
-            ]
             outputs = self._llm.llm_engine.step()
-            bucket = next(most for most in BUCKETS if len(there) <= most)
-            new = sum(request.num_output_tokens - before for request, before in there)
-            came.seconds_at[bucket] += time.perf_counter() - began
-            came.tokens_at[bucket] += new
-            came.steps_at[bucket] += 1
+            seconds = time.perf_counter() - began
+            new = sum(each.num_output_tokens - there[n] for n, each in requests.items())
             came.tokens += new
+            if all(there.values()):
+                came.decoded.append((*self._computed(len(there)), new, seconds))
+            for name, request in requests.items():
+                if request.is_finished():
+                    said[name] = list(request.output_token_ids)
             for output in outputs:
-                self._count(output.outputs[0].spec_decode_metrics, came)
+                self._count(output.outputs[0], came)
+        return said
 
-    def _count(self, metrics: Any, came: Came) -> None:
-        if metrics is not None:
+    def _computed(self, rows: int) -> tuple[int, int, int]:
+        context = int(self._runner.input_batch.num_tokens_no_spec[:rows].sum())
+        return rows, context, int(self._runner.query_start_loc.np[rows])
+
+    def _count(self, answer: Any, came: Came) -> None:
+        each = zip(answer.token_ids, answer.logprobs, strict=True)
+        came.surprise -= sum(of[token].logprob for token, of in each)
+        if (metrics := answer.spec_decode_metrics) is not None:
             came.drafted += metrics.num_draft_tokens
             came.accepted += sum(length * n for length, n in enumerate(metrics.histogram))
-
-
-def proposer_runner(core: Any) -> Any:
-    return core.model_executor.driver_worker.worker.model_runner
 
 
 def prompts(work: Workload) -> list[list[int]]:
@@ -220,7 +237,9 @@ def main(name: str, model: str, cache: str) -> None:
     arm = Arm(name, Path(model), Path(cache))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(arm.run(Workload(**json.loads(line))).told()), flush=True)
+        told = json.loads(line)
+        came = arm.run(told["name"], Workload(**told["work"]), told["texts"])
+        print(json.dumps(asdict(came)), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,25 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bench.replay.costs import Costs, Stated
 from bench.replay.drafters import Drafter
 from bench.replay.traces import Group
 from kernels.drafts.drafted import Drafted, Int32Array
 
 
 class Controller(Protocol):
+    """As the engine's own, which may take its place."""
+
+    def wants_drafts(self, running: int) -> bool: ...
+
     def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
         """How much of each draft is sent."""
+
+    def scored(
+        self, drafted: Drafted, sent: NDArray[np.int64], right: NDArray[np.int64]
+    ) -> None: ...
 
     def observed(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
@@ -27,8 +37,21 @@ class Controller(Protocol):
         """What the last step really cost."""
 
 
+class Settled:
+    """Nothing can change its mind."""
+
+    def wants_drafts(self, running: int) -> bool:
+        return True
+
+    def scored(self, *_: object) -> None:
+        """It has no trust to lose."""
+
+    def observed(self, **_: float) -> None:
+        """It asks for no costs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(Settled):
     """At most so many tokens of every draft."""
 
     length: int
@@ -37,12 +60,9 @@ class Fixed:
         sent: Int32Array = np.minimum(drafted.lengths, self.length).astype(np.int32)
         return sent
 
-    def observed(self, **_: float) -> None:
-        """Nothing can change its mind."""
-
 
 @dataclass(frozen=True, slots=True)
-class Likely:
+class Likely(Settled):
     """A draft as far as it is at least so likely to be accepted up to there."""
 
     least: float
@@ -51,20 +71,6 @@ class Likely:
         likely = np.cumprod(drafted.probability, axis=1) >= self.least
         sent: Int32Array = np.minimum(drafted.lengths, likely.sum(axis=1)).astype(np.int32)
         return sent
-
-    def observed(self, **_: float) -> None:
-        """It asks for no costs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds of a step: `fixed`, and so many more for each token that it computes."""
-
-    fixed: float
-    token: float
-
-    def of(self, tokens: int) -> float:
-        return self.fixed + self.token * tokens
 
 
 @dataclass(slots=True)
@@ -114,7 +120,7 @@ class Replayer:
     controller: Controller
     max_running: int = 64
     longest: int = 16
-    costs: Costs = Costs(fixed=1.0, token=0.0)
+    costs: Costs = field(default_factory=lambda: Stated(fixed=1.0, token=0.0))
     knows: bool = False
     """The oracle: of each draft exactly what will be accepted is sent."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -148,23 +154,18 @@ class Replayer:
 
     def _verify(self, running: Sequence[Request], drafts: Drafted) -> list[tuple[int, ...]]:
         context = sum(len(one.prompt) + one.done for one in running)
-        sent = self.controller.lengths(drafts, running=len(running), context=context)
-        came, verified = [], 0
-        for row, one in enumerate(running):
-            right = matching(drafts.tokens[row, : sent[row]].tolist(), one.left)
-            verified += right if self.knows else int(sent[row])
-            came.append(one.left[: right + 1])
+        sent = self._sent(running, drafts, context)
+        came = [one.left[: number + 1] for one, number in zip(running, sent.right, strict=True)]
+        for one, tokens in zip(running, came, strict=True):
             counted = self.outcome.by_group.setdefault(one.group, [0, 0])
-            counted[0] += bool(came[-1])
-            counted[1] += len(came[-1])
+            counted[0] += bool(tokens)
+            counted[1] += len(tokens)
         emitted, passes = sum(map(len, came)), sum(map(bool, came))
-        seconds = self.costs.of(passes + verified)
+        verified = sum(sent.right if self.knows else sent.lengths)
+        step = {"running": len(running), "context": context}
+        seconds = self.costs.of(**step, tokens=passes + verified)
         self.controller.observed(
-            running=len(running),
-            context=context,
-            verified=passes + verified,
-            seconds=seconds,
-            emitted=emitted,
+            **step, verified=passes + verified, seconds=seconds, emitted=emitted
         )
         self.outcome.steps += 1
         self.outcome.passes += passes
@@ -172,6 +173,29 @@ class Replayer:
         self.outcome.sent += verified
         self.outcome.seconds += seconds
         return came
+
+    def _sent(self, running: Sequence[Request], drafts: Drafted, context: int) -> "Sent":
+        """Of each draft how much is sent, and is right. What comes after a draft says of one token
+        more whether it was."""
+        if not self.controller.wants_drafts(len(running)):
+            return Sent([0] * len(running), [0] * len(running))
+        sent = self.controller.lengths(drafts, running=len(running), context=context)
+        right = np.array(
+            [
+                matching(drafts.tokens[row, :number].tolist(), one.left)
+                for row, (one, number) in enumerate(zip(running, drafts.lengths, strict=True))
+            ]
+        )
+        self.controller.scored(drafts, sent.astype(np.int64), np.minimum(right, sent + 1))
+        return Sent(sent.tolist(), np.minimum(right, sent).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """By row."""
+
+    lengths: list[int]
+    right: list[int]
 
 
 def matching(draft: Sequence[int], text: Sequence[int]) -> int:

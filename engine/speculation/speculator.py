@@ -88,7 +88,7 @@ class Speculator:
         if self._wanted or self._sent is not None:
             return True
         self._counts.step(self.controller.choice)
-        self._there = set()
+        self._there, self._wanted = set(), None
         return False
 
     def slept(self, running: int, seconds: float) -> None:

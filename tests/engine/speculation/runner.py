@@ -35,9 +35,14 @@ class Runner:
         named = ({GROUP: group} if group else {}) | ({} if drafts else {NO_DRAFTS: True})
         sampling = SimpleNamespace(extra_args=named or None, seed=seed, max_tokens=max_tokens)
         self.requests[name] = SimpleNamespace(
-            prompt_token_ids=list(prompt), sampling_params=sampling
+            prompt_token_ids=list(prompt), sampling_params=sampling, output_token_ids=[]
         )
         self.text[name] = list(prompt)
+
+    def say(self, name: str, tokens: Sequence[int]) -> None:
+        """In steps of which nobody was told."""
+        self.text[name] += tokens
+        self.requests[name].output_token_ids += tokens
 
     def forget(self, name: str) -> None:
         del self.requests[name], self.text[name]
@@ -49,7 +54,7 @@ class Runner:
         computed to its end. Answers with the drafts."""
         self.input_batch.req_ids = list(said)
         for name, tokens in said.items():
-            self.text[name] += tokens
+            self.say(name, tokens)
         lengths = np.array([len(self.text[name]) for name in said], np.int32)
         rows = np.zeros((len(said), WIDTH), np.int32)
         for row, name in zip(rows, said, strict=True):

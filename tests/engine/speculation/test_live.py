@@ -16,7 +16,7 @@ from tests.engine.greedy import assert_greedy
 from tests.engine.live import LiveEngine
 from tests.engine.models import make_models
 from tests.engine.seedling import teacher_forced
-from tests.engine.speculation.drafting import LONGEST, drafting_engine, in_group
+from tests.engine.speculation.drafting import LONGEST, Everything, drafting_engine, in_group
 
 pytestmark = pytest.mark.engine
 
@@ -126,6 +126,37 @@ def test_a_prompt_with_one_token_to_compute_is_not_padded(drafting: Drafting) ->
     engine.step()
     assert int(runner.query_start_loc.np[1]) == 1
     engine.finish(name)
+
+
+def test_steps_that_nobody_drafts_for_are_those_of_an_engine_without(
+    drafting: Drafting, models: dict[str, Path]
+) -> None:
+    engine, proposer = drafting
+    assert proposer.speculator is not None
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    sending, proposer.speculator.controller = proposer.speculator.controller, InTurns()
+    configs = set()
+    names = [engine.submit([3, 4], max_tokens=60, **in_group("turns")) for _ in range(4)]
+    while engine.core.scheduler.has_unfinished_requests():
+        engine.step()
+        configs.add(runner.speculative_config is None)
+    proposer.speculator.controller = sending
+    v7 = reference(models["v7"])
+    for answer in engine.finish(*names):
+        assert_greedy(v7, [3, 4], answer.token_ids)
+    assert configs == {True, False}
+
+
+class InTurns(Everything):
+    """Now it wants drafts, now it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = 0
+
+    def wants_drafts(self, running: int) -> bool:
+        self._asked += 1
+        return self._asked % 16 < 8
 
 
 def test_a_seed_gives_the_same_tokens_among_samples_that_are_drafted(drafting: Drafting) -> None:

@@ -1,0 +1,95 @@
+"""The arms of the speculation benchmark as it sees them: processes that take turns."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.harness.drafting import Workload
+from engine.environment import spawning
+from engine.settings import AttentionSettings, EngineSettings
+
+Run = dict[str, Any]
+Texts = list[list[int]]
+
+
+class Arms:
+    """By name; those that are ours in other ways live in the process of `ours`."""
+
+    def __init__(self, processes: "dict[str, subprocess.Popen[str]]") -> None:
+        self._processes = processes
+
+    def run(self, name: str, work: Workload, texts: Texts | None) -> Run:
+        process = self._processes[hosted_by(name)]
+        assert process.stdin
+        told = {"name": name, "work": asdict(work), "texts": texts}
+        process.stdin.write(json.dumps(told) + "\n")
+        process.stdin.flush()
+        run: Run = _read(process)
+        return run
+
+
+@contextmanager
+def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) -> Iterator[Arms]:
+    """Ours measures what its steps cost when it starts, and has to be alone for that."""
+    hosts = dict.fromkeys(hosted_by(name) for name in names)
+    with ExitStack() as stack:
+        begun: dict[str, subprocess.Popen[str]] = {}
+        for together in (["ours"], [host for host in hosts if host != "ours"]):
+            new = {
+                host: stack.enter_context(_process(host, model, cache, arctic))
+                for host in together
+                if host in hosts
+            }
+            for process in new.values():
+                _read(process)
+            begun |= new
+        yield Arms(begun)
+
+
+def hosted_by(name: str) -> str:
+    return name if name in ("off", "ngram", "suffix") else "ours"
+
+
+@contextmanager
+def _process(
+    name: str, model: Path, cache: Path, arctic: str | None
+) -> "Iterator[subprocess.Popen[str]]":
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        spawning(
+            EngineSettings(), attention=AttentionSettings(), on_cpu=True, scratch=Path(scratch)
+        ),
+    ):
+        paths = [arctic if name == "suffix" else None, os.environ.get("PYTHONPATH")]
+        environment = os.environ | {
+            "VLLM_PLUGINS": "",
+            # Not the engine's own OpenMP, from which numba would start threads of its own.
+            "NUMBA_THREADING_LAYER": "workqueue",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.harness.drafting", name, str(model), str(cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read(process: "subprocess.Popen[str]") -> Any:
+    assert process.stdout
+    while not (line := process.stdout.readline()).startswith(("{", '"ready"')):
+        assert line, "the arm died"
+    return json.loads(line)

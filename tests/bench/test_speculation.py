@@ -1,0 +1,130 @@
+"""What the benchmark of speculation forces on its arms, keeps of them and foretells."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.harness.forced import Fixed, Forced, Knowing
+from bench.harness.foretold import cells, foretold
+from bench.harness.speculated import Kept, Round, kept, workload_rows
+from engine.speculation.cost import Step
+from kernels.drafts import store
+from tests.engine.speculation.machine import Drafts
+
+TEXT = [5, 6, 7, 8]
+
+
+@dataclass
+class Sampled:
+    sampled_token_ids: torch.Tensor
+
+
+class Runner:
+    """Of two rows, the first of which has said one token."""
+
+    def __init__(self) -> None:
+        self.input_batch = SimpleNamespace(
+            req_ids=["a", "b"],
+            num_tokens_no_spec=np.array([4, 9, 0]),
+            num_prompt_tokens=np.array([3, 9, 0]),
+        )
+
+    def _sample(self, _: Any, metadata: Any) -> Sampled:
+        most = 0 if metadata is None else max(metadata.num_draft_tokens)
+        return Sampled(torch.full((2, most + 1), 99, dtype=torch.int32))
+
+
+@pytest.fixture
+def forced() -> Forced:
+    forced = Forced(Runner())
+    forced.texts = {"a": TEXT, "b": TEXT}
+    return forced
+
+
+def sampled(forced: Forced, *drafts: list[int]) -> list[list[int]]:
+    metadata = SimpleNamespace(
+        num_draft_tokens=[len(draft) for draft in drafts],
+        draft_token_ids=torch.tensor([token for draft in drafts for token in draft]),
+    )
+    rows: list[list[int]] = forced.sample(None, metadata).sampled_token_ids.tolist()
+    return rows
+
+
+def test_a_row_says_what_was_drafted_rightly_and_one_token_more(forced: Forced) -> None:
+    assert sampled(forced, [6, 7, 1], [5]) == [[6, 7, 8, -1], [5, 6, -1, -1]]
+    assert forced.sample(None, None).sampled_token_ids.tolist() == [[6], [5]]
+
+
+def test_a_text_ends_where_it_ends(forced: Forced) -> None:
+    assert sampled(forced, [6, 7, 8], []) == [[6, 7, 8, -1], [5, -1, -1, -1]]
+
+
+def test_rows_without_a_text_say_what_they_like(forced: Forced) -> None:
+    forced.texts = {}
+    assert sampled(forced, [], []) == [[99], [99]]
+
+
+def test_the_oracle_sends_what_is_right_and_a_fixed_length_what_it_is_told(forced: Forced) -> None:
+    drafted = Drafts.alike(2, 3, 0.5)
+    assert Fixed(2).lengths(drafted, running=2, context=20).tolist() == [2, 2]
+    told = SimpleNamespace(
+        tokens=np.array([[6, 7, 1], [6, 6, 7]]), lengths=np.array([3, 3], np.int32)
+    )
+    assert Knowing(forced).lengths(told, running=2, context=20).tolist() == [2, 0]
+
+
+def run(seconds: float) -> dict[str, Any]:
+    decoded = [(8, 80, 8, 8, seconds), (8, 88, 8, 8, seconds), (1, 20, 3, 2, seconds)]
+    return {"seconds": 3, "tokens": 18, "drafted": 2, "accepted": 1, "decoded": decoded}
+
+
+def one_round(seed: int, *names: str) -> Round:
+    arms: dict[str, Kept] = {name: kept(run(0.5), 1.5) for name in names}
+    return Round(seed=seed, surprise=1.8, arms=arms, steps=cells([run(0.5)]))
+
+
+def test_a_record_grows_by_rounds_and_a_round_of_the_same_arms_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    rounds: list[Round] = []
+    for new in (one_round(1, "off", "ours"), one_round(2, "off", "ours"), one_round(1, "off")):
+        rounds = Round.added(file, [new])
+        file.write_text(json.dumps({"raw": {"rounds": [one.told() for one in rounds]}}))
+    assert [one.seed for one in rounds] == [1, 2, 1]
+    rounds = Round.added(file, [one_round(1, "ours", "off")])
+    assert [(one.seed, len(one.arms)) for one in rounds] == [(2, 2), (1, 1), (1, 2)]
+    assert rounds[-1].steps == [Step(running=8, context=84, verified=8, seconds=0.5)]
+
+
+def test_arms_are_compared_in_the_rounds_that_they_shared() -> None:
+    rows = workload_rows([one_round(1, "off", "ours"), one_round(2, "off", "ours", "ngram")])
+    told = {row.what: row.value for row in rows}
+    assert told["text"] == "0.100 nats a token"
+    assert told["ours over off, 2 rounds"].startswith("1.00x [1.00, 1.00]")
+    assert told["ours over ngram, 1 rounds"].startswith("1.00x")
+
+
+@pytest.mark.skipif(not store.built(), reason="the draft store was not built: no C++ compiler")
+def test_what_is_foretold_is_a_round_at_a_time_and_the_oracles_the_least() -> None:
+    steps = [
+        Step(running=rows, context=40 * rows, verified=rows * more, seconds=1 + rows * more / 50)
+        for rows in (1, 2, 4)
+        for more in (1, 2, 4, 8)
+    ]
+    prompts, texts = [[[1, 2, 3]]] * 2, [[list(range(9, 40))] * 4] * 2
+    found = {
+        name: foretold(name, prompts, texts, steps) for name in ("off", "fixed-8", "ours", "oracle")
+    }
+    assert foretold("ngram", prompts, texts, steps) is None
+    for seconds in found.values():
+        assert seconds is not None
+        assert len(seconds) == 2
+    assert found["off"] is not None
+    assert found["oracle"] is not None
+    assert found["off"][0] == pytest.approx(found["off"][1])
+    assert found["oracle"][1] < found["off"][1]
