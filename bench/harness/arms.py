@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness.drafting import Workload
+from bench.harness.drafting import GNU, Workload
 from engine.environment import spawning
 from engine.settings import AttentionSettings, EngineSettings
 
@@ -41,11 +41,10 @@ def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) 
     hosts = dict.fromkeys(hosted_by(name) for name in names)
     with ExitStack() as stack:
         begun: dict[str, subprocess.Popen[str]] = {}
-        for together in (["ours"], [host for host in hosts if host != "ours"]):
+        alone = [[host] for host in hosts if host.startswith("ours")]
+        for together in (*alone, [host for host in hosts if not host.startswith("ours")]):
             new = {
-                host: stack.enter_context(_process(host, model, cache, arctic))
-                for host in together
-                if host in hosts
+                host: stack.enter_context(_process(host, model, cache, arctic)) for host in together
             }
             for process in new.values():
                 _read(process)
@@ -54,7 +53,15 @@ def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) 
 
 
 def hosted_by(name: str) -> str:
-    return name if name in ("off", "ngram", "suffix") else "ours"
+    own = name.endswith(GNU) or name in ("off", "ngram", "suffix")
+    return name if own else "ours"
+
+
+def _gnu(environment: dict[str, str]) -> dict[str, str]:
+    """What an engine is started with where Intel's OpenMP is not installed."""
+    cpus = " ".join(map(str, sorted(os.sched_getaffinity(0))))
+    kept = {k: v for k, v in environment.items() if k != "LD_PRELOAD" and not k.startswith("KMP_")}
+    return kept | {"GOMP_CPU_AFFINITY": cpus}
 
 
 @contextmanager
@@ -74,6 +81,8 @@ def _process(
             "NUMBA_THREADING_LAYER": "workqueue",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
+        if name.endswith(GNU):
+            environment = _gnu(environment)
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.harness.drafting", name, str(model), str(cache)],
             stdin=subprocess.PIPE,

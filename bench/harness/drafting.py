@@ -36,6 +36,8 @@ NGRAM = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
+GNU = "-gnu"
+"""At the end of an arm's name: computed with GNU's OpenMP instead of Intel's."""
 END = 1
 """The seedling's token that ends a response."""
 
@@ -68,8 +70,8 @@ class Came:
 
 
 class Arm:
-    """`off`, `ours`, `ngram` or `suffix`; vLLM is the same in all of them, its own attention
-    included. `ours` can be cut to a fixed length or be told what is right as well (`run`)."""
+    """`off`, `ours`, `ngram` or `suffix`, GNU behind it or not. vLLM is the same in all of them,
+    its own attention included. `ours` can be cut to a length or be told what is right (`run`)."""
 
     def __init__(self, name: str, model: Path, cache: Path) -> None:
         from vllm import LLM
@@ -78,6 +80,7 @@ class Arm:
         from engine.patches.installed import install_patches
         from engine.speculation import installed
 
+        name = name.removesuffix(GNU)
         install_patches("EngineCore")
         attention.install(AttentionSettings(shared_prefix="off"))
         installed.install(
@@ -134,7 +137,7 @@ class Arm:
         from engine.speculation.rows import GROUP
 
         came, ids = Came(), []
-        self._be(name)
+        self._be(name.removesuffix(GNU))
         for number, prompt in enumerate(prompts(work)):
             ids += self._begin(
                 [prompt] * work.size,

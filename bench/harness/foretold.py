@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from bench.harness.drafting import LONGEST, ROWS
+from bench.harness.drafting import GNU, LONGEST, ROWS
 from bench.replay.costs import Measured
 from bench.replay.drafters import Ours
 from bench.replay.replaying import Controller, Fixed, Replayer
@@ -42,7 +42,7 @@ def foretold(
     steps: Sequence[Step],
 ) -> list[float] | None:
     """Seconds of each round's decode steps; None of an arm that is not ours."""
-    if name in ("ngram", "suffix"):
+    if name in ("ngram", "suffix") or name.endswith(GNU):
         return None
     replayer = Replayer(
         drafter=Ours(longest=LONGEST),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.drafting import ROWS
+from bench.harness.drafting import GNU, ROWS
 from bench.harness.pairs import Pairs
 from bench.harness.record import Row
 from engine.speculation.cost import Step
@@ -95,9 +95,11 @@ def described(name: str, rounds: Sequence[Round]) -> Row:
     )
 
 
-def against(rounds: Sequence[Round], other: str, goal: float | None = None) -> Row:
-    """Tokens a second of ours over theirs, of the whole and of its tail."""
-    pairs = shared(rounds, other)
+def against(
+    rounds: Sequence[Round], other: str, goal: float | None = None, one: str = "ours"
+) -> Row:
+    """Tokens a second of one over the other, of the whole and of its tail."""
+    pairs = shared(rounds, other, one)
     ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
     tails = [(a.rate(8), b.rate(8)) for a, b in pairs]
     few = ""
@@ -105,16 +107,16 @@ def against(rounds: Sequence[Round], other: str, goal: float | None = None) -> R
         tail = Pairs(a=[a for a, _ in tails], b=[b for _, b in tails]).ratio()
         few = f"; with 8 or fewer running {tail.median:.2f}x [{tail.low:.2f}, {tail.high:.2f}]"
     return Row(
-        what=f"ours over {other}, {len(pairs)} rounds",
+        what=f"{one} over {other}, {len(pairs)} rounds",
         value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens a second{few}",
         goal=f">= {goal:.2f}x" if goal else "",
         verdict=ratio.verdict(goal) if goal else "",
     )
 
 
-def shared(rounds: Sequence[Round], other: str) -> list[tuple[Kept, Kept]]:
-    both = [one.arms for one in rounds if "ours" in one.arms and other in one.arms]
-    return [(arms["ours"], arms[other]) for arms in both]
+def shared(rounds: Sequence[Round], other: str, one: str = "ours") -> list[tuple[Kept, Kept]]:
+    both = [each.arms for each in rounds if one in each.arms and other in each.arms]
+    return [(arms[one], arms[other]) for arms in both]
 
 
 def replayed(rounds: Sequence[Round]) -> Row:
@@ -150,5 +152,10 @@ def workload_rows(rounds: Sequence[Round]) -> list[Row]:
         ),
         *(described(name, rounds) for name in names),
         *(against(rounds, n, goals.get(n)) for n in names if n != "ours" and shared(rounds, n)),
+        *(
+            against(rounds, gnu, one=name)
+            for name in ("off", "ours")
+            if shared(rounds, gnu := name + GNU, name)
+        ),
     ]
     return [*rows, replayed(rounds)] if shared(rounds, "off") else rows

@@ -73,13 +73,17 @@ class Rows:
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
         """Whom the runner is about to forget. Those never seen here have said something too."""
         for request_id in ended:
-            if request_id in requests and (slot := self.row(request_id, requests).slot) is not None:
-                self._catch_up(slot, self._rows[request_id], requests[request_id])
-                self._store.end(slot, keep=True)
-            self._rows.pop(request_id, None)
+            request = requests.get(request_id)
+            if request is None or not request.output_token_ids:
+                continue
+            row = self.row(request_id, requests)
+            if row.slot is not None:
+                self._catch_up(row.slot, row.num_seen, request)
+                self._store.end(row.slot, keep=True)
+            del self._rows[request_id]
 
-    def _catch_up(self, slot: int, row: Row, request: Any) -> None:
-        said = request.output_token_ids[row.num_seen - len(request.prompt_token_ids) :]
+    def _catch_up(self, slot: int, num_seen: int, request: Any) -> None:
+        said = request.output_token_ids[num_seen - len(request.prompt_token_ids) :]
         if said:
             slots, counts, tokens = (np.array(a, np.int32) for a in ([slot], [len(said)], said))
             self._store.step(slots, counts, tokens, np.zeros(1, np.int32))

@@ -24,8 +24,9 @@ from kernels.drafts.drafted import Drafted, Int32Array, Store
 Lists = list[list[int]]
 
 TIMED_EVERY = 4
-CAUGHT_UP_EVERY = 16
-"""While no drafts are wanted, the store hears only every so often what was said."""
+CAUGHT_UP_EVERY = 32
+"""While no drafts are wanted, the store hears only every so many steps what was said: seldom enough
+to cost little, and often enough never to have much to hear at once."""
 
 
 class Speculator:
@@ -49,7 +50,7 @@ class Speculator:
         self._counts = counts
         self._longest = longest
         self._clock = clock
-        self._num_steps = 0
+        self._num_steps = self._unheard = 0
         self._began = 0.0
         self._sent: Sent | None = None
         self._there: set[str] = set()
@@ -65,12 +66,13 @@ class Speculator:
         if self._sent is not None or self.profile is not None or self._is_sample():
             self._look_back(ids, sampled, int(lengths[: len(ids)].sum()), now - self._began)
         self._observe_sleep(int(lengths[: len(ids)].sum()), len(ids))
-        self._num_steps += 1
+        self._num_steps, self._unheard = self._num_steps + 1, self._unheard + 1
         if self._wanted is None:
             self._wanted = self._wants(len(ids))
         wanted, self._wanted, self._sent = self._wanted, None, None
         sent: Lists = [[] for _ in ids]
-        if wanted or self._num_steps % CAUGHT_UP_EVERY == 0:
+        if wanted or self._has_much_to_hear():
+            self._unheard = 0
             self._rows.end_those_not_in(self.runner.requests, keep=self.profile is None)
             batch = self._batch(ids, sampled, lengths, token_ids)
             if batch.rows:
@@ -83,10 +85,11 @@ class Speculator:
 
     def wakes(self, running: int) -> bool:
         """Before a step, where there is somebody to ask: whether `drafts` has to be called at its
-        end, for new ones or for what became of the last."""
+        end: for new ones, for what became of the last, or to hear what was said."""
         self._wanted = self._wants(running)
-        if self._wanted or self._sent is not None:
+        if self._wanted or self._sent is not None or self._has_much_to_hear(1):
             return True
+        self._unheard += 1
         self._counts.step(self.controller.choice)
         self._there, self._wanted = set(), None
         return False
@@ -99,6 +102,9 @@ class Speculator:
         """They are about to be forgotten: the store hears the rest of what they have said."""
         if self.profile is None:
             self._rows.end(ended, self.runner.requests)
+
+    def _has_much_to_hear(self, more: int = 0) -> bool:
+        return self._unheard + more >= CAUGHT_UP_EVERY
 
     def _wants(self, running: int) -> bool:
         return self.profile is not None or self.controller.wants_drafts(running)

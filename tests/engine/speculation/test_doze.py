@@ -9,7 +9,7 @@ import pytest
 from engine.guard import Feature
 from engine.speculation.counts import Counts
 from engine.speculation.doze import Doze
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
 from kernels.drafts.reference import ReferenceStore
 from tests.engine.speculation.drafting import Everything
 from tests.engine.speculation.runner import Runner
@@ -154,6 +154,20 @@ def test_drafts_that_were_not_sent_are_judged_before_anybody_sleeps(
     assert speculator.wakes(2)
     runner.step(speculator, {"a": [18], "b": [12]})
     assert not speculator.wakes(2)
+
+
+def test_nobody_sleeps_so_long_that_there_is_much_to_hear(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = Now()
+    runner.add("a", PROMPT)
+    slept = 0
+    while not speculator.wakes(1):
+        runner.say("a", [40])
+        slept += 1
+    runner.step(speculator, {"a": [40]})
+    assert slept == CAUGHT_UP_EVERY - 1
+    assert not speculator.wakes(1)
 
 
 def test_a_step_that_was_slept_through_is_counted_with_its_own_context(
