@@ -201,7 +201,8 @@ def longest_context(trace: Trace) -> int:
     return max(len(one.prompt) + max(map(len, one.responses)) for one in groups)
 
 
-def claim(traces: Sequence[Trace]) -> str:
+def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
+    also = ", or what steps of an engine with 25M parameters were measured to take" if steps else ""
     texts = "; ".join(
         f"temperature {trace.temperature}: {trace.num_responses} responses, {trace.num_tokens} "
         f"tokens, {min(trace.entropies):.2f} to {max(trace.entropies):.2f} nats a token"
@@ -214,8 +215,7 @@ def claim(traces: Sequence[Trace]) -> str:
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
         f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
-        f"{STATED.fixed:g} and {STATED.token:g} more for every token that it computes, or what "
-        f"steps of an engine were measured to take ({MEASURED.stem})."
+        f"{STATED.fixed:g} and {STATED.token:g} more for every token that it computes{also}."
     )
 
 
@@ -238,7 +238,7 @@ def main() -> None:
         )
         for row in part
     ]
-    result = Record(name="trace_replay", claim=claim(traces), rows=rows)
+    result = Record(name="trace_replay", claim=claim(traces, steps), rows=rows)
     result.show()
     print(f"\nwrote {result.write().name}")
 

@@ -66,7 +66,7 @@ class Round:
     def added(cls, record: Path, new: Sequence["Round"]) -> list["Round"]:
         """To what the record has. A round that is there with the same arms was measured again."""
         again = {(one.seed, tuple(sorted(one.arms))) for one in new}
-        known = json.loads(record.read_text())["raw"]["rounds"] if record.exists() else []
+        known = json.loads(record.read_text())["raw"].get("rounds", []) if record.exists() else []
         old = [
             cls(
                 seed=one["seed"],
