@@ -109,9 +109,9 @@ class Arm:
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._number = 0
         self._speculators: dict[str, Speculator] = {}
+        self._forced = Forced(self._runner)
         if name == "ours":
             self._wire()
-        self._forced = Forced(self._runner)
 
     def _wire(self) -> None:
         from engine.speculation.profile import batches, num_tokens
@@ -214,8 +214,9 @@ class Arm:
         return rows, context, int(self._runner.query_start_loc.np[rows])
 
     def _count(self, answer: Any, came: Came) -> None:
-        each = zip(answer.token_ids, answer.logprobs, strict=True)
-        came.surprise -= sum(of[token].logprob for token, of in each)
+        if not self._forced.texts:
+            each = zip(answer.token_ids, answer.logprobs, strict=True)
+            came.surprise -= sum(of[token].logprob for token, of in each)
         if (metrics := answer.spec_decode_metrics) is not None:
             came.drafted += metrics.num_draft_tokens
             came.accepted += sum(length * n for length, n in enumerate(metrics.histogram))
