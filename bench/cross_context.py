@@ -1,42 +1,59 @@
 """What it brings to place a text that stands behind many prefixes instead of computing it.
 
 Five agents who all hear each other: in every round each one's prompt is its own text, the question,
-and what the other four have said in the round before. Three services' worth of requests in turn on
-one engine: computed with prefix caching, in the order that makes shared texts a prefix, and with
-them placed. What was said is drawn at random, for the time does not depend on it.
+and what the other four have said in the round before. Several services' worth of requests in turn
+on one engine: computed with prefix caching, in the order that makes shared texts a prefix, and with
+them placed, more or fewer of their first tokens computed. Once with prompts of about a thousand
+tokens, and once with 512 tokens said by each. What was said is drawn at random, for the time does
+not depend on it.
 
 How far the placed prompt is from the computed one is measured apart, on the seedling as it was
-trained, over how many tokens of each segment are computed: the Kullback-Leibler divergence of the
-distributions of the response's tokens, teacher-forced.
+trained (bench/harness/distance.py).
 """
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 import uvloop
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.harness.distance import Distance, distances
 from bench.harness.pairs import Pairs
-from bench.harness.placed import Placed, divergence
 from bench.harness.record import Record, Row
 from bench.harness.served import served
+from bench.harness.talk import Talk, num_prompt_tokens
 from coppice import AsyncRollouts, PromptSegment, Reuse
 from engine.settings import EngineSettings
-from examples.seedling import arithmetic
 from service.kv.settings import KvSettings
-from service.reuse.spans import Part, joined
 
-SEEDLING = "examples/seedling/model"
-NUM_AGENTS, OWN, QUESTION, SAID, ASK = 5, 512, 128, 120, 8
 FIRST_TOKENS = (0, 1, 4, 16, 64)
-NUM_PROMPTS = 16
-MODES = ("off", "order", "recompute")
+PLAIN = {"computed": Reuse(mode="off")}
+ORDERED = {"order": Reuse(mode="order")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How much each agent has said, and for how many rounds which ways are measured."""
+
+    said: int
+    rounds: int
+    ways: dict[str, Reuse]
+
+
+def placed(first_tokens: int) -> str:
+    return f"{first_tokens} computed"
+
+
+def shapes_of(first_tokens: int, rounds: int) -> tuple[Shape, Shape]:
+    """The first is what the goal is about: its ways are a curve."""
+    curve = {placed(k): Reuse(mode="recompute", first_tokens=k) for k in (first_tokens, 0, 64)}
+    only = {placed(first_tokens): curve[placed(first_tokens)]}
+    return (
+        Shape(said=120, rounds=rounds, ways=PLAIN | ORDERED | curve),
+        Shape(said=512, rounds=max(1, rounds - 1), ways=PLAIN | only),
+    )
 
 
 @dataclass(slots=True)
@@ -54,53 +71,25 @@ class Arm:
         return sum(self.reused) / (sum(self.reused) + sum(self.computed))
 
 
-class Talk:
-    """What all agents say in all rounds, drawn anew for every arm."""
-
-    def __init__(self, seed: int, vocab_size: int) -> None:
-        self._draw = random.Random(seed)
-        self._vocab_size = vocab_size
-        self._own = [self._text(OWN) for _ in range(NUM_AGENTS)]
-        self._question = PromptSegment(token_ids=self._text(QUESTION), reuse="question")
-
-    def prompts(self) -> list[list[PromptSegment]]:
-        """A round's, agent by agent."""
-        said = [
-            PromptSegment(token_ids=self._text(SAID), reuse=f"agent-{i}") for i in range(NUM_AGENTS)
-        ]
-        return [
-            [
-                PromptSegment(token_ids=own),
-                self._question,
-                *(text for i, text in enumerate(said) if i != agent),
-                PromptSegment(token_ids=self._text(ASK)),
-            ]
-            for agent, own in enumerate(self._own)
-        ]
-
-    def _text(self, length: int) -> list[int]:
-        return [self._draw.randrange(3, self._vocab_size) for _ in range(length)]
-
-
-async def measure_time(model: str, rounds: int, first_tokens: int) -> dict[str, Arm]:
+async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[dict[str, Arm]]:
     settings = EngineSettings(
-        model=model, max_context_tokens=2048, cache_bytes=2**30, prompt_kv=True
+        model=model, max_context_tokens=4096, cache_bytes=2**30, prompt_kv=True, block_size=block
     )
-    arms = {mode: Arm() for mode in MODES}
-    kv = KvSettings(segments_bytes=2**28)
+    kv = KvSettings(segments_bytes=2**29)
     async with served(settings, kv=kv) as (engine, url), AsyncRollouts(url, timeout=600) as asking:
-        talks = {m: Talk(i, engine.facts.vocab_size) for i, m in enumerate(MODES)}
-        for number in range(rounds + 1):
-            for mode in MODES if number % 2 == 0 else MODES[::-1]:
-                arm = Arm() if number == 0 else arms[mode]  # own texts are cached after the first
-                await one_round(asking, talks[mode].prompts(), reuse_of(mode, first_tokens), arm)
+        return [await one_shape(asking, shape, engine.facts.vocab_size) for shape in shapes]
+
+
+async def one_shape(asking: AsyncRollouts, shape: Shape, vocab_size: int) -> dict[str, Arm]:
+    """Agents' own texts are cached when it begins, as they are after any first round."""
+    arms = {way: Arm() for way in shape.ways}
+    talks = {way: Talk(f"{way} {shape.said}", shape.said, vocab_size) for way in arms}
+    for talk in talks.values():
+        await asking.rollout(talk.own, max_tokens=1)
+    for number in range(shape.rounds):
+        for way in list(arms) if number % 2 == 0 else list(arms)[::-1]:
+            await one_round(asking, talks[way].prompts(), shape.ways[way], arms[way])
     return arms
-
-
-def reuse_of(mode: str, first_tokens: int) -> Reuse:
-    if mode == "recompute":
-        return Reuse(mode="recompute", first_tokens=first_tokens)
-    return Reuse(mode="order" if mode == "order" else "off")
 
 
 async def one_round(
@@ -120,87 +109,79 @@ async def one_round(
         arm.round_trips.append(told.round_trips)
 
 
-def time_rows(arms: dict[str, Arm]) -> list[Row]:
+def time_rows(shape: Shape, arms: dict[str, Arm], first_tokens: int) -> list[Row]:
+    what, goal = f"{num_prompt_tokens(shape.said)} tokens", placed(first_tokens)
     rows = []
-    for mode in ("order", "recompute"):
-        for which, of in (("all", "seconds"), ("a round's later", "later")):
-            ratio = Pairs(a=getattr(arms["off"], of), b=getattr(arms[mode], of)).ratio()
+    for way in [way for way in arms if way != "computed"]:
+        for which, of in (("all prompts", "seconds"), ("a round's later prompts", "later")):
+            ratio = Pairs(a=getattr(arms["computed"], of), b=getattr(arms[way], of)).ratio()
             rows.append(
                 Row(
-                    what=f"first token of {which} prompts, computed / {mode}",
+                    what=f"{what}: first token of {which}, computed / {way}",
                     value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
-                    goal=">= 3" if mode == "recompute" else "",
-                    verdict=ratio.verdict(3.0) if mode == "recompute" else "",
+                    goal=">= 3" if way == goal else "",
+                    verdict=ratio.verdict(3.0) if way == goal else "",
                 )
             )
-    for mode, arm in arms.items():
-        told = [f"{1000 * statistics.median(arm.seconds):.0f} ms to the first token"]
-        told += [f"{statistics.median(arm.round_trips):.0f} round trips"]
-        rows.append(Row(what=f"median prompt, {mode}", value=", ".join(told)))
-    for mode, arm in arms.items():
-        goal = mode == "recompute"
-        rows.append(
-            Row(
-                what=f"tokens not computed, {mode}",
-                value=f"{100 * arm.rate:.0f} %",
-                goal=">= 70 %" if goal else "",
-                verdict=("met" if arm.rate >= 0.7 else "missed") if goal else "",
-            )
-        )
-    return rows
+    return rows + [_told(what, way, arm) for way, arm in arms.items()] + _rates(what, arms, goal)
 
 
-def measure_divergence() -> dict[int, list[float]]:
-    """Own problem and its solution, three peers' as segments, and a problem to solve."""
-    model: Any = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).eval()
-    words = AutoTokenizer.from_pretrained(SEEDLING)
-    placed, draw = Placed(model), random.Random(7)
-    found: dict[int, list[float]] = {first_tokens: [] for first_tokens in FIRST_TOKENS}
-    for _ in range(NUM_PROMPTS):
-        texts = [_solved(draw) for _ in range(4)]
-        ask, answer = _problem(draw)
-        parts = [
-            Part(token_ids=words.encode(text), name=str(i) if i else None)
-            for i, text in enumerate(texts)
-        ]
-        parts.append(Part(token_ids=words.encode(ask)))
-        response = words.encode(answer)
-        exact = placed.dense(joined(parts), response)
-        for first_tokens, divergences in found.items():
-            made = placed.put_together(parts, response, first_tokens=first_tokens)
-            divergences.append(divergence(exact, made))
-    return found
+def _told(what: str, way: str, arm: Arm) -> Row:
+    median, mean = (1000 * of(arm.seconds) for of in (statistics.median, statistics.mean))
+    trips = statistics.mean(arm.round_trips)
+    return Row(
+        what=f"{what}: first token, {way}",
+        value=f"median {median:.0f} ms, mean {mean:.0f} ms, {trips:.1f} round trips",
+    )
 
 
-def _problem(draw: random.Random) -> tuple[str, str]:
-    problem = arithmetic.draw(draw, held_out=True)
-    return problem.prompt, arithmetic.written_out(problem)
-
-
-def _solved(draw: random.Random) -> str:
-    return "".join(_problem(draw))
-
-
-def divergence_rows(found: dict[int, list[float]]) -> list[Row]:
+def _rates(what: str, arms: dict[str, Arm], goal: str) -> list[Row]:
     return [
         Row(
-            what=f"divergence a token, {first_tokens} tokens of a segment computed",
-            value=f"{statistics.mean(values):.4f} nats, worst prompt {max(values):.3f}",
-            goal="< 0.05",
-            verdict="met" if statistics.mean(values) < 0.05 else "missed",
+            what=f"{what}: not computed, {way}",
+            value=f"{100 * arm.rate:.0f} %",
+            goal=">= 70 %" if way == goal else "",
+            verdict=("met" if arm.rate >= 0.7 else "missed") if way == goal else "",
         )
-        for first_tokens, values in found.items()
+        for way, arm in arms.items()
     ]
+
+
+def distance_rows(found: Sequence[Distance]) -> list[Row]:
+    rows = []
+    for distance in found:
+        what = f"{distance.num_tokens:.0f} tokens"
+        surprise = f"{distance.surprise:.2f} nats a token"
+        rows.append(Row(what=f"{what} of arithmetic: the computed prompt's", value=surprise))
+        for first_tokens, values in distance.divergences.items():
+            mean, share = statistics.mean(values), 100 * distance.shares[first_tokens]
+            worst = f"worst prompt {max(values):.3f}, {share:.0f} % placed"
+            rows.append(
+                Row(
+                    what=f"{what} of arithmetic: divergence, {placed(first_tokens)}",
+                    value=f"{mean:.4f} nats a token, {worst}",
+                    goal="< 0.05",
+                    verdict="met" if mean < 0.05 else "missed",
+                )
+            )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="for the time: a seedling that was grown")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--first-tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--first-tokens", type=int, default=4)
+    parser.add_argument("--block-size", type=int, default=32)
     options = parser.parse_args()
-    found = measure_divergence()
-    arms = uvloop.run(measure_time(options.model, options.rounds, options.first_tokens))
+    found = distances(FIRST_TOKENS, options.block_size)
+    shapes = shapes_of(options.first_tokens, options.rounds)
+    measured = uvloop.run(measure_time(options.model, shapes, options.block_size))
+    rows = [
+        row
+        for shape, arms in zip(shapes, measured, strict=True)
+        for row in time_rows(shape, arms, options.first_tokens)
+    ]
     record = Record(
         name="cross_context",
         claim=(
@@ -209,10 +190,10 @@ def main() -> None:
             "not computed, at less than 0.05 nats a token. Whether tasks are still solved was not "
             "measured."
         ),
-        rows=time_rows(arms) + divergence_rows(found),
+        rows=rows + distance_rows(found),
         raw={
-            "seconds": {mode: arm.seconds for mode, arm in arms.items()},
-            "divergence": {str(k): v for k, v in found.items()},
+            "seconds": [{way: arm.seconds for way, arm in arms.items()} for arms in measured],
+            "divergences": [distance.divergences for distance in found],
         },
     )
     record.show()

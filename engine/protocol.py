@@ -91,8 +91,8 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Where the engine writes the keys and values of `num_tokens` of the prompt's tokens, those
-    from `first` on. What has a `name`, which no other has, may be loaded from there.
+    """Where the engine writes the keys and values of the prompt's first `num_tokens` tokens. What
+    has a `name`, which no other has, may be loaded from there.
 
     Every rank writes its own heads at their place in the canonical layout, which starts at `offset`
     of the file, and then its ExportWord, 8 bytes little-endian, at `words_offset + 8 * rank`.
@@ -105,35 +105,37 @@ class ExportSlot:
     offset: int
     words_offset: int
     num_tokens: int
-    first: int = 0
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPiece:
-    """`num_tokens` of an export's tokens, those from its own `skip` on, with their keys moved by
-    `shift` positions."""
+    """`num_tokens` of an export's tokens, those from its own `skip` on, which stand in the prompt
+    from `start` on, with their keys moved by `shift` positions."""
 
     source: ExportSlot
     skip: int
     num_tokens: int
+    start: int
     shift: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Keys and values of a prompt's first tokens that are not computed but taken from exports, one
-    piece after the other; at least one token is left to compute.
+    """Keys and values in a prompt's midst that are not computed but taken from exports.
 
-    They are taken if each was written under the weights that serve when the sample is scheduled,
-    and otherwise none is: then the prompt is computed.
+    A request computes nothing but its prompt's tail, so a prompt with several pieces is a `chain`
+    of `num_requests`: each ends where the next piece begins, and finds what those before it have
+    left in the cache. They are scheduled together once all have come. From the first piece on their
+    blocks are found by nobody else; before, by whoever has the same tokens and salt.
+
+    A piece begins where a cache block does. It is taken if all before it is cached and it was
+    written under the weights that serve when the request is scheduled; otherwise it is computed.
     """
 
+    chain: str
+    num_requests: int
     pieces: tuple[LoadPiece, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +145,9 @@ class SampleRequest:
 
     With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised; with
     `num_likeliest` k these come themselves. Not both.
-    Prefixes are shared among samples of the same `cache_salt`, and of none, so what has a `load`
-    needs a salt of its own. Samples of one `group` may be drafted from each other's text, unless
-    they refuse `speculation`. An `adapter` is one that was loaded under this label.
+    Prefixes are shared among samples of the same `cache_salt`, and of none. Samples of one `group`
+    may be drafted from each other's text, unless they refuse `speculation`. An `adapter` is one
+    that was loaded under this label.
     """
 
     id: str

@@ -49,11 +49,8 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if not sample.speculation:
         carried[NO_DRAFTS] = True
     if sample.export is not None:
-        last, length = sample.export.first + sample.export.num_tokens, len(sample.prompt_token_ids)
-        assert 0 < last <= length, f"{last} of {length} tokens cannot be exported"
-    if sample.load is not None:
-        num_tokens, length = sample.load.num_tokens, len(sample.prompt_token_ids)
-        assert 0 < num_tokens < length, f"{num_tokens} of {length} tokens cannot be loaded"
+        num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
+        assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
     if sample.export is not None or sample.load is not None:
         carried["kv_transfer_params"] = carrying(sample.export, sample.load)
     return carried or None

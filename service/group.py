@@ -112,11 +112,12 @@ class Group:
 
     async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
-        self._unfinished = set(self.sample_ids)
+        requests = self._requests()
+        self._unfinished = {request.id for request in requests}
         try:
-            completions = await engine.submit(self._requests())
+            completions = await engine.submit(requests)
             if self.ending:
-                await engine.abort(self.sample_ids)
+                await engine.abort(list(self._unfinished))
             async with self._deadline(engine):
                 finished = await self._gather(engine, completions, done)
         finally:

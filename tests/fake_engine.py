@@ -37,6 +37,7 @@ from tests.fake_export import FORMAT, write_export
 
 VOCAB_SIZE = 256
 EOS = 0
+BLOCK_SIZE = 32
 
 
 @dataclass(eq=False)
@@ -81,6 +82,7 @@ class FakeEngine:
         self.loaded: list[Path] = []
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
+        self.left: dict[tuple[str, str], int] = {}
         self.max_adapters = max_adapters
         self.adapters: dict[str, Path] = {}
         self.adapter_error: EngineError | None = None
@@ -103,7 +105,7 @@ class FakeEngine:
             model_path=Path("/nowhere"),
             dtype="float32",
             device="cpu",
-            block_size=32,
+            block_size=BLOCK_SIZE,
             num_blocks=64,
             kv_bytes_per_token=1024,
             max_context_tokens=self.max_context_tokens,
@@ -325,11 +327,17 @@ class FakeEngine:
             self.written[request.export.name] = self.version
 
     def _load(self, sample: Running) -> None:
-        """Whole, and only what the version that serves has written."""
-        load = sample.request.load
-        names = [piece.source.name for piece in load.pieces] if load is not None else []
-        if load is not None and all(self.written.get(n or "") == self.version for n in names):
-            sample.num_cached = load.num_tokens
+        """Behind what the chain has left under this version, what the version has written."""
+        load, length = sample.request.load, len(sample.request.prompt_token_ids)
+        if load is None:
+            return
+        sample.num_cached = min(self.left.get((load.chain, self.version), 0), length - 1)
+        for piece in load.pieces:
+            end, name = piece.start + piece.num_tokens, piece.source.name or ""
+            stands = piece.start <= sample.num_cached < end < length
+            if stands and self.written.get(name) == self.version:
+                sample.num_cached = end
+        self.left[load.chain, self.version] = length // BLOCK_SIZE * BLOCK_SIZE
 
     def _finish(self, sample: Running, finish: EngineFinish) -> None:
         del self.running[sample.request.id]

@@ -28,7 +28,7 @@ def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
 
 def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportWord) -> None:
     """Bytes only where they are committed; a slot that leaves the file gets none."""
-    data = fake_kv(prompt[slot.first : slot.first + slot.num_tokens], version).tobytes()
+    data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
     with slot.arena.open("r+b") as file:
         size = file.seek(0, 2)
         if slot.offset + len(data) > size:

@@ -16,8 +16,8 @@ from service.reuse.spans import Part, joined, spans_of
 class Placed:
     """Of one model in float32; its segments are computed alone, once."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, *, block: int = 32) -> None:
+        self._model, self._block = model, block
         config = model.config
         self._rotary = rotary_of(config.rope_parameters, config.head_dim)
         self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -33,7 +33,7 @@ class Placed:
     ) -> torch.Tensor:
         """As `dense`, of the prompt as a chain makes it."""
         prompt, cache = joined(parts), DynamicCache(config=self._model.config)
-        *before, last = spans_of(parts, first_tokens=first_tokens, least=1)
+        *before, last = spans_of(parts, first_tokens=first_tokens, block=self._block)
         with torch.inference_mode():
             for span in before:
                 if span.part is None:

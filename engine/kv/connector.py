@@ -26,6 +26,7 @@ from engine.kv.worker_side import PROMPT_KV, ExportWriter
 
 _NOT_HELD: Final = (False, None)
 _NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()
+_NO_CLAIM: Final[tuple[int | None, bool]] = (0, False)
 
 
 class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -61,8 +62,10 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.planner.add(request)
         self.loads.add(request)
 
-    @SEGMENTS.returning((0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+    @SEGMENTS.returning(_NO_CLAIM)
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed: int
+    ) -> tuple[int | None, bool]:
         return self.loads.claim(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:

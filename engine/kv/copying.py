@@ -16,10 +16,7 @@ from kernels.kv_pack.unpack import gather, unpack
 
 
 class Copier(Protocol):
-    def copy(
-        self, block_ids: Sequence[int], out: torch.Tensor, done: Done, *, skip: int = 0
-    ) -> None:
-        """`skip` tokens of the first block are not wanted."""
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, done: Done) -> None: ...
 
     def settle(self) -> None:
         """Returns when every `done` of an earlier `copy` has been called."""
@@ -31,13 +28,8 @@ class PackedCopier:
     def __init__(self, caches: Sequence[torch.Tensor], order: PackOrder) -> None:
         self._caches, self._order = caches, order
 
-    def copy(
-        self, block_ids: Sequence[int], out: torch.Tensor, done: Done, *, skip: int = 0
-    ) -> None:
-        whole = with_room(out, skip) if skip else out
-        unpack(self._caches, block_ids, self._order, whole)
-        if skip:
-            out.copy_(whole[:, :, :, skip:])
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, done: Done) -> None:
+        unpack(self._caches, block_ids, self._order, out)
         done(None)
 
     def settle(self) -> None:
@@ -58,14 +50,11 @@ class CudaCopier:
         self._stream: Any = torch.cuda.Stream(caches[0].device)  # type: ignore[no-untyped-call]
         self._landing = Landing()
 
-    def copy(
-        self, block_ids: Sequence[int], out: torch.Tensor, done: Done, *, skip: int = 0
-    ) -> None:
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, done: Done) -> None:
         device = self._caches[0].device
         ids = torch.tensor(block_ids, pin_memory=True).to(device, non_blocking=True)
-        whole = with_room(out, skip, device)
-        gather(self._caches, ids, whole)
-        gathered = whole[:, :, :, skip:].contiguous()
+        gathered = torch.empty(out.shape, dtype=out.dtype, device=device)
+        gather(self._caches, ids, gathered)
         staged = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
@@ -77,10 +66,3 @@ class CudaCopier:
 
     def settle(self) -> None:
         self._landing.settle()
-
-
-def with_room(out: torch.Tensor, skip: int, device: torch.device | None = None) -> torch.Tensor:
-    """As `out` is, with `skip` tokens more; uninitialised."""
-    layers, two, heads, num_tokens, head_dim = out.shape
-    shape = (layers, two, heads, skip + num_tokens, head_dim)
-    return torch.empty(shape, dtype=out.dtype, device=device or out.device)

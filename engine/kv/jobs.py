@@ -10,10 +10,7 @@ from engine.protocol import ExportWord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """Tokens whose blocks are complete after this step's forward; `word` is what to say of them.
-
-    `block_ids` begin with the block that holds the first of them.
-    """
+    """Tokens whose blocks are complete after this step's forward; `word` is what to say of them."""
 
     place: Place
     block_ids: tuple[int, ...]
@@ -22,14 +19,10 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
-    """Pieces that fill blocks, from the first token of the first block on, before the forward."""
+    """A piece that fills blocks, from the first token of the first on, before the forward."""
 
-    pieces: tuple[Piece, ...]
+    piece: Piece
     block_ids: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

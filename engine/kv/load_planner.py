@@ -1,42 +1,65 @@
 """In EngineCore: what of a prompt is loaded instead of computed.
 
-A load is taken whole or not at all, and only from what was written under the weights that serve
-now: names are remembered when their export is ordered, and forgotten with the weights. vLLM is told
-how many tokens come from outside, allocates their blocks, and they are filled in the same step,
-before the forward; a sample that is preempted loads again when it is resumed.
+A piece is loaded where everything before it is cached, and only from what was written under the
+weights that serve now: names are remembered when their export is ordered, and forgotten with the
+weights. vLLM is told how many tokens come from outside, allocates their blocks, and they are filled
+in the same step, before the forward. What is not claimed is computed, and right.
+
+The requests of a chain share a step: what one computes lies in the blocks that the next one finds,
+and every layer writes its keys and values before it attends. So none is scheduled before all have
+come, which takes as long as the way from the service does; a request whose chain is not whole by
+then goes on, and computes what it does not find.
 """
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from engine.kv.form import CacheForm
 from engine.kv.jobs import LoadJob
-from engine.kv.place import Piece, carried_pieces
+from engine.kv.own_blocks import part_ways
+from engine.kv.place import Piece, Pieces
 
 MOST_NAMES: Final = 2**16
+LONGEST_WAIT_SECONDS: Final = 0.05
 
 
 class LoadPlanner:
     """Owns which exports can be loaded, and the loads of the step that is being scheduled. Called
     from EngineCore's loop only."""
 
-    def __init__(self, form: CacheForm | None) -> None:
+    def __init__(
+        self, form: CacheForm | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._form = form
+        self._clock = clock
         self._names: dict[str, None] = {}
-        self._asked: dict[str, tuple[Piece, ...]] = {}
+        self._asked: dict[str, Pieces] = {}
+        self._gathering: dict[str, tuple[int, float]] = {}  # how many are to come, and until when
+        self._claimed: dict[str, tuple[Piece, ...]] = {}
         self._jobs: list[LoadJob] = []
 
     @property
     def num_asked(self) -> int:
-        return len(self._asked)
+        return len(self._asked) + len(self._gathering) + len(self._claimed)
 
     def add(self, request: Any) -> None:
-        pieces = carried_pieces(request.kv_transfer_params)
-        if pieces and self._form is not None:
-            self._asked[request.request_id] = pieces
+        """Nothing is ever loaded for a request whose blocks others would find."""
+        asked = Pieces.carried(request.kv_transfer_params)
+        if asked is None or self._form is None:
+            return
+        part_ways(request, asked.pieces[0].start // self._form.block_size, asked.chain)
+        self._asked[request.request_id] = asked
+        until = self._clock() + LONGEST_WAIT_SECONDS
+        missing, until = self._gathering.pop(asked.chain, (asked.num_requests, until))
+        if missing > 1:
+            self._gathering[asked.chain] = (missing - 1, until)
 
     def forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
+        self._claimed.pop(request_id, None)
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            self._gathering.pop(asked.chain, None)
 
     def written(self, name: str) -> None:
         """What was written or loaded longest ago is forgotten first, and computed again then."""
@@ -48,44 +71,53 @@ class LoadPlanner:
     def start_epoch(self) -> None:
         self._names.clear()
 
-    def claim(self, request: Any, num_computed: int) -> int:
-        """How many tokens after those that are cached come from outside. Called as often as vLLM
-        likes; at least one token has to be left to compute."""
-        pieces = self._asked.get(request.request_id)
-        if pieces is None or any(piece.source.name not in self._names for piece in pieces):
+    def claim(self, request: Any, num_computed: int) -> int | None:
+        """How many tokens after those that are cached come from outside; None: not to be scheduled
+        yet. Called as often as vLLM likes; at least one token has to be left to compute."""
+        self._claimed.pop(request.request_id, None)
+        asked = self._asked.get(request.request_id)
+        if asked is None:
             return 0
-        num_tokens = sum(piece.num_tokens for piece in pieces)
-        if num_tokens >= request.num_tokens:
+        if self._waits(asked.chain):
+            return None
+        claimed = tuple(self._loadable(asked.pieces, num_computed, request.num_tokens))
+        if not claimed:
             return 0
-        return max(0, num_tokens - num_computed)
+        self._claimed[request.request_id] = claimed
+        return claimed[-1].end - num_computed
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """vLLM has taken the claim, and the step that it schedules has to fill the blocks."""
         if not num_external:
             return
         assert self._form is not None, "only supported caches are loaded"
-        pieces = self._asked[request.request_id]
-        for piece in pieces:
-            assert piece.source.name is not None, "claimed by their names"
-            self.written(piece.source.name)
-        end = sum(piece.num_tokens for piece in pieces)
-        size = self._form.block_size
-        start = end - num_external
-        assert start % size == 0, "vLLM caches whole blocks"
-        ids = blocks.get_block_ids()[self._form.group][start // size : -(-end // size)]
-        self._jobs.append(LoadJob(pieces=tuple(_after(pieces, start)), block_ids=tuple(ids)))
+        claimed = self._claimed.pop(request.request_id)
+        assert claimed[-1].end - claimed[0].start == num_external, "claimed as a whole"
+        ids = blocks.get_block_ids()[self._form.group]
+        self._jobs += [self._job(piece, ids) for piece in claimed]
 
     def take(self) -> tuple[LoadJob, ...]:
         """The loads of the step; the next one begins."""
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
+    def _waits(self, chain: str) -> bool:
+        return chain in self._gathering and self._clock() < self._gathering[chain][1]
 
-def _after(pieces: Iterable[Piece], start: int) -> Iterator[Piece]:
-    """What of them fills the tokens from `start` on."""
-    at = 0
-    for piece in pieces:
-        end = at + piece.num_tokens
-        if end > start:
-            yield piece.part(max(start - at, 0), piece.num_tokens)
-        at = end
+    def _loadable(self, pieces: Sequence[Piece], position: int, num_tokens: int) -> Iterator[Piece]:
+        """Those that follow one another from there on."""
+        for piece in pieces:
+            if not piece.start <= position < piece.end:
+                continue
+            if piece.source.name not in self._names or piece.end >= num_tokens:
+                return
+            yield piece.behind(position)
+            position = piece.end
+
+    def _job(self, piece: Piece, block_ids: Sequence[int]) -> LoadJob:
+        assert self._form is not None and piece.source.name is not None, "it was claimed"
+        size = self._form.block_size
+        assert piece.start % size == 0, "a piece begins where a block does"
+        self.written(piece.source.name)
+        blocks = slice(piece.start // size, -(-piece.end // size))
+        return LoadJob(piece=piece, block_ids=tuple(block_ids[blocks]))

@@ -4,7 +4,7 @@ Keys are moved to where they stand now. Whatever goes wrong, blocks that are not
 to vLLM, which computes them; a place that the arena does not have costs nothing else, any other
 failure switches loads off in this process.
 
-L layers, H this rank's heads, T tokens of a load, D head_dim.
+L layers, H this rank's heads, T tokens of a piece, D head_dim.
 """
 
 import logging
@@ -70,15 +70,15 @@ class Loader:
 
     def _load(self, job: LoadJob) -> None:
         try:
-            pieces = [(self._values(piece), piece.shift) for piece in job.pieces]
+            values = self._values(job.piece)
         except ArenaRefused as error:
             logger.warning("a prompt was not loaded: %s", error)
             self._give_up(job)
             return
         assert self._placer is not None, "prepared before anything is loaded"
-        blocks = self._form.kernel_blocks(job.block_ids, self._caches[0].shape[2])
-        num_blocks = -(-job.num_tokens // self._caches[0].shape[2])
-        self._placer.place(pieces, blocks[:num_blocks])
+        block = self._caches[0].shape[2]
+        blocks = self._form.kernel_blocks(job.block_ids, block)
+        self._placer.place(values, job.piece.shift, blocks[: -(-job.piece.num_tokens // block)])
 
     def _give_up(self, job: LoadJob) -> None:
         self._failed.update(job.block_ids)

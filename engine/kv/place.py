@@ -3,7 +3,7 @@ plain values in its parameters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from engine.protocol import ExportSlot, Load, LoadPiece
@@ -20,13 +20,7 @@ class Place:
     offset: int
     words_offset: int
     num_tokens: int
-    first: int = 0
     name: str | None = None
-
-    @property
-    def end(self) -> int:
-        """One past the last token of the prompt that is exported."""
-        return self.first + self.num_tokens
 
     @classmethod
     def carried(cls, parameters: Mapping[str, Any] | None) -> Self | None:
@@ -41,33 +35,55 @@ class Piece:
     source: Place
     skip: int
     num_tokens: int
+    start: int
     shift: int
 
-    def part(self, start: int, end: int) -> Self:
-        """Its own tokens start..end (end excluded)."""
-        return type(self)(
-            source=self.source, skip=self.skip + start, num_tokens=end - start, shift=self.shift
+    @property
+    def end(self) -> int:
+        """One past its last token, in the prompt."""
+        return self.start + self.num_tokens
+
+    def behind(self, position: int) -> Self:
+        """What of it stands in the prompt from there on."""
+        return replace(
+            self,
+            skip=self.skip + position - self.start,
+            num_tokens=self.end - position,
+            start=position,
         )
 
 
-def carried_pieces(parameters: Mapping[str, Any] | None) -> tuple[Piece, ...]:
-    found = (parameters or {}).get(LOAD_PARAMETER) or ()
-    return tuple(
-        Piece(source=Place(**piece["source"]), **{k: piece[k] for k in _NUMBERS}) for piece in found
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """A Load as plain values."""
+
+    chain: str
+    num_requests: int
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def carried(cls, parameters: Mapping[str, Any] | None) -> Self | None:
+        found = (parameters or {}).get(LOAD_PARAMETER)
+        if found is None:
+            return None
+        pieces = (
+            Piece(**{**piece, "source": Place(**piece["source"])}) for piece in found["pieces"]
+        )
+        return cls(**{**found, "pieces": tuple(pieces)})
 
 
 def carrying(slot: ExportSlot | None, load: Load | None = None) -> dict[str, Any]:
-    """The parameters of a sample that `carried` and `carried_pieces` read."""
+    """The parameters of a sample that the two `carried` read."""
     carried: dict[str, Any] = {}
     if slot is not None:
         carried[PARAMETER] = _plain(slot)
     if load is not None:
-        carried[LOAD_PARAMETER] = [_plain_piece(piece) for piece in load.pieces]
+        carried[LOAD_PARAMETER] = {
+            "chain": load.chain,
+            "num_requests": load.num_requests,
+            "pieces": [_plain_piece(piece) for piece in load.pieces],
+        }
     return carried
-
-
-_NUMBERS: Final = ("skip", "num_tokens", "shift")
 
 
 def _plain(slot: ExportSlot) -> dict[str, Any]:
@@ -76,11 +92,15 @@ def _plain(slot: ExportSlot) -> dict[str, Any]:
         "offset": slot.offset,
         "words_offset": slot.words_offset,
         "num_tokens": slot.num_tokens,
-        "first": slot.first,
         "name": slot.name,
     }
 
 
 def _plain_piece(piece: LoadPiece) -> dict[str, Any]:
-    numbers = {name: getattr(piece, name) for name in _NUMBERS}
-    return {"source": _plain(piece.source), **numbers}
+    return {
+        "source": _plain(piece.source),
+        "skip": piece.skip,
+        "num_tokens": piece.num_tokens,
+        "start": piece.start,
+        "shift": piece.shift,
+    }

@@ -1,6 +1,6 @@
 """In EngineCore: which prompts are complete after a step, and whether one version computed them.
 
-Tokens are exported in the step that computes the last of those asked for, so no block has to
+A prompt is exported in the step that computes the last of its tokens asked for, so no block has to
 outlive its request. It belongs to one epoch, the time between two activations, or it is mixed: a
 request begins anew whenever it is scheduled for the first time or again after a preemption, and
 finds no block of an earlier epoch then.
@@ -62,20 +62,20 @@ class ExportPlanner:
             if begins:
                 tracked.epoch = self._epoch
             after = num_computed + output.num_scheduled_tokens[request_id]
-            if after >= tracked.place.end:
+            if after >= tracked.place.num_tokens:
                 del self._tracked[request_id]
                 yield self._job(tracked, output.kv_connector_block_state.get_block_ids(request_id))
 
     def _job(self, tracked: Tracked, block_ids: Any) -> ExportJob:
         assert self._form is not None, "only supported caches are tracked"
-        place, size = tracked.place, self._form.block_size
-        blocks = slice(place.first // size, -(-place.end // size))
+        place = tracked.place
+        num_blocks = -(-place.num_tokens // self._form.block_size)
         mixed = tracked.epoch != self._epoch
         if place.name is not None and not mixed:
             self._written(place.name)
         return ExportJob(
             place=place,
-            block_ids=tuple(block_ids[self._form.group][blocks]),
+            block_ids=tuple(block_ids[self._form.group][:num_blocks]),
             word=ExportWord.MIXED_VERSION if mixed else ExportWord.COMMITTED,
         )
 

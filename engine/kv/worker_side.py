@@ -76,8 +76,7 @@ class ExportWriter:
             return
         assert self._copier is not None, "prepared before anything is exported"
         done = functools.partial(self._done, job)
-        block_ids, skip = self._kernel_blocks(job)
-        self._copier.copy(block_ids, self._out(job), done, skip=skip)
+        self._copier.copy(self._kernel_blocks(job), self._out(job), done)
 
     def _say(self, job: ExportJob, word: ExportWord) -> None:
         arena = self._arena(job.place.arena)
@@ -99,13 +98,10 @@ class ExportWriter:
         shape = (len(form.layers), 2, form.num_kv_heads, num_tokens, form.head_dim)
         return region.view(shape)[:, :, self._heads.start : self._heads.stop]
 
-    def _kernel_blocks(self, job: ExportJob) -> tuple[list[int], int]:
-        """And how many tokens of the first are not wanted."""
+    def _kernel_blocks(self, job: ExportJob) -> list[int]:
         block = self._caches[0].shape[2]
-        before, skip = divmod(job.place.first % self._form.block_size, block)
-        num_blocks = -(-(skip + job.place.num_tokens) // block)
-        blocks = self._form.kernel_blocks(job.block_ids, block)
-        return blocks[before : before + num_blocks], skip
+        num_blocks = -(-job.place.num_tokens // block)
+        return self._form.kernel_blocks(job.block_ids, block)[:num_blocks]
 
     def _arena(self, path: str) -> MappedArena:
         if path not in self._arenas:

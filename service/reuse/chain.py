@@ -1,10 +1,10 @@
-"""One group's chain, up to its last link: segments computed alone where they are not kept, then a
-request of one token for every place where tokens are computed.
+"""One group's chain: segments computed alone where they are not kept, then, together with the
+group's samples, a request of one token for every place where tokens are computed.
 
-The first link loads nothing, so it is an ordinary request that finds and leaves exact prefixes; it
-runs beside the segments' own. The others have a salt that nobody else has: what they compute after
-approximate tokens is found by their chain alone. Whatever does not go as planned ends the chain,
-with a reason, and the prompt is computed whole.
+The links differ in where they end only: the engine lets each find what those before it left, and
+loads what is placed in between. What lies in front of the first placed token is exact, and found
+and left as any prompt's. Whatever keeps the segments from being there ends the chain, with a
+reason, and the prompt is computed whole.
 """
 
 import uuid
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from coppice.wire.reuse import ReuseReason
 from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest, Sampling
-from service.reuse.chain_links import Link, links_of
+from service.reuse.chain_links import ends_of, load_of
 from service.reuse.kept import Kept
 from service.reuse.orders import Scope
 from service.reuse.spans import Part, joined, spans_of
@@ -45,47 +45,58 @@ class Watch(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Chain:
-    """`release` gives its slots back, however far it came. Counts are of tokens."""
+    """`links` enter the engine in front of `num_samples` samples. `release` gives the segments
+    back, however far it came. Counts are of tokens; the links found the first ones cached."""
 
     store: SegmentStore
     scope: Scope
     parts: Sequence[Part]
     first_tokens: int
     priority: int
-    salt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    num_samples: int
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    links: list[SampleRequest] = field(default_factory=list)
+    num_found: int = 0
     num_computed: int = 0
     num_prepared: int = 0
     round_trips: int = 0
     _pinned: list[Kept] = field(default_factory=list)
     _unwritten: set[int] = field(default_factory=set)
 
-    async def run(self, engine: Engine, watch: Watch) -> Load:
-        """What the samples are to load. Broken says why there is nothing. Cancelling it leaves
-        requests in the engine, which the watch knows."""
+    async def prepare(self, engine: Engine, watch: Watch) -> Load:
+        """What its links and the samples are to load. Broken says why there is nothing. Cancelling
+        it leaves requests in the engine, which the watch knows."""
         if self.store.reason is not None:
             raise Broken(self.store.reason)
-        least = engine.facts.block_size
-        spans = spans_of(self.parts, first_tokens=self.first_tokens, least=least)
-        *earlier, last = links_of(spans)
-        if not earlier:
+        spans = spans_of(self.parts, first_tokens=self.first_tokens, block=engine.facts.block_size)
+        ends = ends_of(spans)
+        if not ends:
             raise Broken("nothing_placed")
         if watch.ends:
             raise Broken("not_written")
         segments, new = self._segments({span.part for span in spans if span.part is not None})
-        rooms = [self._room(link) for link in earlier]
-        await self._begin(engine, watch, earlier[0], rooms[0], new)
+        await self._write(engine, watch, new)
         await self._others(segments)
         sources = {part: kept.slot for part, kept in segments.items()}
-        computed: dict[int, ExportSlot] = {0: rooms[0].slot}
-        for link, room in zip(earlier[1:], rooms[1:], strict=True):
-            await self._follow(engine, watch, link, room, link.load(sources, computed))
-            computed[link.computed.start] = room.slot
-        load = last.load(sources, computed)
-        assert load is not None, "what is placed lies in front of the last link"
+        num_requests = len(ends) + self.num_samples
+        load = load_of(spans, sources, chain=self.name, num_requests=num_requests)
+        prompt = joined(self.parts)
+        self.links = [self._request(prompt[:end], load=load) for end in ends]
         return load
 
+    def heard(self, link: SampleRequest, done: Completion) -> None:
+        if done.finish not in ("stop", "length"):
+            return
+        self.num_computed += len(link.prompt_token_ids) - done.num_cached_tokens
+        if link is self.links[0]:
+            self.num_found = done.num_cached_tokens
+
+    def num_placed(self, num_cached: int) -> int:
+        """In front of a sample that had so many tokens cached, all links' among them."""
+        return num_cached - self.num_found - self.num_computed
+
     def release(self, *, settled: bool) -> None:
-        """`settled`: every sample that was to load has ended by itself."""
+        """`settled`: every request that was to load has ended by itself."""
         for kept in self._pinned:
             if id(kept) in self._unwritten:
                 self.store.abandon(kept)
@@ -109,34 +120,15 @@ class Chain:
                 new.append((self.parts[index], found[index]))
         return found, new
 
-    def _room(self, link: Link) -> Kept:
-        room = self.store.room(link.computed.num_tokens, first=link.computed.start)
-        if room is None:
-            raise Broken("store_full")
-        self._pinned.append(room)
-        self._unwritten.add(id(room))
-        return room
-
-    async def _begin(
-        self,
-        engine: Engine,
-        watch: Watch,
-        link: Link,
-        room: Kept,
-        new: Sequence[tuple[Part, Kept]],
-    ) -> None:
-        prompts = [(joined(self.parts)[: link.computed.end], room)]
-        prompts += [(list(part.token_ids), kept) for part, kept in new]
-        requests = [
-            self._request(prompt, kept, salt=self.scope.salt, load=None) for prompt, kept in prompts
-        ]
-        first, *alone = await self._ask(engine, watch, requests)
-        self.num_computed += link.computed.num_tokens - first.num_cached_tokens
-        self.num_prepared += sum(
-            len(part.token_ids) - done.num_cached_tokens
-            for (part, _), done in zip(new, alone, strict=True)
-        )
-        for _, kept in prompts:
+    async def _write(self, engine: Engine, watch: Watch, new: Sequence[tuple[Part, Kept]]) -> None:
+        """Each alone, from position 0 on."""
+        if not new:
+            return
+        requests = [self._request(list(part.token_ids), export=kept.slot) for part, kept in new]
+        self.round_trips += 1
+        for request, done in await self._ask(engine, watch, requests):
+            self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
+        for _, kept in new:
             await self._conclude(kept)
 
     async def _others(self, segments: Mapping[int, Kept]) -> None:
@@ -146,17 +138,6 @@ class Chain:
             if not kept.written:
                 raise Broken("not_written")
 
-    async def _follow(
-        self, engine: Engine, watch: Watch, link: Link, room: Kept, load: Load | None
-    ) -> None:
-        prompt = joined(self.parts)[: link.computed.end]
-        request = self._request(prompt, room, salt=self.salt, load=load)
-        [done] = await self._ask(engine, watch, [request])
-        self.num_computed += len(prompt) - done.num_cached_tokens
-        if done.num_cached_tokens < link.computed.start:
-            raise Broken("not_loaded")
-        await self._conclude(room)
-
     async def _conclude(self, kept: Kept) -> None:
         written = await self.store.conclude(kept)
         self._unwritten.discard(id(kept))
@@ -164,23 +145,22 @@ class Chain:
             raise Broken("not_written")
 
     def _request(
-        self, prompt: list[int], kept: Kept, *, salt: str | None, load: Load | None
+        self, prompt: list[int], *, export: ExportSlot | None = None, load: Load | None = None
     ) -> SampleRequest:
         return SampleRequest(
             id=uuid.uuid4().hex,
             prompt_token_ids=prompt,
             sampling=ONE_TOKEN,
             priority=self.priority,
-            cache_salt=salt,
-            export=kept.slot,
+            cache_salt=self.scope.salt,
+            export=export,
             speculation=False,
             load=load,
         )
 
     async def _ask(
         self, engine: Engine, watch: Watch, requests: Sequence[SampleRequest]
-    ) -> list[Completion]:
-        self.round_trips += 1
+    ) -> list[tuple[SampleRequest, Completion]]:
         for request in requests:
             watch.entered(request.id)
         pending = await engine.submit(requests)
@@ -188,8 +168,8 @@ class Chain:
             await engine.abort([request.id for request in requests])
         done = []
         for request, completion in zip(requests, pending, strict=True):
-            done.append(await completion)
+            done.append((request, await completion))
             watch.left(request.id)
-        if any(completion.finish in ("abort", "error") for completion in done):
+        if any(completion.finish in ("abort", "error") for _, completion in done):
             raise Broken("not_written")
         return done

@@ -1,10 +1,11 @@
-"""A group whose samples begin from a prompt that is put together: its chain first, then they."""
+"""A group whose samples begin from a prompt that is put together: they enter with its chain."""
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from coppice.wire.rollouts import GroupAnswer, SampleAnswer
-from engine.protocol import Engine
+from engine.protocol import Completion, Engine, SampleRequest
 from service.group import Group, PartDone
 from service.reuse.chain import Broken, Chain
 from service.reuse.group_reuse import GroupReuse
@@ -12,7 +13,7 @@ from service.reuse.group_reuse import GroupReuse
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChainedGroup(Group):
-    """Cancelling `run` anywhere ends what is in the engine, a link or samples."""
+    """Cancelling `run` anywhere ends what is in the engine, segments, links or samples."""
 
     chain: Chain
     reuse: GroupReuse
@@ -32,7 +33,7 @@ class ChainedGroup(Group):
         began, whole = clock(), False
         try:
             async with self._deadline(engine):
-                await self._link(engine)
+                await self._prepare(engine)
             if self.deadline_seconds is not None:
                 self.deadline_seconds = max(0.0, self.deadline_seconds - (clock() - began))
             answer = await Group.run(self, engine, done)
@@ -43,24 +44,40 @@ class ChainedGroup(Group):
             self._unfinished.clear()
             self.chain.release(settled=whole)
 
-    async def _link(self, engine: Engine) -> None:
-        """The samples load what the chain has made, or nothing."""
+    async def _prepare(self, engine: Engine) -> None:
+        """The samples load what is placed, or nothing."""
         try:
-            self.load = await self.chain.run(engine, self)
-            self.cache_salt = self.chain.salt
+            self.load = await self.chain.prepare(engine, self)
         except Broken as broken:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
             self.reuse.reason = broken.reason
             self.chain.release(settled=False)
-        self.reuse.num_computed = self.chain.num_computed
         self.reuse.num_prepared = self.chain.num_prepared
         self.reuse.round_trips = self.chain.round_trips + 1
 
+    def _requests(self) -> list[SampleRequest]:
+        """The links first: who comes later finds what they leave."""
+        return [*self.chain.links, *Group._requests(self)]
+
+    async def _gather(
+        self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
+    ) -> list[tuple[SampleAnswer, int]]:
+        num_links = len(self.chain.links)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._hear(completions[:num_links]))
+            finished = await Group._gather(self, engine, completions[num_links:], done)
+        return finished
+
+    async def _hear(self, completions: Sequence[Awaitable[Completion]]) -> None:
+        for link, completion in zip(self.chain.links, completions, strict=True):
+            self.chain.heard(link, await completion)
+            self.left(link.id)
+
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         """What the engine did not load, because the weights have changed, was computed."""
+        self.reuse.num_computed = self.chain.num_computed
         if self.load is not None:
-            self.reuse.exact = not any(num_cached for _, num_cached in finished)
-            if finished[0][1] < self.load.num_tokens:
-                self.reuse.reason = "not_loaded"
+            self.reuse.exact = self.chain.num_placed(finished[0][1]) <= 0
+            self.reuse.reason = "not_loaded" if self.reuse.exact else None
         return Group._answer(self, finished)

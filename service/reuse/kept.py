@@ -20,14 +20,14 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """Changed by its store only. `key` is None of what belongs to one chain alone.
+    """Changed by its store only.
 
     `ended` once it is `written` or never will be. It is not freed while `pins` are on it.
     """
 
     slot: ExportSlot
     extent: Extent
-    key: Key | None = None
+    key: Key
     pins: int = 0
     written: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -64,6 +64,7 @@ class Segments:
             parts=parts,
             first_tokens=first_tokens,
             priority=given["priority"],
+            num_samples=given["n"],
         )
         fields = {**given, "reuse": reuse}
         return ChainedGroup(rule=rule, chain=chain, **fields)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Which tokens of a prompt are computed and which are placed from kept segments.
 
 vLLM computes a prompt's tail and nothing else, so every run of computed tokens is the tail of an
-engine request of its own: they form a chain, whose last link is the sampled group.
+engine request of its own: they form a chain, whose last link is the sampled group. A link finds
+what the one before it computed in whole cache blocks, so what is placed begins where a block does.
 """
 
 from collections.abc import Sequence
@@ -33,14 +34,17 @@ class Span:
         return self.end - self.start
 
 
-def spans_of(parts: Sequence[Part], *, first_tokens: int, least: int) -> list[Span]:
+def spans_of(parts: Sequence[Part], *, first_tokens: int, block: int) -> list[Span]:
     """They follow one another; the last is computed, if only a token of it.
 
-    Of a named segment the first tokens are computed, and all of it where fewer than `least` would
-    be placed, or where the prompt begins with it: there it is a true prefix, and exact.
+    Of a named segment the first tokens are computed, up to where a block begins, and all of it
+    where less than a block would be placed, or where the prompt begins with it: there it is a true
+    prefix, and exact.
     """
     placed = [
-        span for span in _placed(parts, first_tokens=first_tokens) if span.num_tokens >= least
+        span
+        for span in _placed(parts, first_tokens=first_tokens, block=block)
+        if span.num_tokens >= block
     ]
     spans: list[Span] = []
     at = 0
@@ -52,12 +56,12 @@ def spans_of(parts: Sequence[Part], *, first_tokens: int, least: int) -> list[Sp
     return [*spans, Span(start=at, end=sum(len(part.token_ids) for part in parts))]
 
 
-def _placed(parts: Sequence[Part], *, first_tokens: int) -> list[Span]:
+def _placed(parts: Sequence[Part], *, first_tokens: int, block: int) -> list[Span]:
     length = sum(len(part.token_ids) for part in parts)
     found, origin = [], 0
     for index, part in enumerate(parts):
         end = min(origin + len(part.token_ids), length - 1)
-        start = origin + first_tokens
+        start = -(-(origin + first_tokens) // block) * block
         if part.name is not None and origin and start < end:
             found.append(Span(start=start, end=end, part=index, origin=origin))
         origin += len(part.token_ids)

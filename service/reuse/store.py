@@ -1,9 +1,9 @@
 """The keys and values of segments, in shared memory of their own, of bounded size.
 
 Each is of one key, one salt, one name, one text and one activation: nothing else ever finds it. The
-engine writes a segment once, alone, from position 0 on; chains place it. Links of chains have their
-tokens here too, for as long as the chain lasts. What was used longest ago makes room, what is in
-use does not. Bytes that the engine may still write or read are left alone until it has settled.
+engine writes a segment once, alone, from position 0 on; chains place it. What was used longest ago
+makes room, what is in use does not. Bytes that the engine may still write or read are left alone
+until it has settled.
 
 Lives on one event loop.
 """
@@ -82,7 +82,7 @@ class SegmentStore:
 
     @property
     def num_bytes(self) -> int:
-        """Taken, of segments and of chains under way."""
+        """Taken, also by what is forgotten and still in use."""
         return self._extents.capacity_bytes - self._extents.free_bytes
 
     @property
@@ -99,14 +99,14 @@ class SegmentStore:
             self._segments.move_to_end(key)
             kept.pins += 1
             return kept, False
-        kept = self.room(len(part.token_ids), key=key)
+        kept = self._room(len(part.token_ids), key)
         if kept is None:
             return None
         self._drop_other_texts(key)
         self._segments[key] = kept
         return kept, True
 
-    def room(self, num_tokens: int, *, first: int = 0, key: Key | None = None) -> Kept | None:
+    def _room(self, num_tokens: int, key: Key) -> Kept | None:
         """Pinned and unwritten; None if there is no room that could be made."""
         assert self._arena is not None and self._engine.facts.kv_format is not None
         num_bytes = PAGE_BYTES + _data_bytes(self._engine.facts.kv_format, num_tokens)
@@ -123,7 +123,6 @@ class SegmentStore:
             offset=extent.start + PAGE_BYTES,
             words_offset=extent.start,
             num_tokens=num_tokens,
-            first=first,
             name=uuid.uuid4().hex,
         )
         return Kept(slot=slot, extent=extent, key=key, pins=1)
@@ -168,7 +167,7 @@ class SegmentStore:
 
     def _let_go(self, kept: Kept) -> None:
         kept.pins -= 1
-        if not kept.pins and (kept.key is None or self._segments.get(kept.key) is not kept):
+        if not kept.pins and self._segments.get(kept.key) is not kept:
             self._extents.give_back(kept.extent)
 
     def _committed(self, kept: Kept) -> bool:
@@ -193,7 +192,7 @@ class SegmentStore:
 
     def _forget(self, kept: Kept) -> None:
         """Nobody finds it any more; it is freed once nobody uses it."""
-        if kept.key is None or self._segments.get(kept.key) is not kept:
+        if self._segments.get(kept.key) is not kept:
             return
         del self._segments[kept.key]
         if not kept.pins:

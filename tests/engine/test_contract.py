@@ -339,13 +339,14 @@ async def test_a_load_is_taken_once_its_source_is_written(
     await finished(subject, await submitted(subject, sample(2, prompt=PROMPT, export=written)))
     num_tokens = len(PROMPT) - 5
     loads = [
-        Load(pieces=(LoadPiece(source=source, skip=0, num_tokens=num_tokens, shift=0),))
+        Load(
+            chain=str(source.name),
+            num_requests=1,
+            pieces=(LoadPiece(source=source, skip=0, num_tokens=num_tokens, start=0, shift=0),),
+        )
         for source in (written, unwritten)
     ]
-    samples = [
-        replace(sample(2, prompt=PROMPT), load=load, cache_salt=f"load-{i}")
-        for i, load in enumerate(loads)
-    ]
+    samples = [replace(sample(2, prompt=PROMPT), load=load) for load in loads]
     loaded, computed = await finished(subject, await submitted(subject, *samples))
     assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
     assert arena.untouched(unwritten)

@@ -28,7 +28,8 @@ class Reuse(RequestModel):
     with `apply` false the prompt stays as it is, and the answer says the order alone.
 
     `recompute` is approximate: but for the first `first_tokens` tokens of each, which are computed,
-    their keys and values are those of the segment alone, moved to where it stands.
+    and those up to where a cache block begins, their keys and values are those of the segment
+    alone, moved to where it stands.
     """
 
     mode: ReuseMode
@@ -49,8 +50,9 @@ class ReuseAnswer(AnswerModel):
 
     `tokens_reused` were cached or placed, `tokens_computed` computed, before the first sample;
     `tokens_prepared` of segments alone, because they were not kept yet. `round_trips` are the
-    requests that followed one another until there was a first token, at least one. `order` are the
-    segments' indices in the order that was, or would be, most of a prefix.
+    requests that followed one another until there was a first token: 1, or 2 where segments had to
+    be computed before. `order` are the segments' indices in the order that was, or would be, most
+    of a prefix.
     """
 
     mode: ReuseMode

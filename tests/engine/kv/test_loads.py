@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from service.reuse.chain_links import ends_of
 from service.reuse.spans import Part, joined
 from tests.arena import TestArena
-from tests.engine.kv.chains import Chains
+from tests.engine.kv.chains import Chains, spans
 from tests.engine.kv.exporting import (
     COMMITTED,
     EXPORTING,
@@ -37,7 +38,8 @@ def tokens(seed: int, num: int) -> list[int]:
     return [(seed * 131 + 17 * i + i * i) % 500 for i in range(num)]
 
 
-A, B, C = tokens(1, 70), tokens(2, 45), tokens(3, 33)
+A, B, C = tokens(1, 70), tokens(2, 75), tokens(3, 70)
+D, E = tokens(10, 64), tokens(11, 64)
 OWN, MIDDLE, END = tokens(4, 50), tokens(5, 3), tokens(6, 9)
 PROMPTS = {
     "one hole": [Part(token_ids=OWN), Part(token_ids=A, name="a"), Part(token_ids=END)],
@@ -47,6 +49,12 @@ PROMPTS = {
         Part(token_ids=MIDDLE),
         Part(token_ids=B, name="b"),
         Part(token_ids=C, name="c"),
+        Part(token_ids=END),
+    ],
+    "two that touch": [
+        Part(token_ids=tokens(12, 32)),
+        Part(token_ids=D, name="d"),
+        Part(token_ids=E, name="e"),
         Part(token_ids=END),
     ],
     "a segment at the end": [Part(token_ids=MIDDLE), Part(token_ids=C, name="c")],
@@ -83,7 +91,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
     engine = LiveEngine(
         models["v7"],
-        max_model_len=320,
+        max_model_len=448,
         kv_cache_memory_bytes=NUM_BLOCKS * BLOCK_BYTES,
         **EXPORTING,
     )
@@ -128,21 +136,58 @@ def test_a_chain_equals_the_prompt_that_is_computed(
     scene: Scene, prompt: str, first_tokens: int
 ) -> None:
     parts = PROMPTS[prompt]
-    scene.chains.keep(A, B, C)
+    scene.chains.keep(*(part.token_ids for part in parts if part.name))
     answers = scene.chains.sample(parts, first_tokens=first_tokens, n=3)
     for answer in answers:
         assert_as_computed(scene.truth["v7"], joined(parts), answer)
+
+
+@pytest.mark.parametrize("first_tokens", [0, 8])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_all_that_is_placed_is_loaded_and_the_rest_computed(
+    scene: Scene, prompt: str, first_tokens: int
+) -> None:
+    """Though the step's budget cuts it into several."""
+    parts = PROMPTS[prompt]
+    scene.chains.keep(*(part.token_ids for part in parts if part.name))
+    last = spans(parts, first_tokens=first_tokens)[-1]
+    [answer] = scene.chains.sample(parts, first_tokens=first_tokens)
+    assert answer.num_cached_tokens == last.start
+
+
+def test_a_chain_is_one_step(scene: Scene) -> None:
+    """What precedes it is cached: every link, and the first tokens of the samples behind them."""
+    parts = PROMPTS["one hole"]
+    scene.chains.keep(A)
+    scene.engine.ask(OWN, max_tokens=1)
+    load = scene.chains.load(parts, chain="one step", first_tokens=8, n=2)
+    names = scene.chains.submit(parts, load, first_tokens=8, n=2, max_tokens=1)
+    scene.engine.step()
+    requests = scene.engine.core.scheduler.requests
+    assert not requests, "all had their one token"
+    for answer in scene.engine.finish(*names):
+        assert_as_computed(scene.truth["v7"], joined(parts), answer)
+
+
+def test_a_chain_that_does_not_come_whole_goes_on(scene: Scene) -> None:
+    """A link without the one before it computes what it does not find."""
+    parts = PROMPTS["three holes"]
+    scene.chains.keep(A, B, C)
+    load = scene.chains.load(parts, chain="torn", first_tokens=8)
+    name = scene.engine.submit(joined(parts), load=load, max_tokens=20)
+    [answer] = scene.engine.finish(name)
+    assert answer.num_cached_tokens == 0
+    assert_as_computed(scene.truth["v7"], joined(parts), answer)
 
 
 def test_a_moved_segment_is_really_moved(scene: Scene) -> None:
     """Without the turn of its keys the same chain is far off, so the tests above see it."""
     parts = PROMPTS["one hole"]
     scene.chains.keep(A)
-    load = scene.chains.load(parts, salt="unmoved", first_tokens=16)
-    assert load is not None and load.pieces[1].shift == len(OWN)
-    unmoved = replace(load, pieces=(load.pieces[0], replace(load.pieces[1], shift=0)))
-    name = scene.engine.submit(joined(parts), load=unmoved, salt="unmoved", max_tokens=20)
-    [answer] = scene.engine.finish(name)
+    load = scene.chains.load(parts, chain="unmoved", first_tokens=8)
+    assert load is not None and load.pieces[0].shift == len(OWN)
+    unmoved = replace(load, pieces=(replace(load.pieces[0], shift=0),))
+    [answer] = scene.engine.finish(*scene.chains.submit(parts, unmoved, first_tokens=8))
     with pytest.raises(AssertionError):
         assert_as_computed(scene.truth["v7"], joined(parts), answer)
 
@@ -151,13 +196,13 @@ def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scene: Scene) -> Non
     """At any temperature; one sample draws, and all are of the prompt that is computed."""
     one, other = PROMPTS["one hole"], PROMPTS["three holes"]
     scene.chains.keep(A, B, C)
-    submit = scene.engine.submit
-    loads = [scene.chains.load(p, salt=s, first_tokens=8) for p, s in ((one, "1"), (other, "2"))]
-    names = [
-        submit(joined(one), load=loads[0], salt="1", max_tokens=12, temperature=1.0, seed=3),
-        submit(joined(other), load=loads[1], salt="2", max_tokens=12),
-        submit(joined(other), max_tokens=12),
-    ]
+    names = []
+    for parts, temperature in ((one, 1.0), (other, 0.0)):
+        load = scene.chains.load(parts, chain=str(temperature), first_tokens=8)
+        names += scene.chains.submit(
+            parts, load, first_tokens=8, max_tokens=12, temperature=temperature, seed=3
+        )
+    names.append(scene.engine.submit(joined(other), max_tokens=12))
     drawn, placed, plain = scene.engine.finish(*names)
     assert_as_computed(scene.truth["v7"], joined(one), drawn)
     assert_as_computed(scene.truth["v7"], joined(other), placed)
@@ -165,35 +210,57 @@ def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scene: Scene) -> Non
 
 
 def test_what_a_chain_places_is_found_by_nobody_else(scene: Scene) -> None:
-    """Not without a salt, nor with another chain's."""
+    """Not without a chain, nor with another, nor what its response adds to a prompt."""
     parts = PROMPTS["three holes"]
     scene.chains.keep(A, B, C)
-    scene.chains.sample(parts, first_tokens=0, salt="mine")
+    [placed] = scene.chains.sample(parts, first_tokens=0, chain="mine")
+    before = spans(parts, first_tokens=0)[0].end
+    longer = [*joined(parts), *placed.token_ids, 3]
+    load = scene.chains.load(parts, chain="another", first_tokens=0)
     names = [
-        scene.engine.submit(joined(parts), max_tokens=1, salt=salt) for salt in (None, "another")
+        scene.engine.submit(longer, max_tokens=1),
+        scene.engine.submit(longer, max_tokens=1, load=load),
+        scene.engine.submit(longer, max_tokens=1, salt="salted"),
     ]
-    plain, another = scene.engine.finish(*names)
-    assert plain.num_cached_tokens == len(OWN) // 32 * 32  # the first link's, which is exact
-    assert another.num_cached_tokens == 0
+    plain, another, salted = scene.engine.finish(*names)
+    assert plain.num_cached_tokens == before  # the first link's, which is exact
+    assert another.num_cached_tokens == spans(parts, first_tokens=0)[1].end
+    assert salted.num_cached_tokens == 0
 
 
 def test_segments_of_other_weights_are_computed_instead(scene: Scene) -> None:
     parts = PROMPTS["three holes"]
     scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, salt="old", first_tokens=8)
+    load = scene.chains.load(parts, chain="old", first_tokens=8)
     scene.engine.swap(scene.models["v8"])
-    name = scene.engine.submit(joined(parts), load=load, salt="old", max_tokens=20)
-    [answer] = scene.engine.finish(name)
-    assert answer.num_cached_tokens == 0
+    [answer] = scene.engine.finish(*scene.chains.submit(parts, load, first_tokens=8))
     assert_as_computed(scene.truth["v8"], joined(parts), answer)
 
 
-def test_a_sample_that_waited_for_the_new_weights_computes_its_prompt(scene: Scene) -> None:
+def test_a_chain_that_waited_for_the_new_weights_computes_its_prompt(scene: Scene) -> None:
     parts = PROMPTS["one hole"]
     scene.chains.keep(A)
-    load = scene.chains.load(parts, salt="waits", first_tokens=8)
-    name = scene.engine.submit(joined(parts), load=load, salt="waits", max_tokens=20)
+    load = scene.chains.load(parts, chain="waits", first_tokens=8)
+    names = scene.chains.submit(parts, load, first_tokens=8)
     scene.engine.swap(scene.models["v8"])
+    [answer] = scene.engine.finish(*names)
+    assert_as_computed(scene.truth["v8"], joined(parts), answer)
+
+
+def test_weights_that_change_within_a_chain_leave_none_of_the_old_in_its_samples(
+    scene: Scene,
+) -> None:
+    parts = PROMPTS["three holes"]
+    scene.chains.keep(A, B, C)
+    load = scene.chains.load(parts, chain="torn by weights", first_tokens=8)
+    assert load is not None
+    links = [joined(parts)[:end] for end in ends_of(spans(parts, first_tokens=8))]
+    alone = replace(load, num_requests=1)
+    scene.engine.finish(*[scene.engine.submit(p, load=alone, max_tokens=1) for p in links[:2]])
+    scene.engine.swap(scene.models["v8"])
+    for link in links[2:]:
+        scene.engine.submit(link, load=alone, max_tokens=1)
+    name = scene.engine.submit(joined(parts), load=alone, max_tokens=20)
     [answer] = scene.engine.finish(name)
     assert_as_computed(scene.truth["v8"], joined(parts), answer)
 
@@ -202,42 +269,48 @@ def test_a_preempted_sample_loads_again(scene: Scene) -> None:
     """Others grow until it has to leave the cache in the middle of its response."""
     parts = PROMPTS["three holes"]
     scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, salt="preempted", first_tokens=8)
+    load = scene.chains.load(parts, chain="preempted", first_tokens=8)
     others = [scene.engine.submit(tokens(20 + i, 30), max_tokens=140) for i in range(6)]
     scene.engine.step(2)
-    name = scene.engine.submit(joined(parts), load=load, salt="preempted", max_tokens=100)
+    [name] = scene.chains.submit(parts, load, first_tokens=8, max_tokens=100)
     request = scene.request(name)
     [answer, *_] = scene.engine.finish(name, *others)
     assert request.num_preemptions > 0
     assert_as_computed(scene.truth["v7"], joined(parts), answer)
 
 
-def test_an_aborted_sample_leaves_nothing(scene: Scene) -> None:
-    """Before it is scheduled, and in the middle of what it computes itself."""
+def test_an_aborted_chain_leaves_nothing(scene: Scene) -> None:
+    """Before it is whole, before it is scheduled, and in the middle of what it computes."""
     parts = [*PROMPTS["one hole"], Part(token_ids=tokens(9, 100))]
     scene.chains.keep(A)
-    load = scene.chains.load(parts, salt="aborted", first_tokens=8)
-    for num_steps in (0, 1):
-        name = scene.engine.submit(joined(parts), load=load, salt="aborted", max_tokens=20)
+    load = scene.chains.load(parts, chain="aborted", first_tokens=8)
+    name = scene.engine.submit(joined(parts), load=load, max_tokens=20)
+    scene.engine.step()
+    scene.engine.abort(name)
+    for num_steps in (0, 1, 2):
+        load = scene.chains.load(parts, chain=f"aborted-{num_steps}", first_tokens=8)
+        [name] = scene.chains.submit(parts, load, first_tokens=8)
         scene.engine.step(num_steps)
-        scene.engine.abort(name)
+        for request in list(scene.engine.core.scheduler.requests.values()):
+            scene.engine.abort(request.request_id.rpartition("-")[0])
     scene.engine.ask(MIDDLE, max_tokens=2)
 
 
-def test_a_place_that_is_not_there_is_computed_and_the_next_load_is_taken(scene: Scene) -> None:
-    """Two siblings share the blocks that could not be filled."""
-    parts = PROMPTS["one hole"]
-    scene.chains.keep(A)
-    load = scene.chains.load(parts, salt="gone", first_tokens=8)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_place_that_is_not_there_is_computed_and_the_next_load_is_taken(
+    scene: Scene, which: int
+) -> None:
+    """Whoever shares the blocks that could not be filled is right too."""
+    parts = PROMPTS["three holes"]
+    scene.chains.keep(A, B, C)
+    load = scene.chains.load(parts, chain="gone", first_tokens=8, n=2)
     assert load is not None
-    outside = replace(load.pieces[1].source, offset=2**40)
-    gone = replace(load, pieces=(load.pieces[0], replace(load.pieces[1], source=outside)))
-    names = [
-        scene.engine.submit(joined(parts), load=gone, salt="gone", max_tokens=20) for _ in range(2)
-    ]
-    for answer in scene.engine.finish(*names):
+    pieces = list(load.pieces)
+    pieces[which] = replace(pieces[which], source=replace(pieces[which].source, offset=2**40))
+    gone = replace(load, pieces=tuple(pieces))
+    for answer in scene.engine.finish(*scene.chains.submit(parts, gone, first_tokens=8, n=2)):
         assert_as_computed(scene.truth["v7"], joined(parts), answer)
-    [again] = scene.chains.sample(parts, first_tokens=8, salt="again")
+    [again] = scene.chains.sample(parts, first_tokens=8, chain="again")
     assert again.num_cached_tokens > 0
     assert_as_computed(scene.truth["v7"], joined(parts), again)
 
@@ -253,19 +326,18 @@ def test_segments_in_one_order_are_a_prefix_that_is_cached(scene: Scene) -> None
 
 
 def test_a_load_and_an_export_share_a_step(scene: Scene) -> None:
-    """And a chain's own link loads and is exported in one."""
-    parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, salt="step", first_tokens=8)
-    prompt = tokens(8, 40)
+    parts = PROMPTS["one hole"]
+    scene.chains.keep(A)
+    scene.engine.ask(OWN, max_tokens=1)
+    load = scene.chains.load(parts, chain="step", first_tokens=0)
+    prompt = MIDDLE * 4
     slot = scene.chains.slot(len(prompt) - 1)
-    names = [
-        scene.engine.submit(joined(parts), load=load, salt="step", max_tokens=9),
-        scene.engine.submit(prompt, export=slot, max_tokens=9),
-    ]
+    [name] = scene.chains.submit(parts, load, first_tokens=0, max_tokens=9)
+    other = scene.engine.submit(prompt, export=slot, max_tokens=9)
     scene.engine.step()
     assert scene.chains.arena.words(slot) == COMMITTED
-    placed, exported = scene.engine.finish(*names)
+    placed, exported = scene.engine.finish(name, other)
+    assert placed.num_cached_tokens == len(OWN) + len(A)
     assert_as_computed(scene.truth["v7"], joined(parts), placed)
     assert_as_computed(scene.truth["v7"], prompt, exported)
     truth = true_kv(scene.truth["v7"], prompt, len(prompt) - 1)

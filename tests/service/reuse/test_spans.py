@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import ExportSlot
-from service.reuse.chain_links import links_of
+from service.reuse.chain_links import ends_of, load_of
 from service.reuse.spans import Part, Span, spans_of
 
 PARTS = st.lists(
@@ -31,39 +31,50 @@ def test_own_text_and_first_tokens_are_computed() -> None:
         Part(token_ids=[3] * 8, name="b"),
         Part(token_ids=[4]),
     ]
-    assert spans_of(parts, first_tokens=2, least=1) == [
+    assert spans_of(parts, first_tokens=2, block=1) == [
         Span(start=0, end=7),
         Span(start=7, end=13, part=1, origin=5),
         Span(start=13, end=15),
         Span(start=15, end=21, part=2, origin=13),
         Span(start=21, end=22),
     ]
-    joined = spans_of(parts, first_tokens=0, least=1)
+    joined = spans_of(parts, first_tokens=0, block=1)
     assert [span.part for span in joined] == [None, 1, 2, None]
 
 
 def test_what_the_prompt_begins_with_is_a_prefix_and_computed() -> None:
     parts = [Part(token_ids=[2] * 8, name="a"), Part(token_ids=[1])]
-    assert spans_of(parts, first_tokens=0, least=1) == [Span(start=0, end=9)]
+    assert spans_of(parts, first_tokens=0, block=1) == [Span(start=0, end=9)]
 
 
-@given(parts=PARTS, first_tokens=st.integers(0, 6), least=st.integers(1, 6))
-def test_spans_tile_the_prompt_and_every_link_loads_all_before_it(
-    parts: list[Part], first_tokens: int, least: int
+def test_what_is_placed_begins_where_a_block_does() -> None:
+    parts = [Part(token_ids=[1] * 5), Part(token_ids=[2] * 20, name="a"), Part(token_ids=[4])]
+    assert spans_of(parts, first_tokens=2, block=4) == [
+        Span(start=0, end=8),
+        Span(start=8, end=25, part=1, origin=5),
+        Span(start=25, end=26),
+    ]
+
+
+@given(parts=PARTS, first_tokens=st.integers(0, 6), block=st.integers(1, 6))
+def test_spans_tile_the_prompt_and_a_link_ends_before_every_run_that_is_placed(
+    parts: list[Part], first_tokens: int, block: int
 ) -> None:
     length = sum(len(part.token_ids) for part in parts)
-    spans = spans_of(parts, first_tokens=first_tokens, least=least)
+    spans = spans_of(parts, first_tokens=first_tokens, block=block)
     assert spans[0].start == 0 and spans[-1].end == length
     assert spans[0].part is None and spans[-1].part is None
     assert all(a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
     for span in spans:
-        assert span.num_tokens >= (1 if span.part is None else least)
+        assert span.num_tokens >= (1 if span.part is None else block)
         if span.part is not None:
-            assert span.start == span.origin + first_tokens
+            assert span.start % block == 0
+            assert first_tokens <= span.start - span.origin < first_tokens + block
     kept = {i: slot(len(part.token_ids)) for i, part in enumerate(parts)}
-    computed = {span.start: slot(span.num_tokens) for span in spans if span.part is None}
-    for link in links_of(spans):
-        load = link.load(kept, computed)
-        assert (0 if load is None else load.num_tokens) == link.computed.start
-        for piece in () if load is None else load.pieces:
-            assert piece.skip + piece.num_tokens <= piece.source.num_tokens
+    load, ends = load_of(spans, kept, chain="chain", num_requests=1), ends_of(spans)
+    runs = [piece.start for piece in load.pieces]
+    joined = {piece.start + piece.num_tokens for piece in load.pieces}
+    assert ends == [start for start in runs if start not in joined]
+    for piece in load.pieces:
+        assert piece.skip + piece.num_tokens <= piece.source.num_tokens
+        assert piece.start == piece.shift + piece.skip

@@ -1,0 +1,40 @@
+"""Agents who hear each other: what stands in their prompts, drawn at random."""
+
+import random
+
+from coppice import PromptSegment
+
+NUM_AGENTS, OWN, QUESTION, ASK = 5, 512, 128, 8
+
+
+def num_prompt_tokens(said: int) -> int:
+    return OWN + QUESTION + (NUM_AGENTS - 1) * said + ASK
+
+
+class Talk:
+    """What all agents say in all rounds, drawn anew for every arm."""
+
+    def __init__(self, seed: str, said: int, vocab_size: int) -> None:
+        self._draw = random.Random(seed)
+        self._said, self._vocab_size = said, vocab_size
+        self.own = [self._text(OWN) for _ in range(NUM_AGENTS)]
+        self._question = PromptSegment(token_ids=self._text(QUESTION), reuse="question")
+
+    def prompts(self) -> list[list[PromptSegment]]:
+        """A round's, agent by agent."""
+        said = [
+            PromptSegment(token_ids=self._text(self._said), reuse=f"agent-{i}")
+            for i in range(NUM_AGENTS)
+        ]
+        return [
+            [
+                PromptSegment(token_ids=own),
+                self._question,
+                *(text for i, text in enumerate(said) if i != agent),
+                PromptSegment(token_ids=self._text(ASK)),
+            ]
+            for agent, own in enumerate(self.own)
+        ]
+
+    def _text(self, length: int) -> list[int]:
+        return [self._draw.randrange(3, self._vocab_size) for _ in range(length)]
