@@ -105,11 +105,13 @@ class LoadPlanner:
         return chain in self._gathering and self._clock() < self._gathering[chain][1]
 
     def _loadable(self, pieces: Sequence[Piece], position: int, num_tokens: int) -> Iterator[Piece]:
-        """Those that follow one another from there on."""
+        """Those that follow one another from there on, each from where a block begins."""
+        assert self._form is not None, "only supported caches are loaded"
         for piece in pieces:
             if not piece.start <= position < piece.end:
                 continue
-            if piece.source.name not in self._names or piece.end >= num_tokens:
+            known = piece.source.name in self._names
+            if not known or piece.end >= num_tokens or position % self._form.block_size:
                 return
             yield piece.behind(position)
             position = piece.end
@@ -117,7 +119,6 @@ class LoadPlanner:
     def _job(self, piece: Piece, block_ids: Sequence[int]) -> LoadJob:
         assert self._form is not None and piece.source.name is not None, "it was claimed"
         size = self._form.block_size
-        assert piece.start % size == 0, "a piece begins where a block does"
         self.written(piece.source.name)
         blocks = slice(piece.start // size, -(-piece.end // size))
         return LoadJob(piece=piece, block_ids=tuple(block_ids[blocks]))

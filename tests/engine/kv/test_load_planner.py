@@ -96,6 +96,11 @@ def test_pieces_that_touch_are_loaded_one_by_one(planner: LoadPlanner) -> None:
     assert planner.num_asked == 0
 
 
+def test_a_piece_within_a_block_is_computed(planner: LoadPlanner) -> None:
+    load = replace(LOAD, pieces=(piece("a", 32, 20), piece("b", 52, 20)))
+    assert planner.claim(added(planner, "r", 100, load), 32) == 20
+
+
 def test_a_token_is_left_to_compute(planner: LoadPlanner) -> None:
     assert planner.claim(added(planner, "r", 89), 64) == 16
 

@@ -55,6 +55,7 @@ async def test_kept_segments_are_not_computed_alone_again(tmp_path: Path) -> Non
         group = await answered(served, placed(own=[3] * 33))
         metrics = (await served.http.get("/metrics")).text
     assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 0)
+    assert group["reuse"]["round_trips"] == 1
     assert 'coppice_reuse_tokens_total{kind="prepared",mode="recompute"} 130.0' in metrics
     assert 'coppice_reuse_groups_total{mode="recompute",outcome="done"} 2.0' in metrics
     assert "coppice_reuse_segments 2.0" in metrics
