@@ -34,7 +34,9 @@ class PackedPlacer:
         values = piece
         if shift:
             assert self._rotary is not None, "nothing is moved that cannot be"
-            values = torch.stack([shift_keys(piece[:, 0], shift, self._rotary), piece[:, 1]], dim=1)
+            values = torch.empty(piece.shape, dtype=piece.dtype)
+            values[:, 0] = shift_keys(piece[:, 0], shift, self._rotary)
+            values[:, 1] = piece[:, 1]
         pack(values, self._caches, block_ids, self._order)
 
 
