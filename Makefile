@@ -55,8 +55,9 @@ bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
 		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
 	$(python) -m bench.harness.report
 
-soak: ## 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
+soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
 	@$(setup) dev
+	$(python) -m pytest -q tests/compat/with_ray.py
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/reliability.md
@@ -73,7 +74,7 @@ lock: ## resolve requirements/*.txt anew
 	@scripts/lock.sh $(python)
 
 clean: ## remove the environment and everything that was built
-	rm -rf .venv .clients .arctic build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -rf .venv .clients .verl .miles .arctic build dist client/build client/dist *.egg-info client/*.egg-info
 	rm -f kernels/shared_prefix/libshared_prefix.so kernels/drafts/libdrafts.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,8 @@
 # Makes .NAME hold what requirements/NAME.txt pins; nothing when it already does. It lies beside .venv
 # and sees it, so that it cannot disturb its lock.
 #   clients   other people's clients, which tests run
+#   verl      verl and Ray, and miles: more of them, which `make soak` runs
+#   miles
 #   arctic    what drafts are compared with; compiled, which wants a torch of its own for minutes
 # Usage: scripts/beside.sh NAME PYTHON
 set -euo pipefail

@@ -1,6 +1,8 @@
 """Everything that this client raises about a server, and nothing else does.
 
     CoppiceError
+      Unsupported               a trainer asks for what is not done here, and what to do instead
+      Incomplete                a trainer needs samples that did not come
       TransportError            no usable answer; whether the server did the work is unknown
         ConnectionFailed
         TimedOut
@@ -49,6 +51,14 @@ class CoppiceError(Exception):
     def retryable(self) -> bool:
         """Whether the same call may succeed later."""
         return False
+
+
+class Unsupported(CoppiceError):
+    """A trainer asks for what is not done here. Nothing was sent; the message says what to do."""
+
+
+class Incomplete(CoppiceError):
+    """A trainer's batch cannot be made up: some of its samples failed."""
 
 
 class TransportError(CoppiceError):

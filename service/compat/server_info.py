@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from engine.protocol import EngineFacts
@@ -20,11 +20,12 @@ INFO = answers({200: JSON}, *WITH_KEY, *WHEN_READY)
 @router.get("/server_info", responses=INFO)
 @router.get("/get_server_info", responses=INFO)
 @any_key
-async def server_info(server: ReadyServer) -> Response:
+async def server_info(request: Request, server: ReadyServer) -> Response:
     facts = server.engine.facts
     info = {
         "vllm_config": vllm_config(facts),
         **_sglang(facts),
+        **_one_node(request),
         "weight_version": server.versions.active.label,
         "version": __version__,
     }
@@ -44,4 +45,17 @@ def _sglang(facts: EngineFacts) -> dict[str, Any]:
         "context_length": facts.max_context_tokens,
         "page_size": facts.block_size,
         "max_running_requests": facts.max_sequences,
+    }
+
+
+def _one_node(request: Request) -> dict[str, Any]:
+    """What miles compares with what it would have started itself, address and all."""
+    return {
+        "host": request.url.hostname,
+        "port": request.url.port,
+        "nnodes": 1,
+        "node_rank": 0,
+        "base_gpu_id": 0,
+        "gpu_id_step": 1,
+        "enable_memory_saver": False,
     }

@@ -104,6 +104,7 @@ async def weight_version(server: ReadyServer) -> Response:
     return _json({"weight_version": server.versions.active.label})
 
 
+@router.get("/model_info", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
 @router.get("/get_model_info", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
 @any_key
 async def model_info(server: ReadyServer) -> Response:

@@ -26,12 +26,19 @@ class Client:
 
     @property
     def version(self) -> str:
-        """Of what is installed, in .clients first."""
-        found = importlib.metadata.distributions(path=[str(ROOT / ".clients"), *sys.path])
+        """Of what is installed, beside .venv first."""
+        beside = [str(ROOT / name) for name in (".clients", ".verl", ".miles")]
+        found = importlib.metadata.distributions(path=[*beside, *sys.path])
         return next(part.version for part in found if part.name == self.name)
 
 
 CLIENTS = (
+    Client(
+        name="miles-rl",
+        tests=(
+            "tests/compat/with_ray.py::test_miles_attaches_updates_and_goes_on_where_it_aborted",
+        ),
+    ),
     Client(
         name="openai",
         tests=(
@@ -51,6 +58,13 @@ CLIENTS = (
         tests=(
             "tests/compat/test_clients.py::test_trl_trains_and_what_is_served_changes",
             "tests/compat/test_clients.py::test_trls_adapters_are_what_its_trainer_has",
+        ),
+    ),
+    Client(
+        name="verl",
+        tests=(
+            "tests/compat/with_ray.py::test_verls_trainers_train_and_every_step_is_served",
+            "tests/compat/with_ray.py::test_verls_clients_go_on_where_an_update_aborted_them",
         ),
     ),
 )

@@ -1,11 +1,7 @@
 """Other people's clients, as released, against a real server with the shipped model."""
 
 import importlib.metadata
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +14,17 @@ from transformers import AutoTokenizer
 from examples.agent.calculator import called
 from examples.agent.rollout import rollout
 from examples.seedling.grow import SEEDLING
+from tests.compat.programs import ROOT, install, told
 from tests.promises.process import home, service
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".clients"
+ENVIRONMENTS = ["clients"]
 
 
 @pytest.fixture(scope="module")
 def installed() -> None:
-    install = [str(ROOT / "scripts" / "beside.sh"), "clients", sys.executable]
-    ran = subprocess.run(install, capture_output=True)
-    assert ran.returncode == 0, ran.stderr.decode()
+    install(*ENVIRONMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +37,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(installed: None, adapters: Path) -> Iterator[str]:
     settings = {
         "--engine.dtype": "float32",
-        "--engine.max-adapters": "3",
+        "--engine.max-adapters": "4",  # two of a test before, and two of one that swaps its own
         "--weights.source-directories": str(adapters),
     }
     with home() as place, service(place, *(t for pair in settings.items() for t in pair)) as served:
         yield served.url
-
-
-def told(program: str, *arguments: str) -> Any:
-    """What a client's program prints."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", CLIENTS)))
-    ran = subprocess.run(
-        [sys.executable, "-m", f"tests.compat.clients.{program}", *arguments],
-        capture_output=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr.decode()[-6000:]
-    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def scored(url: str) -> list[float]:
@@ -73,7 +53,8 @@ def scored(url: str) -> list[float]:
 
 def test_the_pinned_versions_are_those_that_are_tested(installed: None) -> None:
     pinned = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
-    present = {d.name: d.version for d in importlib.metadata.distributions(path=[str(CLIENTS)])}
+    found = importlib.metadata.distributions(path=[str(ROOT / ".clients")])
+    present = {distribution.name: distribution.version for distribution in found}
     for line in pinned:
         if not line.startswith("#"):
             name, _, version = line.partition("==")
@@ -81,7 +62,7 @@ def test_the_pinned_versions_are_those_that_are_tested(installed: None) -> None:
 
 
 def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
-    answer = told("renderers_generate", url)
+    answer = told(ENVIRONMENTS, "renderers_generate", url)
     for turn in (answer["first"], answer["second"]):
         assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
     first, second = answer["first"], answer["second"]
@@ -94,7 +75,7 @@ def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
 
 
 def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> None:
-    answer = told("trl_adapters", url, str(adapters))
+    answer = told(ENVIRONMENTS, "trl_adapters", url, str(adapters))
     assert answer["adapters"] is True, "it would publish them, and not whole models"
     names = [f"trl-policy-v{version}" for version in range(3)]
     assert answer["models"][1:] == names[1:], "the stalest is unloaded"
@@ -104,15 +85,17 @@ def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> Non
 
 
 def test_trl_trains_and_what_is_served_changes(url: str) -> None:
-    """Both ways: a rollout_func, and server mode with the weights over HTTP."""
+    """By a rollout_func, whole and an adapter alone, and in server mode with weights over HTTP."""
     before = scored(url)
-    runs = told("trl_grpo", url)
-    assert runs["rollout_func"]["sequence"] == 2, "one version for each step"
-    assert runs["server_mode"]["sequence"] == 4
+    runs = told(ENVIRONMENTS, "trl_grpo", url)
     for run in runs.values():
         assert all(norm > 0 for norm in run["grad_norms"]) and len(run["grad_norms"]) == 2
         assert run["scores"] != pytest.approx(before, abs=1e-6)
-        assert run["version"].startswith("trl-")
+    assert runs["adapter"]["sequence"] == 0, "the base stays as it is"
+    assert runs["adapter"]["adapter"].endswith("-2"), "one version for each step"
+    assert runs["rollout_func"]["sequence"] == 2
+    assert all(runs[name]["version"].startswith("trl-") for name in ("rollout_func", "server_mode"))
+    assert runs["server_mode"]["sequence"] == 4
     # The trainer's own correction compares its logprobs with those of the server.
     assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
 

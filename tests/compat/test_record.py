@@ -7,7 +7,7 @@ import pytest
 
 from tests.compat.record import CLIENTS, PAGE, ROOT, named, written
 
-PINS = ("clients", "cpu")
+PINS = ("clients", "cpu", "miles", "verl")
 
 
 def pinned(name: str) -> str:

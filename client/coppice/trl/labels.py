@@ -8,8 +8,8 @@ class Labels:
     """Two runs on one server never publish under the same label."""
 
     def __init__(self) -> None:
-        self._run = uuid.uuid4().hex[:8]
+        self.run = f"trl-{uuid.uuid4().hex[:8]}"
         self._numbers = itertools.count(1)
 
     def next(self) -> str:
-        return f"trl-{self._run}-{next(self._numbers)}"
+        return f"{self.run}-{next(self._numbers)}"

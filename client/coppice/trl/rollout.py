@@ -4,11 +4,14 @@ TRL's sampler repeats every prompt as often as there are generations of it, one 
 run of equal prompts becomes one group, whose prompt is computed once.
 """
 
+import tempfile
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from coppice.client import Rollouts
+from coppice.errors import Incomplete, Unsupported
+from coppice.options import RolloutOptions
 from coppice.results import Group
 from coppice.trl.labels import Labels
 from coppice.wire.rollouts import Policy
@@ -18,21 +21,23 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {"min_p": (None, 0.0), "repetition_pen
 
 
 class RolloutFunc:
-    """Called by GRPOTrainer(rollout_func=...). Publishes the weights when they have changed."""
+    """Called by GRPOTrainer(rollout_func=...). Publishes the weights when they have changed.
+
+    Of a PEFT model only the adapter, under one name whose versions are the trainer's steps.
+    """
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
         self._labels = Labels()
         self._step: int | None = None
-        self._version = ""
+        self._from: RolloutOptions = {}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         self._publish(trainer)
         rows = [_token_ids(prompt, trainer) for prompt in prompts]
         runs = [(row, len(list(same))) for row, same in groupby(rows)]
-        options = _sampling(trainer)
-        policy = Policy(exact_version=self._version) if self._version else None
-        pending = [self._rollouts.submit([row], n=n, policy=policy, **options) for row, n in runs]
+        options = {**_sampling(trainer), **self._from}
+        pending = [self._rollouts.submit([row], n=n, **options) for row, n in runs]
         groups = [waiting.wait().groups[0] for waiting in pending]
         samples = [sample for group in groups for sample in _whole(group).samples]
         return {
@@ -46,14 +51,23 @@ class RolloutFunc:
         step = trainer.state.global_step
         if step == self._step:
             return
-        if hasattr(trainer.model, "merge_adapter"):
-            raise NotImplementedError("adapters: use coppice.trl.install(), which publishes merged")
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
-            self._version = self._labels.next()
-            self._rollouts.publish_weights(self._version, state)
+            label = self._labels.next()
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            if hasattr(model, "peft_config"):
+                self._publish_adapter(label, model, state)
+            else:
+                self._rollouts.publish_weights(label, state)
+                self._from = {"policy": Policy(exact_version=label)}
         trainer.accelerator.wait_for_everyone()
         self._step = step
+
+    def _publish_adapter(self, label: str, model: Any, state: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            model.save_pretrained(folder, state_dict=state)
+            self._rollouts.publish_adapter(self._labels.run, label, folder)
+        self._from = {"adapter": f"{self._labels.run}@{label}"}
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
@@ -82,7 +96,7 @@ def _token_ids(prompt: Any, trainer: Any) -> list[int]:
 def _sampling(trainer: Any) -> dict[str, Any]:
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(trainer.args, name)) not in neutral:
-            raise ValueError(f"{name}={value} is not sampled from: use top_p or top_k")
+            raise Unsupported(f"{name}={value} is not sampled with: use top_p or top_k")
     return {
         "max_tokens": trainer.args.max_completion_length,
         "temperature": trainer.args.temperature,
@@ -94,5 +108,5 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 def _whole(group: Group) -> Group:
     """TRL knows no groups with fewer samples than were asked for."""
     if group.outcome != "done":
-        raise RuntimeError(f"a group ended as {group.outcome}; its samples are not all there")
+        raise Incomplete(f"a group ended as {group.outcome}; its samples are not all there")
     return group

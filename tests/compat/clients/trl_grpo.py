@@ -1,4 +1,4 @@
-"""GRPO with TRL's trainer, twice: through `rollout_func`, and in server mode after `install`."""
+"""GRPO with TRL's trainer: through `rollout_func`, of an adapter, and in server mode."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -56,10 +57,10 @@ def trained(folder: str, **route: Any) -> Any:
     return trainer
 
 
-def told(rollouts: Rollouts, trainer: Any) -> dict[str, Any]:
+def told(rollouts: Rollouts, trainer: Any, adapter: str | None = None) -> dict[str, Any]:
     """What is served now, and how often its versions changed on the way."""
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    score = rollouts.score([(PROMPTS[0], [[5, 6, 7]])])
+    score = rollouts.score([(PROMPTS[0], [[5, 6, 7]])], adapter=adapter)
     return {
         "version": rollouts.status().weights_version,
         "sequence": rollouts.status().weights_sequence,
@@ -70,8 +71,20 @@ def told(rollouts: Rollouts, trainer: Any) -> dict[str, Any]:
     }
 
 
+def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
+    """What is served now under the adapter, whose place is given back."""
+    known = {loaded.name for loaded in rollouts.adapters().adapters}
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = trained(folder, rollout_func=rollout_func(rollouts), peft_config=config)
+    [ours] = [loaded for loaded in rollouts.adapters().adapters if loaded.name not in known]
+    answer = told(rollouts, trainer, ours.name)
+    rollouts.unload_adapter(ours.name)
+    return {**answer, "adapter": ours.version}
+
+
 def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder, Rollouts(url) as rollouts:
+        yield "adapter", adapted(folder, rollouts)  # while the base is the trainer's
         yield "rollout_func", told(rollouts, trained(folder, rollout_func=rollout_func(rollouts)))
         install()
         install()

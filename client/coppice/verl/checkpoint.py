@@ -1,0 +1,58 @@
+"""verl's `checkpoint_engine.backend: coppice`: weights over HTTP, straight to the servers.
+
+The workers that verl keeps beside its rollouts receive nothing and need no GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngine
+
+from coppice.verl.publisher import Publisher, Weights, drain
+from coppice.verl.target import Target
+
+WIRE_FORMAT = "coppice"
+
+Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]
+
+
+class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """One in every worker; that of the trainer's first rank is the master and sends."""
+
+    wire_format = WIRE_FORMAT
+
+    def __init__(
+        self,
+        bucket_size: int,
+        urls: Sequence[str] = (),
+        key_file: str | None = None,
+        is_master: bool = False,
+    ) -> None:
+        self._publisher = Publisher(Target.given(urls, key_file)) if is_master else None
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> Topology:
+        """Nobody needs to know of anybody else."""
+        return {}, {}
+
+    def init_process_group(self) -> None:
+        """There is none: each server is spoken to alone."""
+
+    def finalize(self) -> None:
+        """Nothing is held between two updates."""
+
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
+        """Returns when all servers sample from them."""
+        if self._publisher is None:
+            await drain(weights)
+        else:
+            await self._publisher.publish(weights, global_steps)
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Any]]:
+        """They have gone to the server."""
+        return iter(())

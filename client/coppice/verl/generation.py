@@ -1,0 +1,103 @@
+"""One server's samples, as verl's clients ask for them: a prompt, a sample, and aborts of all."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coppice.client import AsyncRollouts
+from coppice.core.pending import AsyncPending
+from coppice.errors import Incomplete
+from coppice.options import RolloutOptions
+from coppice.results import Group
+from coppice.samples import Sample
+from coppice.verl.asked import Lengths, options_of
+from coppice.verl.gate import Gate
+from coppice.verl.labels import global_steps
+
+_REASONS = {"stop": "completed", "length": "completed"}
+ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """With the names of verl's TokenOutput."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    stop_reason: str
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Generation:
+    """Lives on one event loop and closes its client's connections with `close`."""
+
+    def __init__(self, rollouts: AsyncRollouts, lengths: Lengths) -> None:
+        self._rollouts = rollouts
+        self._lengths = lengths
+        self._gate = Gate()
+        self._running: dict[AsyncPending, str] = {}
+
+    async def draw(
+        self, request_id: str, prompt: Sequence[int], asked: Mapping[str, Any], priority: int = 0
+    ) -> Drawn:
+        """Aborted, it is what has been drawn so far; of a shut gate, nothing."""
+        options = options_of(asked, self._lengths, len(prompt))
+        options["priority"] = priority
+        if not await self._gate.enter():
+            return Drawn(token_ids=[], log_probs=None, stop_reason=ABORTED)
+        pending = await self._started(request_id, prompt, options)
+        try:
+            result = await pending.wait()
+        except asyncio.CancelledError:
+            await pending.abort()
+            raise
+        finally:
+            del self._running[pending]
+        return _drawn(result.groups[0], with_logprobs=bool(asked.get("logprobs")))
+
+    async def _started(
+        self, request_id: str, prompt: Sequence[int], options: RolloutOptions
+    ) -> AsyncPending:
+        try:
+            pending = await self._rollouts.submit([list(prompt)], **options)
+            self._running[pending] = request_id
+        finally:
+            self._gate.entered()
+        return pending
+
+    async def abort_all(self, *, reject: bool) -> list[str]:
+        """The requests that were ended. Others wait, or are turned away, until `resume`."""
+        await self._gate.shut(reject=reject)
+        running = dict(self._running)
+        await asyncio.gather(*(pending.abort() for pending in running))
+        return list(running.values())
+
+    def resume(self) -> None:
+        self._gate.open()
+
+    async def close(self) -> None:
+        await self._rollouts.aclose()
+
+
+def _drawn(group: Group, *, with_logprobs: bool) -> Drawn:
+    [sample] = group.samples
+    if sample.finish_reason == "error":
+        raise Incomplete("the engine failed at this sample")
+    return Drawn(
+        token_ids=sample.token_ids.tolist(),
+        log_probs=sample.logprobs.tolist() if with_logprobs else None,
+        stop_reason=_REASONS.get(sample.finish_reason, ABORTED),
+        extra_fields={**_steps(sample), "num_cached_tokens": group.num_cached_tokens},
+    )
+
+
+def _steps(sample: Sample) -> dict[str, int | None]:
+    """A sample that weights were changed under is of several."""
+    steps = [global_steps(span.version) for span in sample.versions]
+    known = [step for step in steps if step is not None]
+    return {
+        "global_steps": steps[-1] if steps else None,
+        "min_global_steps": min(known, default=None),
+        "max_global_steps": max(known, default=None),
+    }

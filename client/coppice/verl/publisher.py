@@ -1,0 +1,57 @@
+"""A trainer's weights, put into a file once and sent to every server."""
+
+import asyncio
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+from coppice.client import AsyncRollouts
+from coppice.verl.labels import Labels
+from coppice.verl.target import Target
+from coppice.weights.tensor import tensors_of
+from coppice.weights.writer import write_safetensors
+
+Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
+
+
+class Publisher:
+    """For the one process of a trainer that sends. The others `drain`: gathering takes them all."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._labels = Labels()
+
+    async def publish(self, weights: Weights, global_steps: int | None) -> str:
+        """The version, which every server samples from when this returns."""
+        state: dict[str, Any] = {}
+        async for name, tensor in _each(weights):
+            # Gathered parameters are gone after their turn.
+            state[name] = tensor.detach().to("cpu", copy=True)
+        label = self._labels.next(global_steps)
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / "model.safetensors"
+            await asyncio.to_thread(deque, write_safetensors(path, tensors_of(state)), 0)
+            async with asyncio.TaskGroup() as sending:
+                for url in self._target.urls:
+                    sending.create_task(self._send(url, label, path))
+        return label
+
+    async def _send(self, url: str, label: str, path: Path) -> None:
+        async with AsyncRollouts(url, api_key=self._target.key()) as rollouts:
+            await rollouts.publish_weights(label, path)
+
+
+async def drain(weights: Weights) -> None:
+    async for _ in _each(weights):
+        pass
+
+
+async def _each(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
+    if isinstance(weights, AsyncIterator):
+        async for item in weights:
+            yield item
+    else:
+        for item in weights:
+            yield item

@@ -1,0 +1,1 @@
+"""A program that runs miles; see tests/compat/with_ray.py."""

@@ -1,0 +1,1 @@
+"""Programs that run verl; see tests/compat/with_ray.py."""

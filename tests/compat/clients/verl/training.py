@@ -1,0 +1,137 @@
+"""Trains the seedling for two steps with a trainer of verl's, its samples from a server.
+
+python -m tests.compat.clients.verl.training sync|legacy|apart URL FOLDER    prints what it logged
+
+`sync` is verl's usual trainer, `legacy` the one before it: every rank holds the rollout's adapter,
+which sends the weights. `apart` is one step off policy, with rollouts of their own: the checkpoint
+engine sends them.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from tests.compat.clients.verl import reward
+
+ROOT = Path(__file__).parents[4]
+MODEL = ROOT / "examples" / "seedling" / "model"
+HERE = "tests.compat.clients.verl"
+STEPS = 2
+SUMS = [(12, 34), (5, 6), (7, 8), (90, 1)]
+COPPICE = "actor_rollout_ref.rollout"
+TRAINERS = {
+    "sync": (
+        "verl.trainer.main_ppo",
+        ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1"],
+    ),
+    "legacy": ("verl.trainer.main_ppo", ["trainer.use_v1=False"]),
+    "apart": (
+        "verl.experimental.one_step_off_policy.main_ppo",
+        [
+            "hydra.searchpath=[pkg://verl.trainer.config]",
+            "actor_rollout_ref.hybrid_engine=False",
+            f"{COPPICE}.checkpoint_engine.backend=coppice",
+            "rollout.nnodes=1",
+            "rollout.n_gpus_per_node=1",
+        ],
+    ),
+}
+
+
+def written(folder: Path) -> Path:
+    """A data set as verl reads them."""
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"Compute {a}+{b}."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": index},
+        }
+        for index, (a, b) in enumerate(SUMS * STEPS * 2)
+    ]
+    path = folder / "sums.parquet"
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def tokenizer(folder: Path) -> Path:
+    """verl takes every Qwen for one that ends its turns with this token."""
+    words = AutoTokenizer.from_pretrained(MODEL)
+    words.add_tokens(["<|im_end|>"], special_tokens=True)
+    words.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def overrides(url: str, folder: Path) -> list[str]:
+    data = written(folder)
+    actor = "actor_rollout_ref.actor"
+    return [
+        f"hydra.run.dir={folder}/hydra",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=32",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={MODEL}",
+        f"actor_rollout_ref.model.tokenizer_path={tokenizer(folder)}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.ppo_mini_batch_size=4",
+        f"{actor}.ppo_micro_batch_size_per_gpu=4",
+        f"{actor}.fsdp_config.model_dtype=fp32",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.optim.lr=1e-3",
+        f"{COPPICE}.name=coppice",
+        f"+{COPPICE}.engine_kwargs.coppice.urls=[{url}]",
+        f"+{COPPICE}.checkpoint_engine.engine_kwargs.coppice=${{{COPPICE}.engine_kwargs.coppice}}",
+        f"{COPPICE}.tensor_model_parallel_size=1",
+        f"{COPPICE}.n=4",
+        f"{COPPICE}.calculate_log_probs=True",
+        f"{COPPICE}.log_prob_micro_batch_size_per_gpu=4",
+        f"{COPPICE}.agent.num_workers=1",
+        f"reward.custom_reward_function.path={reward.__file__}",
+        "reward.num_workers=1",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+    ]
+
+
+def main() -> None:
+    name, url, place = sys.argv[1:]
+    folder = Path(place)
+    log = folder / "log.jsonl"
+    # Before verl is imported. Ray's own processes inherit them.
+    os.environ.update(
+        VERL_PLATFORM="cpu",
+        VERL_ENGINE_DEVICE="cuda",  # the name that its FSDP engine is registered under
+        VERL_USE_EXTERNAL_MODULES=f"{HERE}.cpu,coppice.verl.plugin",
+        VERL_FILE_LOGGER_PATH=str(log),
+    )
+    module, more = TRAINERS[name]
+    sys.argv = [module, *overrides(url, folder), *more]
+    importlib.import_module(module).main()
+    print(json.dumps([json.loads(line)["data"] for line in log.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

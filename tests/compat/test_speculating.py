@@ -1,0 +1,62 @@
+"""The same clients on a server that speculates, where vLLM has neither min_p nor logit_bias."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from kernels.drafts.store import built
+from tests.compat.programs import install, told
+from tests.promises.process import home, service
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not built(), reason="the draft store was not built"),
+]
+
+WANTED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": 8, "n": 4},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8}},
+    "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    install("clients")
+    settings = ("--engine.dtype", "float32", "--speculation.mode", "siblings")
+    with home() as place, service(place, *settings) as served:
+        yield served.url
+
+
+def asked(path: str, **fields: Any) -> dict[str, Any]:
+    """With the fields where that shape has them."""
+    body = WANTED[path]
+    if "sampling_params" not in body:
+        return {**body, **fields}
+    return {**body, "sampling_params": {**body["sampling_params"], **fields}}
+
+
+@pytest.mark.parametrize("path", WANTED)
+def test_neutral_fields_pass_and_others_are_refused(url: str, path: str) -> None:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        assert http.post(path, json=asked(path, min_p=0.0, logit_bias={})).status_code == 200
+        for fields in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
+            refused = http.post(path, json=asked(path, **fields))
+            assert refused.status_code == 422
+            assert "use top_p or top_k" in refused.text
+
+
+def test_renderers_and_openais_client_notice_nothing(url: str) -> None:
+    answer = told(["clients"], "renderers_generate", url)
+    first, second = answer["first"], answer["second"]
+    for turn in (first, second):
+        assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
+    assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as speaker:
+        model = speaker.models.list().data[0].id
+        drawn = speaker.completions.create(model=model, prompt=[5, 6, 7], n=8, max_tokens=32)
+    assert len(drawn.choices) == 8
+    assert all(choice.finish_reason in ("stop", "length") for choice in drawn.choices)

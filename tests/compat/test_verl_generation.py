@@ -1,0 +1,193 @@
+"""What coppice.verl does where verl is not needed; tests/compat/with_ray.py runs verl itself."""
+
+import asyncio
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coppice import AsyncRollouts, Unsupported
+from coppice.verl.asked import Lengths, options_of
+from coppice.verl.gate import Gate
+from coppice.verl.generation import Drawn, Generation
+from coppice.verl.labels import Labels, global_steps
+from coppice.verl.publisher import Publisher
+from coppice.verl.target import Target
+from tests.compat.foreign import Foreign, foreign
+from tests.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = Lengths(prompt=16, response=8, context=512)
+# As verl's agent loops send them.
+ASKED = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "logprobs": True,
+}
+
+
+@asynccontextmanager
+async def generating(
+    tmp_path: Path, engine: FakeEngine
+) -> AsyncIterator[tuple[Generation, Foreign]]:
+    async with foreign(tmp_path, engine) as served:
+        generation = Generation(AsyncRollouts(served.url), LENGTHS)
+        try:
+            yield generation, served
+        finally:
+            await generation.close()
+
+
+async def started(engine: FakeEngine, samples: int) -> None:
+    """Once the engine has them."""
+    while len(engine.running) < samples:
+        await asyncio.sleep(0.001)
+
+
+def draw(generation: Generation, name: str, **asked: Any) -> "asyncio.Task[Drawn]":
+    return asyncio.create_task(generation.draw(name, [1, 2, 3], {**ASKED, **asked}))
+
+
+async def test_a_response_has_a_logprob_a_token_and_its_prompts_cached_tokens(
+    tmp_path: Path,
+) -> None:
+    async with generating(tmp_path, FakeEngine()) as (generation, served):
+        drawn = await draw(generation, "one")
+        without = await draw(generation, "two", logprobs=False)
+    [request, _] = served.engine.submitted
+    assert request.sampling.max_tokens == LENGTHS.response
+    assert drawn.stop_reason == "completed"
+    assert drawn.log_probs is not None and len(drawn.token_ids) == len(drawn.log_probs) == 8
+    assert drawn.extra_fields["num_cached_tokens"] == 0
+    assert drawn.extra_fields["global_steps"] is None, "of no version of verl's"
+    assert without.log_probs is None
+
+
+async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(instant=False)
+    async with generating(tmp_path, engine) as (generation, _):
+        running = draw(generation, "running")
+        await started(engine, 1)
+        for _ in range(3):
+            engine.step()
+        assert await generation.abort_all(reject=False) == ["running"]
+        drawn = await running
+        assert (drawn.stop_reason, len(drawn.token_ids)) == ("aborted", 3)
+        assert drawn.log_probs is not None and len(drawn.log_probs) == 3
+        waiting = draw(generation, "waiting")
+        await asyncio.sleep(0)
+        assert not engine.running
+        generation.resume()
+        await started(engine, 1)
+        engine.finish = "length"
+        while engine.running:
+            engine.step()
+            await asyncio.sleep(0)
+        assert (await waiting).stop_reason == "completed"
+
+
+async def test_whoever_waits_is_turned_away_when_the_replica_leaves(tmp_path: Path) -> None:
+    async with generating(tmp_path, FakeEngine()) as (generation, served):
+        await generation.abort_all(reject=False)
+        waiting = draw(generation, "waiting")
+        await asyncio.sleep(0)
+        await generation.abort_all(reject=True)
+        for turned_away in (waiting, draw(generation, "late")):
+            assert await turned_away == Drawn(token_ids=[], log_probs=None, stop_reason="aborted")
+        assert not served.engine.submitted
+        generation.resume()
+        assert (await draw(generation, "after")).stop_reason == "completed"
+
+
+async def test_a_gate_is_shut_when_those_on_the_way_in_have_arrived() -> None:
+    gate = Gate()
+    assert await gate.enter()
+    shutting = asyncio.create_task(gate.shut(reject=False))
+    await asyncio.sleep(0)
+    assert not shutting.done()
+    gate.entered()
+    await shutting
+
+
+async def test_published_weights_are_served_by_all_and_name_their_step(tmp_path: Path) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with (
+        generating(tmp_path / "a", engines[0]) as (generation, one),
+        generating(tmp_path / "b", engines[1]) as (_, two),
+    ):
+        publisher = Publisher(Target(urls=(one.url, two.url)))
+        label = await publisher.publish(iter([("w", torch.ones(2, 2))]), 7)
+        assert [s.server.versions.active.label for s in (one, two)] == [label] * 2
+        drawn = await draw(generation, "one")
+        again = await publisher.publish(iter([("w", torch.zeros(2, 2))]), 7)
+    assert again != label, "the same step, other weights"
+    assert [drawn.extra_fields[f"{edge}global_steps"] for edge in ("", "min_", "max_")] == [7] * 3
+
+
+def test_labels_tell_their_step_and_others_none() -> None:
+    labels = Labels()
+    assert [global_steps(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
+    assert global_steps("trl-1a2b3c4d-12") is None
+    assert labels.next(1) != Labels().next(1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_prompt_tokens", "max_tokens"),
+    [
+        ({}, 10, 8),
+        ({}, 20, 4),
+        ({"max_tokens": 300}, 10, 300),
+        ({"max_new_tokens": 3}, 10, 3),
+        ({"max_tokens": 300}, 500, 12),
+        ({}, 30, 1),
+    ],
+)
+def test_responses_are_as_long_as_verls_own_would_be(
+    asked: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+) -> None:
+    assert options_of(asked, LENGTHS, num_prompt_tokens)["max_tokens"] == max_tokens
+
+
+def test_a_prompt_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="no room"):
+        options_of({}, LENGTHS, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repetition_penalty", 1.1), ("min_p", 0.1), ("stop", ["\n"]), ("prompt_logprobs", 1)],
+)
+def test_what_would_change_the_samples_is_refused_with_what_to_use(name: str, value: Any) -> None:
+    with pytest.raises(Unsupported, match=f"{name}=.*: (reward|use|ask) "):
+        options_of({name: value}, LENGTHS, 3)
+
+
+def test_greedy_validation_is_understood() -> None:
+    options = options_of({**ASKED, "temperature": 0, "top_k": 5, "n": 1}, LENGTHS, 3)
+    assert options == {"temperature": 0, "top_p": 1.0, "top_k": 5, "max_tokens": 8}
+
+
+def test_a_target_needs_an_address_and_reads_its_key_from_a_file(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    given = {"coppice": {"urls": ["http://a", "http://b"], "key_file": str(key)}}
+    target = Target.of(given)
+    assert [target.url(replica) for replica in range(3)] == ["http://a", "http://b", "http://a"]
+    assert target.key() == "secret"
+    assert Target.given("http://a", None).urls == ("http://a",)
+    with pytest.raises(ValueError, match="urls"):
+        Target.of({})
+
+
+def test_verl_is_pointed_at_a_module_that_is_there() -> None:
+    project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    assert find_spec(project["entry-points"]["verl.plugins"]["coppice"]) is not None

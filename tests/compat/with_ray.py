@@ -1,0 +1,102 @@
+"""Clients that need Ray, in environments of their own: `make soak` runs this, `make test` does not.
+
+python -m pytest tests/compat/with_ray.py
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coppice.verl.labels import global_steps
+from examples.seedling.grow import SEEDLING
+from tests.compat import programs
+from tests.promises.process import home, service
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    programs.install("verl", "miles")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short: Ray makes Unix sockets below it, whose paths may have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="ray-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def url(folder: Path) -> Iterator[str]:
+    settings = ("--engine.dtype", "float32", "--weights.source-directories", str(folder))
+    with home() as place, service(place, *settings) as served:
+        yield served.url
+
+
+def told(environments: list[str], folder: Path, program: str, *arguments: str) -> Any:
+    ray = {
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",  # it would leave a token in the home directory
+        "RAY_TMPDIR": str(folder),
+        "RAY_worker_niceness": "0",  # beside other work the polite 15 takes minutes longer
+    }
+    return programs.told(environments, program, *arguments, seconds=900, variables=ray)
+
+
+def versions(url: str) -> list[int | None]:
+    """The steps of what has been served, but for the model that the server came with."""
+    answer = httpx.get(f"{url}/v1/weights").json()
+    return [global_steps(version["version"]) for version in answer["versions"][1:]]
+
+
+@pytest.mark.parametrize("trainer", ["sync", "legacy", "apart"])
+def test_verls_trainers_train_and_every_step_is_served(
+    url: str, folder: Path, trainer: str
+) -> None:
+    log = told(["verl"], folder, "verl.training", trainer, url, str(folder))
+    assert len(log) == 2
+    assert versions(url)[:3] == [0, 1, 2], "the trainer's own before its first step, and each after"
+    assert all(step["actor/grad_norm"] > 0 for step in log)
+    if trainer != "apart":  # these compute the samples' logprobs anew
+        assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in log)
+
+
+def test_verls_clients_go_on_where_an_update_aborted_them(url: str, folder: Path) -> None:
+    answer = told(["verl"], folder, "verl.rollouts", url)
+    assert answer["addresses"] == [url.removeprefix("http://")]
+    whole, long = answer["whole"], answer["long"]
+    assert whole["stop_reason"] == "completed"
+    assert len(whole["token_ids"]) == len(whole["log_probs"]) > 0
+    assert whole["extra_fields"]["global_steps"] == 1
+    assert long["stop_reason"] == "length"
+    assert len(long["token_ids"]) == len(long["log_probs"]) == 1000
+    assert long["extra_fields"]["min_global_steps"] == 1
+    assert long["extra_fields"]["max_global_steps"] == 2
+    turned_away = answer["turned_away"]
+    assert (turned_away["token_ids"], turned_away["stop_reason"]) == ([], "aborted")
+    assert "min_p=0.1 is not sampled with: use top_p or top_k" in answer["refusal"]
+
+
+def test_miles_attaches_updates_and_goes_on_where_it_aborted(url: str, folder: Path) -> None:
+    weights = folder / "step_1"
+    shutil.copytree(SEEDLING, weights)
+    answer = told(["miles", "verl"], folder, "miles.rollouts", url, str(weights))
+    for sample in (answer["whole"], answer["part"], answer["resumed"]):
+        assert len(sample["rollout_log_probs"]) == sample["response_length"] > 0
+    assert answer["whole"]["status"] in ("completed", "truncated")
+    part, resumed = answer["part"], answer["resumed"]
+    assert part["status"] == "aborted"
+    assert part["response_length"] < 2000
+    assert resumed["status"] == "truncated"
+    assert resumed["tokens"][: len(part["tokens"])] == part["tokens"]
+    assert resumed["response_length"] == part["response_length"] + 16
+    assert answer["version"] == "update-1"
+    assert part["weight_versions"] != resumed["weight_versions"][-1:] == ["update-1"]
+    assert "update_weights_from_disk" in answer["refusal"]
