@@ -26,6 +26,7 @@ from service.errors import (
 )
 
 RETRY_SECONDS = 2.0
+NOT_HERE = "it is not loaded on this replica: adapters are not passed on, load it on each"
 LoadOutcome = Literal["loaded", "refused", "failed"]
 Counted = Callable[[LoadOutcome], None]
 
@@ -73,7 +74,7 @@ class Adapters:
         name, at, version = named.partition("@")
         held = self._current.get(name)
         if held is None:
-            raise AdapterNotFound()
+            raise AdapterNotFound(NOT_HERE)
         if at and version != held.version:
             raise AdapterNotFound(f"{name!r} is at version {held.version!r}")
         return held.label
@@ -121,7 +122,7 @@ class Adapters:
         """New rollouts do not find it any more; those under it go on."""
         async with self._changing:
             if self._current.pop(name, None) is None:
-                raise AdapterNotFound()
+                raise AdapterNotFound(NOT_HERE)
             await self._forget_unused()
 
     def check(self) -> None:

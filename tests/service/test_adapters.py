@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from engine.errors import LoadFailed
+from service.directory.embedded import EmbeddedDirectory
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.fake_engine import FakeEngine
+from tests.fleet import fleet
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import digest_of
 from tests.serving import Served, serving
@@ -336,3 +338,17 @@ async def test_names_are_labels(tmp_path: Path, name: str) -> None:
     async with adapted(tmp_path) as served:
         refused = await load(served, name, saved(tmp_path))
         assert refused.json()["errors"][0]["location"] == "name"
+
+
+async def test_an_adapter_of_one_replica_is_said_to_be_missing_on_another(tmp_path: Path) -> None:
+    shared = EmbeddedDirectory()
+    engines = [FakeEngine(max_adapters=2) for _ in range(2)]
+    weights = {"source_directories": [tmp_path / "sources"]}
+    async with fleet(tmp_path, engines, lambda: shared, weights=weights) as (one, other):
+        assert (await load(one, "policy", saved(tmp_path))).status_code == 201
+        assert (await sample(one, "policy")).status_code == 200
+        missing = await sample(other, "policy")
+        assert refusal(missing) == (404, "adapter_not_found")
+        assert "load it on each" in missing.json()["detail"]
+        await load(other, "policy", saved(tmp_path))
+        assert (await sample(other, "policy")).status_code == 200
