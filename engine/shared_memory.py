@@ -1,7 +1,8 @@
 """What a killed engine leaves in shared memory, swept before the next one starts.
 
 Only files of this user that no living process holds, with names that vLLM and its libraries give.
-Files are told apart by inode: a semaphore is mapped under another name than it is left with.
+Files are told apart by device and inode: a semaphore is mapped under another name than it is left
+with, and a small filesystem has the same small inodes as any other.
 """
 
 import os
@@ -10,6 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+Identity = tuple[int, int]
+"""Of a file: its device, and its inode there."""
 
 SHARED = Path("/dev/shm")
 # One that is younger may belong to an engine that is about to map it.
@@ -26,11 +30,11 @@ def sweep(folder: Path = SHARED) -> list[str]:
 
 
 def leftovers(folder: Path = SHARED) -> list[Path]:
-    candidates = {file: status.st_ino for file, status in _ours(folder)}
+    candidates = {file: _identity(status) for file, status in _ours(folder)}
     if not candidates:
         return []
-    held = set(_held_inodes())
-    return [file for file, inode in candidates.items() if inode not in held]
+    held = set(held_files())
+    return [file for file, identity in candidates.items() if identity not in held]
 
 
 def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -48,23 +52,32 @@ def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield file, status
 
 
-def _held_inodes() -> Iterator[int]:
-    """Of every file that a living process maps or has open, on any device: better one too many."""
+def held_files() -> Iterator[Identity]:
+    """Every file that a living process maps or has open."""
     for process in Path("/proc").glob("[0-9]*"):
         yield from _mapped(process)
         yield from _open(process)
 
 
-def _mapped(process: Path) -> list[int]:
+def _mapped(process: Path) -> list[Identity]:
     try:
         lines = (process / "maps").read_text().splitlines()
     except OSError:
         return []  # gone meanwhile, or another user's, whose files are not ours to sweep
-    return [int(line.split(maxsplit=5)[4]) for line in lines]
+    return [_mapped_identity(*line.split(maxsplit=5)[3:5]) for line in lines]
 
 
-def _open(process: Path) -> Iterator[int]:
+def _mapped_identity(device: str, inode: str) -> Identity:
+    major, minor = (int(part, 16) for part in device.split(":"))
+    return os.makedev(major, minor), int(inode)
+
+
+def _open(process: Path) -> Iterator[Identity]:
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
-                yield link.stat().st_ino
+                yield _identity(link.stat())
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino

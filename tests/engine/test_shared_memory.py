@@ -4,9 +4,14 @@ import mmap
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from engine.shared_memory import SHARED, sweep
+import pytest
+
+from engine import shared_memory
+from engine.shared_memory import SHARED, held_files, sweep
 
 
 def leave(folder: Path, *names: str) -> None:
@@ -21,14 +26,30 @@ def test_leftovers_are_removed_and_strangers_stay(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["somebody_elses"]
 
 
-def test_what_a_living_process_holds_open_or_maps_stays(tmp_path: Path) -> None:
-    leave(tmp_path, "psm_open", "psm_mapped")
-    with (tmp_path / "psm_open").open("rb"):
-        with (tmp_path / "psm_mapped").open("rb") as file:
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """In real shared memory: other filesystems map files under other devices than they have."""
+    with TemporaryDirectory(dir=SHARED) as folder:
+        yield Path(folder)
+
+
+def test_what_a_living_process_holds_open_or_maps_stays(shared: Path) -> None:
+    leave(shared, "psm_open", "psm_mapped")
+    with (shared / "psm_open").open("rb"):
+        with (shared / "psm_mapped").open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        assert sweep(tmp_path) == []
+        assert sweep(shared) == []
         mapped.close()
-    assert sweep(tmp_path) == ["psm_mapped", "psm_open"]
+    assert sweep(shared) == ["psm_mapped", "psm_open"]
+
+
+def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(shared, "psm_left")
+    elsewhere = tmp_path.stat().st_dev, (shared / "psm_left").stat().st_ino
+    monkeypatch.setattr(shared_memory, "held_files", lambda: iter([elsewhere, *held_files()]))
+    assert sweep(shared) == ["psm_left"]
 
 
 def test_a_semaphore_in_use_stays_though_it_is_mapped_under_another_name() -> None:
