@@ -50,10 +50,7 @@ check: ## format, lint, types, and the HTTP contract
 
 bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
 	@$(setup) dev
-	@scripts/beside.sh arctic $(python)
-	@set -e; for file in bench/[!_]*.py; do \
-		echo "bench: $$file"; $(python) -m "bench.$$(basename "$$file" .py)"; done
-	$(python) -m bench.harness.report
+	@scripts/bench.sh '$(python)'
 
 soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
 	@$(setup) dev

@@ -356,7 +356,8 @@ class VllmEngine:
                     lora_request=self._adapters.request(sample.adapter),
                     priority=sample.priority,
                 )
-                ended = functools.partial(self._drafter.heard, sample) if self._drafter else None
+                learner = self._drafter if self._drafter and self._drafter.learns else None
+                ended = functools.partial(learner.heard, sample) if learner else None
                 pending.append(Pending(queue, sample, ended))
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error

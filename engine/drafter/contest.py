@@ -97,7 +97,7 @@ class Contest:
             await self._begin_trial(self._next)
 
     def _put_next(self, candidate: Candidate) -> None:
-        if self._next is not None:
+        if self._next is not None and self._next.version != candidate.version:
             self._folder.drop(self._next.version)
         self._next = candidate
 

@@ -71,8 +71,12 @@ class Drafter:
             share = num_running / self._facts.max_sequences
             self._tutor.pause(share > self._settings.drafter_busy_share)
 
+    @property
+    def learns(self) -> bool:
+        return self._tutor is not None
+
     def heard(self, request: SampleRequest, completion: Completion) -> None:
-        if self._tutor is not None and completion.versions:
+        if self._tutor is not None and self._tutor.takes_one() and completion.versions:
             places = completion.likeliest
             self._tutor.learn(
                 Sample(

@@ -75,6 +75,13 @@ class Tutor:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
 
+    def takes_one(self) -> bool:
+        """Whether to make a sample for it: one that it does not take is counted here."""
+        process = self._process
+        takes = process is not None and process.stdin is not None and not _is_full(process.stdin)
+        self.num_dropped += not takes
+        return takes
+
     def learn(self, sample: Sample) -> None:
         if not self._tell(sample):
             self.num_dropped += 1
@@ -95,7 +102,8 @@ class Tutor:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing():
             return False
-        if process.stdin.transport.get_write_buffer_size() > WAITING_BYTES:
+        # Which drafter to go on from is told once, and must arrive.
+        if _is_full(process.stdin) and not isinstance(message, Adopted):
             return False
         process.stdin.write(line_of(message))
         return True
@@ -130,6 +138,10 @@ class Tutor:
         """One that nobody came for."""
         if published is not None:
             Path(published.path).unlink(missing_ok=True)
+
+
+def _is_full(pipe: asyncio.StreamWriter) -> bool:
+    return pipe.transport.get_write_buffer_size() > WAITING_BYTES
 
 
 def _environment() -> dict[str, str]:

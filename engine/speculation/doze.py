@@ -60,6 +60,9 @@ class Doze:
             return _has_drafts(step)
         sleeper.end(step.finished_req_ids)
         running, now = len(step.num_scheduled_tokens), self._clock()
+        if not running:  # nothing is computed: a look would be lost on it
+            self._asleep_with = 0
+            return True
         decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
         if decodes and self._asleep_with == running:
             sleeper.slept(running, now - self._began)

@@ -100,8 +100,13 @@ class Speculator:
 
     def end(self, ended: Iterable[str]) -> None:
         """They are about to be forgotten: the store hears the rest of what they have said."""
-        if self.profile is None:
-            self._rows.end(ended, self.runner.requests)
+        if self.profile is not None:
+            return
+        requests = self.runner.requests
+        said = [name for name in ended if name in requests and requests[name].output_token_ids]
+        for name in said:
+            self._row(name)  # counts those that nothing is drafted for
+        self._rows.end(said, requests)
 
     def _has_much_to_hear(self, more: int = 0) -> bool:
         return self._unheard + more >= CAUGHT_UP_EVERY

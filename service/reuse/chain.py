@@ -46,7 +46,7 @@ class Watch(Protocol):
 @dataclass(slots=True, kw_only=True, eq=False)
 class Chain:
     """`links` enter the engine in front of `num_samples` samples. `release` gives the segments
-    back, however far it came. Counts are of tokens; the links found the first ones cached."""
+    back, however far it came. Counts are of tokens."""
 
     store: SegmentStore
     scope: Scope
@@ -56,10 +56,11 @@ class Chain:
     num_samples: int
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     links: list[SampleRequest] = field(default_factory=list)
-    num_found: int = 0
     num_computed: int = 0
     num_prepared: int = 0
     round_trips: int = 0
+    _any_placed: bool = False
+    _reached: int = 0
     _pinned: list[Kept] = field(default_factory=list)
     _unwritten: set[int] = field(default_factory=set)
 
@@ -85,15 +86,19 @@ class Chain:
         return load
 
     def heard(self, link: SampleRequest, done: Completion) -> None:
+        """In their order."""
         if done.finish not in ("stop", "length"):
             return
         self.num_computed += len(link.prompt_token_ids) - done.num_cached_tokens
-        if link is self.links[0]:
-            self.num_found = done.num_cached_tokens
+        if link is not self.links[0] and done.num_cached_tokens > self._reached:
+            self._any_placed = True  # more than those before it left: it has loaded
+        self._reached = len(link.prompt_token_ids)
 
-    def num_placed(self, num_cached: int) -> int:
-        """In front of a sample that had so many tokens cached, all links' among them."""
-        return num_cached - self.num_found - self.num_computed
+    def is_placed(self, num_cached: int) -> bool:
+        """In front of a sample that had so many tokens cached. What links left may have been
+        evicted before it came: then it has loaded for itself, or computed."""
+        behind_first = num_cached > len(self.links[0].prompt_token_ids)
+        return behind_first and (self._any_placed or num_cached > self._reached)
 
     def release(self, *, settled: bool) -> None:
         """`settled`: every request that was to load has ended by itself."""

@@ -78,6 +78,6 @@ class ChainedGroup(Group):
         """What the engine did not load, because the weights have changed, was computed."""
         self.reuse.num_computed = self.chain.num_computed
         if self.load is not None:
-            self.reuse.exact = self.chain.num_placed(finished[0][1]) <= 0
+            self.reuse.exact = not self.chain.is_placed(finished[0][1])
             self.reuse.reason = "not_loaded" if self.reuse.exact else None
         return Group._answer(self, finished)

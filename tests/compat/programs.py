@@ -22,7 +22,7 @@ def told(
     environments: Sequence[str],
     program: str,
     *arguments: str,
-    seconds: float = 300,
+    seconds: float = 900,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
     """What a program of tests/compat/clients prints last."""

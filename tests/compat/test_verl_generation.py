@@ -84,7 +84,7 @@ async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
         assert (drawn.stop_reason, len(drawn.token_ids)) == ("aborted", 3)
         assert drawn.log_probs is not None and len(drawn.log_probs) == 3
         waiting = draw(generation, "waiting")
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         assert not engine.running
         generation.resume()
         await started(engine, 1)

@@ -44,10 +44,11 @@ def test_what_a_living_process_holds_open_or_maps_stays(shared: Path) -> None:
 
 
 def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
-    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(shared, "psm_left")
-    elsewhere = tmp_path.stat().st_dev, (shared / "psm_left").stat().st_ino
+    left = (shared / "psm_left").stat()
+    elsewhere = left.st_dev + 1, left.st_ino
     monkeypatch.setattr(shared_memory, "held_files", lambda: iter([elsewhere, *held_files()]))
     assert sweep(shared) == ["psm_left"]
 

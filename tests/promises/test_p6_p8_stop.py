@@ -63,6 +63,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
             load(server.url, max_tokens=900, num_threads=1) as long,
         ):
             warm(long, 1)
+            until(lambda: rollouts_running(server) == 4, seconds=60, what="all are back")
             num_answered = len(running.calls) + len(long.calls)
             num_admitted = rollouts_running(server)
             told = time.monotonic()

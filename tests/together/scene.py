@@ -37,7 +37,8 @@ async def scene(
         max_context_tokens=512,
         max_sequences=48,
         max_batched_tokens=128,
-        cache_bytes=3 * 2**19,
+        # A drafter, which is as large here as the model, takes half of it.
+        cache_bytes=3 * 2**19 * (2 if speculation.mode == "drafter" else 1),
         tensor_parallel_size=num_ranks,
         cpu_threads=1,
         prompt_kv=True,

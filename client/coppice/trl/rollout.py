@@ -47,7 +47,10 @@ class RolloutFunc:
         }
 
     def _publish(self, trainer: Any) -> None:
-        """On the main process; the others wait for it. Gathering the weights takes all of them."""
+        """On the main process; the others wait for it, to be told what they are to sample from.
+        Gathering the weights takes all of them."""
+        from accelerate.utils import broadcast_object_list  # comes with TRL
+
         step = trainer.state.global_step
         if step == self._step:
             return
@@ -60,7 +63,7 @@ class RolloutFunc:
             else:
                 self._rollouts.publish_weights(label, state)
                 self._from = {"policy": Policy(exact_version=label)}
-        trainer.accelerator.wait_for_everyone()
+        [self._from] = broadcast_object_list([self._from], from_process=0)
         self._step = step
 
     def _publish_adapter(self, label: str, model: Any, state: Any) -> None:

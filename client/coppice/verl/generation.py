@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.client import AsyncRollouts
 from coppice.core.pending import AsyncPending
-from coppice.errors import Incomplete
+from coppice.errors import CoppiceError, Incomplete
 from coppice.options import RolloutOptions
 from coppice.results import Group
 from coppice.samples import Sample
@@ -49,8 +50,9 @@ class Generation:
         pending = await self._started(request_id, prompt, options)
         try:
             result = await pending.wait()
-        except asyncio.CancelledError:
-            await pending.abort()
+        except BaseException:
+            with suppress(CoppiceError):
+                await pending.abort()
             raise
         finally:
             del self._running[pending]

@@ -33,9 +33,11 @@ class Publisher:
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "model.safetensors"
             await asyncio.to_thread(deque, write_safetensors(path, tensors_of(state)), 0)
-            async with asyncio.TaskGroup() as sending:
-                for url in self._target.urls:
-                    sending.create_task(self._send(url, label, path))
+            sending = (self._send(url, label, path) for url in self._target.urls)
+            # One that fails leaves the others time to end.
+            for failed in await asyncio.gather(*sending, return_exceptions=True):
+                if isinstance(failed, BaseException):
+                    raise failed
         return label
 
     async def _send(self, url: str, label: str, path: Path) -> None:

@@ -23,12 +23,14 @@ CONFIG = "a draft method"
 class Sleeper:
     awake: bool = False
     ended: list[str] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
     seconds: list[tuple[int, float]] = field(default_factory=list)
 
     def end(self, ended: set[str]) -> None:
         self.ended += sorted(ended)
 
     def wakes(self, running: int) -> bool:
+        self.looks.append(running)
         return self.awake
 
     def slept(self, running: int, seconds: float) -> None:
@@ -69,6 +71,14 @@ def test_a_step_without_drafts_is_one_without_a_draft_method() -> None:
     steps.sleeper.awake = True
     steps.step("a")
     assert steps.taken == [None, CONFIG, CONFIG]
+
+
+def test_nobody_looks_at_a_step_of_no_rows() -> None:
+    steps = Steps(sleeper := Sleeper())
+    steps.step("a")
+    steps.step(ended="a")
+    steps.step("b")
+    assert (sleeper.looks, sleeper.ended) == ([1, 1], ["a"])
 
 
 def test_where_nothing_will_be_drafted_every_step_is() -> None:
@@ -186,3 +196,13 @@ def test_a_step_that_was_slept_through_is_counted_with_its_own_context(
 def wanting(controller: Now) -> Now:
     controller.wanted = True
     return controller
+
+
+def test_who_refuses_drafts_is_counted_though_nobody_was_awake(
+    runner: Runner, speculator: Speculator
+) -> None:
+    runner.add("a", PROMPT, drafts=False)
+    assert not speculator.wakes(1)
+    runner.say("a", SAID)
+    speculator.end({"a"})
+    assert speculator._counts.read()["skipped"] == {"refused": 1}
