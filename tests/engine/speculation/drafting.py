@@ -1,6 +1,6 @@
 """A live engine that drafts, and a controller that sends whatever there is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,3 +93,12 @@ class Recording(Speculator):
             if draft
         }
         return sent
+
+    def wakes(self, running: int) -> bool:
+        return self.speculator.wakes(running)
+
+    def slept(self, running: int, seconds: float) -> None:
+        self.speculator.slept(running, seconds)
+
+    def end(self, ended: Iterable[str]) -> None:
+        self.speculator.end(ended)
