@@ -55,6 +55,7 @@ bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
 soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
+	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/reliability.md
