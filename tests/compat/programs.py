@@ -25,7 +25,7 @@ def told(
     seconds: float = 900,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """What a program of tests/compat/clients prints last."""
+    """What a program of tests/compat/clients prints last, but for what Ray says of its own."""
     beside = (ROOT / f".{name}" for name in environments)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", *beside)))
     ran = subprocess.run(
@@ -36,4 +36,5 @@ def told(
         timeout=seconds,
     )
     assert ran.returncode == 0, ran.stderr.decode()[-6000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    lines = (line for line in reversed(ran.stdout.splitlines()) if line.startswith((b"[", b"{")))
+    return json.loads(next(lines))

@@ -128,8 +128,11 @@ def main() -> None:
         VERL_FILE_LOGGER_PATH=str(log),
     )
     module, more = TRAINERS[name]
-    sys.argv = [module, *overrides(url, folder), *more]
-    importlib.import_module(module).main()
+    trainer = importlib.import_module(module)
+    # Imported, Hydra looks for it in a package, and this folder of verl's is not always one.
+    config = Path(str(trainer.__file__)).parent / "config"
+    sys.argv = [module, f"--config-path={config}", *overrides(url, folder), *more]
+    trainer.main()
     print(json.dumps([json.loads(line)["data"] for line in log.read_text().splitlines()]))
 
 
