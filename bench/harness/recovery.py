@@ -91,6 +91,6 @@ def picture(raw: dict[str, Any]) -> Path:
                 at, shares = [second for second, _ in new], [share for _, share in new]
                 axes.scatter(at, shares, color=colour, s=12, label="a new drafter")
         axes.set(xlabel="seconds", ylabel="first drafted tokens accepted", ylim=(0, 1))
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="upper right")
         figure.savefig(PICTURE, dpi=120)
     return PICTURE
