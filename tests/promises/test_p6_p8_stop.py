@@ -60,7 +60,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
         # keeps the server until the others have come again.
         with (
             load(server.url, max_tokens=200, num_threads=3) as running,
-            load(server.url, max_tokens=900, num_threads=1) as long,
+            load(server.url, max_tokens=450, num_threads=1) as long,
         ):
             warm(long, 1)
             until(lambda: rollouts_running(server) == 4, seconds=60, what="all are back")
