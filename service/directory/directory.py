@@ -77,12 +77,14 @@ class Order:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """All of it at one moment. `known`: the replica that looked was still listed from before; if it
-    was not, the directory has lost what it held, or had given the replica up."""
+    was not, the directory has lost what it held, or had given the replica up. `number`: counts the
+    replica's own looks, in the order in which they began."""
 
     known: bool
     replicas: Mapping[str, Replica]
     manifests: Mapping[str, Manifest]
     order: Order | None
+    number: int = 0
 
 
 class Directory(Protocol):

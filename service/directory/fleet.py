@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 
 from service.directory.claims import Claims
 from service.directory.directory import Directory, DirectoryLost, Replica, Sight
@@ -71,6 +72,11 @@ class Fleet:
         return self._sight
 
     @property
+    def last_number(self) -> int:
+        """Of the last look that has begun."""
+        return self._num_begun
+
+    @property
     def lost(self) -> bool:
         return self._contact_since is None
 
@@ -108,7 +114,10 @@ class Fleet:
         self._wanted.set()
 
     async def seen(self) -> Sight:
-        """What there is, not older than this call. DirectoryLost."""
+        """What there is, not older than this call, and what this replica says of itself is there.
+        DirectoryLost."""
+        if self._over:
+            raise DirectoryLost("this replica has left")
         begun = self._num_begun
         async with self._turn:
             if self._num_begun == begun:
@@ -220,7 +229,8 @@ class Fleet:
                 sight = await self.directory.beat(
                     self._describe(), seconds=self._settings.expire_seconds
                 )
-            self._saw(sight, anew=self.lost or not sight.known)
+            numbered = replace(sight, number=self._num_begun)
+            self._saw(numbered, anew=self.lost or not sight.known)
             if not await self._claims.tell():
                 self.soon()
         except DirectoryLost as lost:

@@ -65,7 +65,6 @@ class Follower:
         self._attempts = Attempts(standing, changed=fleet.soon, clock=clock)
         self._bringing = Bringing(fleet, versions, pull, self._attempts, staged=self._expect)
         self._order: Order | None = None
-        self._missing: set[str] = set()
         self._expecting_until = -float("inf")
         self._turn = asyncio.Lock()
         self._begun = asyncio.Event()
@@ -119,7 +118,7 @@ class Follower:
         async with self._turn:
             with suppress(DirectoryLost):
                 await self._tell(sight)
-            await self._drop_vanished(sight)
+            await self._drop_vanished(self._fleet.sight)
             self._bringing.look(sight)  # what was dropped may have been published anew
             if sight.order is not None and self._is_new(sight.order):
                 await self._carry_out(sight.order, sight)
@@ -178,16 +177,16 @@ class Follower:
         return announced
 
     async def _drop_vanished(self, sight: Sight) -> None:
-        """Somebody has deleted it, and perhaps sent another by its name. Twice in a row: one look
-        may be older than the publication."""
+        """Somebody has deleted it, and perhaps sent another by its name."""
+        if not sight.known or not self._fleet.settled or self._telling.forgotten:
+            return
         gone = {v.label for v in self._versions.all() if is_gone(v, sight)}
-        gone -= set(self._bringing.coming)
-        known = sight.known and self._fleet.settled and not self._telling.forgotten
-        for label in gone & self._missing if known else ():
+        for label in gone - set(self._bringing.coming):
+            if self._telling.is_older(sight, label):
+                continue
             with suppress(ServiceError):
                 await self._publisher.delete(label, tell=False)
                 self._attempts.well(label)  # what had failed was what is gone
-        self._missing = gone if known else set()
 
     async def _carry_out(self, order: Order, sight: Sight) -> None:
         version = self._versions.find(order.version)

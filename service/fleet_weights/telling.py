@@ -17,6 +17,7 @@ class Telling:
     def __init__(self, fleet: Fleet, versions: Versions) -> None:
         self._fleet = fleet
         self._versions = versions
+        self._told: dict[str, int] = {}
         self._dropped: set[str] = set()
         self._withdrawing = asyncio.Lock()
         self._num_forgotten = 0
@@ -30,10 +31,16 @@ class Telling:
             await self._publish(manifest)
         except DirectoryLost:
             return False
+        self._told[version.label] = self._fleet.last_number
         return True
+
+    def is_older(self, sight: Sight, label: str) -> bool:
+        """Whether the look may have begun before the others were told of the version from here."""
+        return sight.number <= self._told.get(label, -1)
 
     async def dropped(self, label: str) -> None:
         """The others hear of it now, or when there is a directory again."""
+        self._told.pop(label, None)
         self._dropped.add(label)
         with suppress(DirectoryLost):
             await self.withdraw()
@@ -75,8 +82,10 @@ class Telling:
         ]
 
     async def _publish(self, manifest: Manifest) -> None:
-        """The same files are the same version, however they came to whom."""
+        """The same files are the same version, however they came to whom. Whoever hears of it must
+        find who gives its files, so this replica says first that it has them."""
         await self.withdraw()
+        await self._fleet.seen()
         try:
             await self._fleet.directory.publish(manifest)
         except ManifestConflict as conflict:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from service.directory.directory import Manifest, Replica, Sight
 from service.directory.embedded import EmbeddedDirectory
 from service.fleet_weights.attempts import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
@@ -48,6 +49,35 @@ async def test_what_is_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
         asked = body(group(1), policy={"min_version": "v1"})
         for served in replicas:
             assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
+
+
+class Recording(EmbeddedDirectory):
+    """Knows who gave the files of each version when it was published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: dict[str, Replica] = {}
+        self.givers: dict[str, list[str]] = {}
+
+    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+        self.listed[replica.id] = replica
+        return await super().beat(replica, seconds=seconds)
+
+    async def publish(self, manifest: Manifest) -> None:
+        named = [name for name, each in self.listed.items() if manifest.version in each.holds]
+        self.givers[manifest.version] = named
+        await super().publish(manifest)
+
+
+async def test_who_hears_of_a_version_finds_who_has_its_files(tmp_path: Path) -> None:
+    directory = Recording()
+    async with several(tmp_path, 2, directory) as (replicas, _):
+        assert (await put(replicas[0], "v1", OLD, sequence=1)).status_code == 201
+        assert (await put(replicas[1], "v2", NEW, sequence=2)).status_code == 201
+        assert directory.givers["v1"] == [replicas[0].server.fleet.me]
+        assert replicas[1].server.fleet.me in directory.givers["v2"]
+        await eventually(lambda: replicas[0].server.versions.find("v2") is not None)
+        assert [pulls(served, "failed") for served in replicas] == [0, 0]
 
 
 async def test_what_came_as_a_delta_goes_on_as_a_delta(tmp_path: Path) -> None:
