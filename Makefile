@@ -16,6 +16,8 @@ setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
 # Each of the two may hold an engine: more of them would want more memory than a laptop has. With
 # two threads in each of them, they would wait for each other.
+# What passes the second time is a race; it is listed, and to be mended (CONTRIBUTING.md).
+once_more := --reruns 1 -raR
 pytest_in_two := OMP_NUM_THREADS=1 $(python) -m pytest \
 	--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -29,8 +31,8 @@ demo: ## see it learn: GRPO on the seedling for minutes, and build/demo/demo.png
 	@PYTHONPATH=.:client $(python) -m examples.grpo --seed '$(SEED)' --out build/demo
 
 test: check coverage ## everything: the checks, then all tests
-	$(pytest_in_two) -m 'engine and not alone and not gpu'
-	$(python) -m pytest -m 'alone or gpu'
+	$(pytest_in_two) $(once_more) -m 'engine and not alone and not gpu'
+	$(python) -m pytest $(once_more) -m 'alone or gpu'
 
 test-fast: ## the tests that start no engine and are not slow; a minute
 	@$(setup) dev
@@ -38,7 +40,7 @@ test-fast: ## the tests that start no engine and are not slow; a minute
 
 coverage: ## the tests that start no engine, and whether they reach 95 % of service/
 	@$(setup) dev
-	$(pytest_in_two) -m 'not engine and not gpu' \
+	$(pytest_in_two) $(once_more) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## format, lint, types, and the HTTP contract
