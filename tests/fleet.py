@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engine.protocol import Engine
-from service.directory.directory import Directory
-from tests.redis_server import free_port
+from service.directory.directory import Directory, DirectoryLost
+from tests.ports import free_port
 from tests.serving import Served, serving
 
 
@@ -28,9 +28,18 @@ async def fleet(
             for index, engine in enumerate(engines)
         ]
         for served in replicas:
-            while len((await served.server.fleet.seen()).replicas) < len(replicas):
-                await asyncio.sleep(0.01)
+            await sees(served, len(replicas))
         yield replicas
+
+
+async def sees(served: Served, num_replicas: int) -> None:
+    """However often the directory is too slow for an answer meanwhile."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(DirectoryLost):
+                if len((await served.server.fleet.seen()).replicas) >= num_replicas:
+                    return
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -53,7 +53,11 @@ class Claims:
             place = self._released.pop()
             if place in self._claimed:
                 continue
-            await self._release(place)
+            try:
+                await self._release(place)
+            except BaseException:
+                self._released.add(place)
+                raise
             if place in self._claimed:
                 self._untold.add(place)
         for _ in range(min(len(self._untold), CLAIMS_A_BEAT)):

@@ -21,7 +21,8 @@ Failure = str | None
 
 
 class Bringing:
-    """Owner of the pulls that run; leaving `running` ends them. `staged` is told that one is here.
+    """Owner of the pulls that run; leaving `running` ends them. `staged` is told that one is here,
+    `withdrawn` says what a look shows no more.
 
     Every sight of the directory is looked at.
     """
@@ -33,12 +34,14 @@ class Bringing:
         pull: Pull,
         attempts: Attempts,
         *,
+        withdrawn: Callable[[Sight, str], bool],
         staged: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._versions = versions
         self._pull = pull
         self._attempts = attempts
+        self._withdrawn = withdrawn
         self._staged = staged
         self._coming: dict[str, asyncio.Task[Failure]] = {}
         self._open = False
@@ -84,7 +87,9 @@ class Bringing:
         due = [
             manifest
             for manifest in sight.manifests.values()
-            if self._lacks(manifest) and self._attempts.is_due(manifest.version)
+            if self._lacks(manifest)
+            and self._attempts.is_due(manifest.version)
+            and not self._withdrawn(sight, manifest.version)
         ]
         order = sight.order
         ordered = None if order is None else sight.manifests.get(order.version)

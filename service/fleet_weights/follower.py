@@ -63,7 +63,14 @@ class Follower:
         self._clock = clock
         self._telling = Telling(fleet, versions)
         self._attempts = Attempts(standing, changed=fleet.soon, clock=clock)
-        self._bringing = Bringing(fleet, versions, pull, self._attempts, staged=self._expect)
+        self._bringing = Bringing(
+            fleet,
+            versions,
+            pull,
+            self._attempts,
+            withdrawn=self._telling.is_withdrawn,
+            staged=self._expect,
+        )
         self._order: Order | None = None
         self._expecting_until = -float("inf")
         self._turn = asyncio.Lock()
@@ -118,7 +125,8 @@ class Follower:
         async with self._turn:
             with suppress(DirectoryLost):
                 await self._tell(sight)
-            await self._drop_vanished(self._fleet.sight)
+            sight = self._fleet.sight  # there may be a newer one now
+            await self._drop_vanished(sight)
             self._bringing.look(sight)  # what was dropped may have been published anew
             if sight.order is not None and self._is_new(sight.order):
                 await self._carry_out(sight.order, sight)

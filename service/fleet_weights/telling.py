@@ -18,10 +18,11 @@ class Telling:
         self._fleet = fleet
         self._versions = versions
         self._told: dict[str, int] = {}
+        self._withdrawn: dict[str, int] = {}
         self._dropped: set[str] = set()
         self._withdrawing = asyncio.Lock()
-        self._num_forgotten = 0
-        self._num_told_again = 0
+        self._forgot_at = 0
+        self._told_again_at = 0
         fleet.watchers.append(self._saw)
 
     async def announce(self, version: Version) -> bool:
@@ -32,11 +33,16 @@ class Telling:
         except DirectoryLost:
             return False
         self._told[version.label] = self._fleet.last_number
+        self._withdrawn.pop(version.label, None)
         return True
 
     def is_older(self, sight: Sight, label: str) -> bool:
         """Whether the look may have begun before the others were told of the version from here."""
         return sight.number <= self._told.get(label, -1)
+
+    def is_withdrawn(self, sight: Sight, label: str) -> bool:
+        """Whether it was deleted here, though the look may still show it."""
+        return label in self._dropped or sight.number <= self._withdrawn.get(label, -1)
 
     async def dropped(self, label: str) -> None:
         """The others hear of it now, or when there is a directory again."""
@@ -51,26 +57,30 @@ class Telling:
             while self._dropped:
                 label = next(iter(self._dropped))
                 await self._fleet.directory.withdraw(label)
+                self._withdrawn[label] = self._fleet.last_number
                 self._dropped.discard(label)
 
     @property
     def forgotten(self) -> bool:
         """What this replica has told the directory may have to be told again."""
-        return self._num_told_again < self._num_forgotten
+        return self._told_again_at < self._forgot_at
 
     async def tell(self, sight: Sight, tell_of: Callable[[Version], Awaitable[bool]]) -> None:
         """`tell_of` says whether there is no more to tell of it."""
         await self.withdraw()
-        num_forgotten, all_told = self._num_forgotten, True
+        all_told = True
         for version in self._untold(sight):
             all_told &= await tell_of(version)
         if all_told:
-            self._num_told_again = num_forgotten
+            self._told_again_at = sight.number
 
     def _saw(self, sight: Sight) -> None:
         """Of the sights that come while others work, only the last one is looked at: that one of
-        them was the first after a loss must not be missed."""
-        self._num_forgotten += not sight.known
+        them was the first after a loss must not be missed. The next ones have begun later."""
+        if not sight.known:
+            self._forgot_at = sight.number
+        self._told = _not_before(sight, self._told)
+        self._withdrawn = _not_before(sight, self._withdrawn)
 
     def _untold(self, sight: Sight) -> list[Version]:
         """The directory did not answer when it was to be told, or has forgotten."""
@@ -93,3 +103,7 @@ class Telling:
             theirs = None if known is None else (known.files, known.sequence)
             if theirs != (manifest.files, manifest.sequence):
                 raise VersionConflict(str(conflict)) from conflict
+
+
+def _not_before(sight: Sight, numbers: dict[str, int]) -> dict[str, int]:
+    return {label: number for label, number in numbers.items() if number >= sight.number}

@@ -8,7 +8,6 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from service.directory.directory import DirectoryLost, Manifest, Order, Replica
 from service.directory.over_redis import RedisDirectory
 from service.directory.settings import DirectorySettings
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet, replica
-from tests.redis_server import RedisServer, free_port, redis_server
+from tests.fleet import fleet, replica, sees
+from tests.ports import free_port
+from tests.redis_server import RedisServer, redis_server
 from tests.service.test_rollouts import body, group
 from tests.serving import Served
 
@@ -49,6 +49,11 @@ def section(redis: RedisServer, **changes: Any) -> dict[str, Any]:
         "expire_seconds": EXPIRE_SECONDS,
         **changes,
     }
+
+
+def patient(redis: RedisServer, **changes: Any) -> dict[str, Any]:
+    """Where it is not the point how long an answer takes."""
+    return section(redis, call_seconds=5.0, expire_seconds=30.0, **changes)
 
 
 @pytest.fixture
@@ -81,16 +86,6 @@ async def keyed(served: Served, key: str) -> httpx.Response:
 async def until(served: Served, *, lost: bool) -> None:
     async with asyncio.timeout(30):
         while served.server.fleet.lost is not lost:
-            await asyncio.sleep(0.01)
-
-
-async def sees(served: Served, num_replicas: int) -> None:
-    """However often the directory is too slow for an answer meanwhile."""
-    async with asyncio.timeout(30):
-        while True:
-            with suppress(DirectoryLost):
-                if len((await served.server.fleet.seen()).replicas) >= num_replicas:
-                    return
             await asyncio.sleep(0.01)
 
 
@@ -183,7 +178,7 @@ async def test_one_that_is_silent_for_long_is_gone(redis: RedisServer, tmp_path:
     settings = {"directory": section(redis)}
     known = RedisDirectory(DirectorySettings(**section(redis)))
     async with replica(tmp_path / "b", FakeEngine(), None, **settings) as served:
-        await known.beat(ME, seconds=0.5)
+        await known.beat(ME, seconds=2.0)
         name = f"{ME.id}.x"
         there = await served.http.get(f"/v1/rollouts/{name}")
         async with asyncio.timeout(30):
@@ -209,7 +204,7 @@ async def test_nothing_is_left_in_redis_but_what_expires(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     async with replica(tmp_path, FakeEngine(), None, directory=section(redis)) as served:
-        await served.server.fleet.seen()
+        await sees(served, 1)
         await keyed(served, "secret-key")
         during = redis.keys()
     left = redis.keys()
@@ -220,7 +215,7 @@ async def test_nothing_is_left_in_redis_but_what_expires(
 
 async def test_fleets_with_prefixes_of_their_own_do_not_meet(redis: RedisServer) -> None:
     directories = [
-        RedisDirectory(DirectorySettings(**section(redis, key_prefix=prefix)))
+        RedisDirectory(DirectorySettings(**patient(redis, key_prefix=prefix)))
         for prefix in ("one", "two")
     ]
     for directory in directories:
@@ -239,14 +234,14 @@ async def test_an_acl_user_of_its_own_is_enough(tmp_path: Path) -> None:
     password.write_text("s3cret\n")
     with redis_server(tmp_path, ACL) as redis:
         named = {"redis_user": "coppice", "redis_password_file": password}
-        known = RedisDirectory(DirectorySettings(**section(redis, **named)))
+        known = RedisDirectory(DirectorySettings(**patient(redis, **named)))
         sight = await known.beat(ME, seconds=9)
         assert await known.claim("p", ME.id, seconds=9, take_over=True) == ME.id
         await known.withdraw("v1")
         await known.close()
         assert dict(sight.replicas) == {ME.id: ME}
         for wrong in ({}, {"redis_user": "coppice", "redis_password": "wrong"}):
-            refused = RedisDirectory(DirectorySettings(**section(redis, **wrong)))
+            refused = RedisDirectory(DirectorySettings(**patient(redis, **wrong)))
             with pytest.raises(DirectoryLost):
                 await refused.beat(ME, seconds=9)
             await refused.close()
@@ -285,7 +280,7 @@ async def test_tls_is_used_and_its_certificate_is_checked(
 async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
     redis: RedisServer,
 ) -> None:
-    known = RedisDirectory(DirectorySettings(**section(redis)))
+    known = RedisDirectory(DirectorySettings(**patient(redis)))
     await known.beat(ME, seconds=9)
     entries = {
         "b" * 12: (
@@ -305,7 +300,7 @@ async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
 async def test_an_entry_that_cannot_be_read_stands_in_nobodys_way(
     redis: RedisServer, unreadable: str
 ) -> None:
-    known = RedisDirectory(DirectorySettings(**section(redis)))
+    known = RedisDirectory(DirectorySettings(**patient(redis)))
     redis.put("{coppice}:manifests", {"other": unreadable})
     redis.put("{coppice}:order", unreadable)
     manifest, order = Manifest(version="v1", sequence=1, files=()), Order(epoch=1, version="v1")

@@ -20,7 +20,8 @@ OLD = save({"a": np.linspace(0, 1, 3000, dtype=np.float32)})
 NEW = save({"a": np.linspace(0, 1, 3000, dtype=np.float32) * np.float32(1 + 1e-6)})
 T = TypeVar("T")
 LOOPBACK = "http://127.0.0.0/8:*"
-DIRECTORY = {"heartbeat_seconds": 0.1, "expire_seconds": 1.0}
+# A stalled machine must make nobody look gone.
+DIRECTORY = {"heartbeat_seconds": 0.1, "expire_seconds": 30.0}
 
 
 class Faulty(EmbeddedDirectory):

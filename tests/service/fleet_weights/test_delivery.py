@@ -212,7 +212,8 @@ async def test_a_name_that_was_deleted_may_be_given_to_others(tmp_path: Path) ->
 async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     with redis_server(tmp_path) as redis:
-        shared = sections() | {"directory": {**DIRECTORY, "redis_url": redis.url}}
+        directory = {**DIRECTORY, "redis_url": redis.url, "call_seconds": 5.0}
+        shared = sections(catch_up_seconds=0.2) | {"directory": directory}
         async with fleet(tmp_path, engines, lambda: None, **shared) as replicas:
             await put(replicas[0], "v1", OLD)
             await activate(replicas[0], "v1")
@@ -222,6 +223,7 @@ async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
             assert [loaded(engine) for engine in engines] == [NEW, NEW]
             redis.flush()
             late = FakeEngine()
+            await replicas[0].server.fleet.seen()  # that it has forgotten the order
             await eventually(lambda: replicas[0].server.fleet.sight.order is not None)
             async with replica(tmp_path / "late", late, None, **shared) as third:
                 await eventually(lambda: serves(third, "v2"))
