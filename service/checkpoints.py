@@ -6,7 +6,6 @@ never holds half a file. Only files below our own directory are ever deleted.
 
 import asyncio
 import base64
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from engine.ownership import own_folder
 from service.errors import (
     DigestMismatch,
     InsufficientStorage,
@@ -28,7 +28,6 @@ from service.errors import (
 )
 
 _PREFIX = "weights-"
-_LOCK = ".owner"
 WRITE_BYTES = 4 * 2**20
 SINGLE = "model.safetensors"
 DELTA = ".delta"
@@ -61,10 +60,7 @@ class Checkpoints:
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        self._home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._directory))
-        self._lock = (self._home / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._home, self._lock = own_folder(_PREFIX, self._directory)
 
     def close(self) -> None:
         home, self._home = self._home, None
@@ -137,11 +133,6 @@ class Checkpoints:
     def delete(self, label: str) -> None:
         shutil.rmtree(self.home(label), ignore_errors=True)
 
-    def _sweep(self) -> None:
-        for stale in self._directory.glob(f"{_PREFIX}*"):
-            if _unlocked(stale / _LOCK):
-                shutil.rmtree(stale, ignore_errors=True)
-
     def allowed(self, path: str) -> Path:
         """Resolved before it is compared, so that neither `..` nor a link leads out."""
         try:
@@ -155,18 +146,6 @@ class Checkpoints:
         if not present:
             raise PathRefused("there is nothing at that path")
         return resolved
-
-
-def _unlocked(lock: Path) -> bool:
-    """A server holds its folder's lock for as long as it lives."""
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False  # being made or removed by its owner just now
-    except BlockingIOError:
-        return False
-    return True
 
 
 def checked_name(name: str) -> str:

@@ -6,14 +6,15 @@ allocated at the start; where there is too little, the arena is smaller or there
 """
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from engine.ownership import own, ownerless
 from service.kv.extents import PAGE_BYTES
 
 PREFIX = "coppice-kv-"
@@ -50,10 +51,9 @@ class Arena:
     ) -> "Arena | None":
         """As large as wanted, or as there is room for; None where that is next to nothing."""
         sweep(directory)
-        path = directory / (PREFIX + secrets.token_hex(16))
         try:
             num_bytes = _pages(min(wanted_bytes, int(free(directory) * SHARE_OF_FREE)))
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            path, file = _made(directory)
         except OSError as error:
             log.warning("no shared memory for prompt KV: %s", error.strerror)
             return None
@@ -63,7 +63,6 @@ class Arena:
             os.close(file)
             path.unlink()
             return None
-        fcntl.flock(file, fcntl.LOCK_EX)
         if num_bytes < _pages(wanted_bytes):
             log.warning("prompt KV has %d bytes of shared memory, not all it may have", num_bytes)
         return cls(path, file, num_bytes)
@@ -78,26 +77,20 @@ def sweep(directory: Path) -> list[str]:
     """Removes the arenas of servers that are gone; returns their names."""
     swept = []
     for file in directory.glob(f"{PREFIX}*"):
-        try:
-            if _abandoned(file):
+        with suppress(OSError), ownerless(file) as is_left:  # or removed by its owner just now
+            if is_left and file.stat().st_uid == os.getuid():
                 file.unlink()
                 swept.append(file.name)
-        except OSError:
-            continue  # another user's, or removed by its owner just now
     return swept
 
 
-def _abandoned(path: Path) -> bool:
-    if path.stat().st_uid != os.getuid():
-        return False
-    file = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
+def _made(directory: Path) -> tuple[Path, int]:
+    while True:
+        path = directory / (PREFIX + secrets.token_hex(16))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if own(file):
+            return path, file
         os.close(file)
-    return True
 
 
 def _allocated(file: int, num_bytes: int) -> int:

@@ -67,6 +67,22 @@ def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> 
     living.close()
 
 
+def test_an_arena_that_is_being_made_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes take a while to be allocated; it is owned before."""
+    allocate, swept = os.posix_fallocate, list[str]()
+
+    def allocate_slowly(file: int, offset: int, num_bytes: int) -> None:
+        swept.extend(sweep(tmp_path))
+        allocate(file, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_slowly)
+    arena = created(tmp_path)
+    assert swept == [] and arena.path.exists()
+    arena.close()
+
+
 # A container has 64 MiB of shared memory unless somebody asks for more.
 _ON_64_MIB = """
 import os, subprocess, sys

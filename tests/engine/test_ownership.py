@@ -1,0 +1,75 @@
+"""Nothing is swept away that somebody has, or is about to have."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from engine import ownership
+from engine.ownership import own, own_folder, ownerless
+
+PREFIX = "place-"
+
+
+def owned(parent: Path, locks: ExitStack) -> Path:
+    path, lock = own_folder(PREFIX, parent)
+    locks.enter_context(lock)
+    return path
+
+
+@pytest.fixture
+def locks() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_folder_is_its_owners_until_the_lock_is_closed(tmp_path: Path, locks: ExitStack) -> None:
+    path, lock = own_folder(PREFIX, tmp_path)
+    other = owned(tmp_path, locks)
+    assert path.is_dir() and other != path
+    lock.close()
+    third = owned(tmp_path, locks)
+    assert not path.exists() and other.is_dir() and third.is_dir()
+
+
+def test_what_is_no_folder_of_ours_is_left_alone(tmp_path: Path, locks: ExitStack) -> None:
+    (tmp_path / "place-file").touch()
+    (tmp_path / "place-unlocked").mkdir()
+    (tmp_path / "other").mkdir()
+    owned(tmp_path, locks)
+    assert {"place-file", "place-unlocked", "other"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_who_locks_what_a_sweep_is_removing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    answers = list[bool]()
+    owner = threading.Thread(target=lambda: answers.append(own(file)))
+    with ownerless(path) as is_left:
+        owner.start()
+        owner.join(0.1)
+        assert is_left and owner.is_alive(), "it waits for the sweep"
+        path.unlink()
+    owner.join(30)
+    os.close(file)
+    assert answers == [False]
+
+
+def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: ExitStack
+) -> None:
+    late = list[int]()
+
+    def own_late(file: int) -> bool:
+        late.append(file)
+        if len(late) == 1:
+            owned(tmp_path, locks)
+        return own(file)
+
+    monkeypatch.setattr(ownership, "own", own_late)
+    path = owned(tmp_path, locks)
+    assert len(late) == 3, "the first, the sweeping one's, and the first anew"
+    assert (path / ".owner").exists()
