@@ -7,10 +7,11 @@ and left as any prompt's. Whatever keeps the segments from being there ends the 
 reason, and the prompt is computed whole.
 """
 
+import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from coppice.wire.reuse import ReuseReason
 from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest, Sampling
@@ -37,6 +38,9 @@ class Watch(Protocol):
     @property
     def ends(self) -> bool:
         """Nothing is wanted any more; what enters the engine now is to be aborted."""
+
+    async def until_end(self) -> None:
+        """Returns once nothing is wanted any more."""
 
     def entered(self, request_id: str) -> None: ...
 
@@ -77,7 +81,7 @@ class Chain:
             raise Broken("not_written")
         segments, new = self._segments({span.part for span in spans if span.part is not None})
         await self._write(engine, watch, new)
-        await self._others(segments)
+        await self._others(segments, watch)
         sources = {part: kept.slot for part, kept in segments.items()}
         num_requests = len(ends) + self.num_samples
         load = load_of(spans, sources, chain=self.name, num_requests=num_requests)
@@ -136,10 +140,10 @@ class Chain:
         for _, kept in new:
             await self._conclude(kept)
 
-    async def _others(self, segments: Mapping[int, Kept]) -> None:
-        """What other groups are about to write."""
+    async def _others(self, segments: Mapping[int, Kept], watch: Watch) -> None:
+        """What other groups are about to write, however long they take while this one is wanted."""
         for kept in segments.values():
-            await kept.ended.wait()
+            await _first_of(kept.ended.wait(), watch.until_end())
             if not kept.written:
                 raise Broken("not_written")
 
@@ -178,3 +182,13 @@ class Chain:
         if any(completion.finish in ("abort", "error") for _, completion in done):
             raise Broken("not_written")
         return done
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

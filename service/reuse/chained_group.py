@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import GroupAnswer, SampleAnswer
 from engine.protocol import Completion, Engine, SampleRequest
-from service.group import Group, PartDone
+from service.group import Ending, Group, PartDone
 from service.reuse.chain import Broken, Chain
 from service.reuse.group_reuse import GroupReuse
 
@@ -17,10 +17,18 @@ class ChainedGroup(Group):
 
     chain: Chain
     reuse: GroupReuse
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def ends(self) -> bool:
         return self.ending is not None
+
+    async def until_end(self) -> None:
+        await self._over.wait()
+
+    async def end(self, engine: Engine, ending: Ending) -> None:
+        self._over.set()
+        await Group.end(self, engine, ending)
 
     def entered(self, request_id: str) -> None:
         self._unfinished.add(request_id)

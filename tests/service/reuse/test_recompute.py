@@ -179,6 +179,30 @@ async def test_a_deadline_counts_from_the_chains_beginning(tmp_path: Path) -> No
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
 
 
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+async def test_who_waits_for_anothers_segments_ends_when_it_is_to(tmp_path: Path, how: str) -> None:
+    engine = engine_of(instant=False)
+    finish = {"deadline_seconds": 0.05} if how == "deadline" else {}
+    async with reusing(engine, tmp_path) as served:
+        writing = asyncio.create_task(answered(served, placed()))
+        await running_samples(served, 2)
+        [first] = served.server.rollouts.in_flight()
+        waiting = asyncio.create_task(answered(served, placed(finish=finish)))
+        while len(found := served.server.rollouts.in_flight()) < 2:
+            await asyncio.sleep(0.001)
+        if how == "cancelled":
+            await served.server.rollouts.cancel(next(r for r in found if r != first))
+        async with asyncio.timeout(10):
+            group = await waiting
+        assert len(engine.running) == 2, "the first still writes"
+        while not writing.done():
+            engine.step()
+            await asyncio.sleep(0.001)
+        assert (await writing)["exact"] is False
+    reason = "aborted" if how == "cancelled" else "deadline"
+    assert [sample["finish_reason"] for sample in group["samples"]] == [reason] * 2
+
+
 async def test_segments_used_longest_ago_make_room(tmp_path: Path) -> None:
     """Of a mebibyte a segment takes a sixteenth."""
     async with reusing(engine_of(), tmp_path) as served:
