@@ -13,6 +13,7 @@ then goes on, and computes what it does not find.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.kv.form import CacheForm
@@ -22,6 +23,15 @@ from engine.kv.place import Piece, Pieces
 
 MOST_NAMES: Final = 2**16
 LONGEST_WAIT_SECONDS: Final = 0.05
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A chain that is not whole yet: who came first, how many are to come, and until when."""
+
+    first: str
+    missing: int
+    until: float
 
 
 class LoadPlanner:
@@ -35,7 +45,7 @@ class LoadPlanner:
         self._clock = clock
         self._names: dict[str, None] = {}
         self._asked: dict[str, Pieces] = {}
-        self._gathering: dict[str, tuple[int, float]] = {}  # how many are to come, and until when
+        self._gathering: dict[str, Gathering] = {}
         self._claimed: dict[str, tuple[Piece, ...]] = {}
         self._jobs: list[LoadJob] = []
 
@@ -50,10 +60,14 @@ class LoadPlanner:
             return
         part_ways(request, asked.pieces[0].start // self._form.block_size, asked.chain)
         self._asked[request.request_id] = asked
-        until = self._clock() + LONGEST_WAIT_SECONDS
-        missing, until = self._gathering.pop(asked.chain, (asked.num_requests, until))
-        if missing > 1:
-            self._gathering[asked.chain] = (missing - 1, until)
+        chain = self._gathering.get(asked.chain)
+        if chain is None:
+            until = self._clock() + LONGEST_WAIT_SECONDS
+            chain = Gathering(request.request_id, asked.num_requests, until)
+            self._gathering[asked.chain] = chain
+        chain.missing -= 1
+        if not chain.missing:
+            del self._gathering[asked.chain]
 
     def forget(self, request_id: str) -> None:
         self._claimed.pop(request_id, None)
@@ -78,7 +92,7 @@ class LoadPlanner:
         asked = self._asked.get(request.request_id)
         if asked is None:
             return 0
-        if self._waits(asked.chain):
+        if self._waits(request.request_id, asked.chain):
             return None
         claimed = tuple(self._loadable(asked.pieces, num_computed, request.num_tokens))
         if not claimed:
@@ -101,8 +115,16 @@ class LoadPlanner:
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
-    def _waits(self, chain: str) -> bool:
-        return chain in self._gathering and self._clock() < self._gathering[chain][1]
+    def _waits(self, request_id: str, chain: str) -> bool:
+        """Time is up for all of them in one step, from the first on: none overtakes those that it
+        stands on."""
+        gathering = self._gathering.get(chain)
+        if gathering is None:
+            return False
+        if gathering.first != request_id or self._clock() < gathering.until:
+            return True
+        del self._gathering[chain]
+        return False
 
     def _loadable(self, pieces: Sequence[Piece], position: int, num_tokens: int) -> Iterator[Piece]:
         """Those that follow one another from there on, each from where a block begins."""

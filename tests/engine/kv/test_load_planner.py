@@ -136,6 +136,17 @@ def test_nobody_waits_for_what_never_comes(planner: LoadPlanner, clock: Clock) -
     assert planner.claim(second, 32) == 20
 
 
+def test_time_is_up_for_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock) -> None:
+    """However long a step takes to ask for all of it: who comes second stands on the first."""
+    load = replace(LOAD, num_requests=3)
+    first = added(planner, "first", 32, load)
+    second = added(planner, "second", 64, load)
+    assert planner.claim(first, 0) is None
+    clock.now = LONGEST_WAIT_SECONDS
+    assert planner.claim(second, 0) is None
+    assert [planner.claim(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
+
+
 def test_blocks_in_front_of_what_is_placed_are_everybodys(planner: LoadPlanner) -> None:
     """The others are of the chain alone, those of its response too."""
     one, other = added(planner, "one", 80), added(planner, "other", 100)
