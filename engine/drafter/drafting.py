@@ -64,6 +64,7 @@ class Drafting:
         self._wanted = Wanted(scheduler.requests, longest, self._counts.skipped)
         self._acceptance: dict[str, Acceptance] = {}
         self._settled = serving
+        self._verifying = self._drafting_by = serving
         self._tokens = 0
         self._judged = False
         self._began = 0.0
@@ -105,6 +106,7 @@ class Drafting:
         now = self._clock()
         self._settle(now)
         self._began = now
+        self._verifying, self._drafting_by = self._drafting_by, self.serving
         self._notice_changes()
         running = [
             r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens
@@ -143,15 +145,17 @@ class Drafting:
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         if self.length.profile is not None:
             return
-        known = self._known()
-        if not self._judged:
-            self._judged = True
-            known.step()
         self._emitted += num_accepted
         drafted, accepted = np.array([num_drafted]), np.array([num_accepted])
         self._counts.verified(_SCOPE[:, :num_drafted], drafted, accepted)
+        self._pairs.verified(self._verifying, self._weights(), num_drafted, num_accepted)
+        known = self._acceptance.get(self._verifying)
+        if known is None:
+            return  # of the one before, whose trial is over
+        if not self._judged:
+            self._judged = True
+            known.step()
         known.verified(num_drafted, num_accepted)
-        self._pairs.verified(self.serving, self._weights(), num_drafted, num_accepted)
 
     @FEATURE.returning(None)
     def trim(self, drafts: Any) -> None:

@@ -66,8 +66,9 @@ class Trainer:
     def turn(self) -> bool:
         """One step of training, if it is time for one."""
         adopted, self._ears.adopted = self._ears.adopted, None
-        if adopted is not None:
+        if adopted is not None and adopted.exists():  # or another was promoted meanwhile
             self._learner.adopt(adopted)
+            self._learner.save(checkpoint_file(self._folder))
             self._published = self._learner.num_steps
         packed = None if self._ears.paused else self._row()
         if packed is not None:

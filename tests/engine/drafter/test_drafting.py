@@ -88,6 +88,10 @@ def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
         assert pair["accepted"] == pair["first_drafted"]
         assert pair["drafted"] >= pair["accepted"]
     assert counted["serving"] == "d1"
+    drafted = {(p["drafter"], p["weights"]): p["first_drafted"] for p in counted["pairs"]}
+    # What d0 has drafted last is verified when d1 serves already.
+    assert drafted["d0", "v1"] + drafted["d1", "v1"] == 80 * ROWS
+    assert drafted["d1", "v1"] == 39 * ROWS
     assert counted["speculation"]["drafted"]["drafter"] == sum(
         pair["drafted"] for pair in counted["pairs"]
     )

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.drafter.training.course import LOOKED_BACK
 from engine.drafter.training.ears import Ears
@@ -25,10 +26,11 @@ from engine.drafter.training.messages import (
 from engine.drafter.training.trainer import LEAST_STEPS, LEAST_TOKENS, MOST_PASSES, Trainer
 from engine.weights.check import check
 from engine.weights.checkpoint import read_served
+from tests.engine.drafter.test_learner import packed
 from tests.tools import ROOT
 
 RESPONSE = [6, 7, 8, 9] * 16
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600
 SAID = line_of(Sample(version="v0", prompt=[3], response=RESPONSE))
 
 
@@ -67,6 +69,27 @@ def test_what_travels_is_what_was_sent() -> None:
         Progress(num_steps=1, num_tokens=2, loss=0.5),
     )
     assert [read_line(line_of(message)) for message in sent] == list(sent)
+
+
+def test_what_was_brought_is_gone_on_from_after_a_restart(
+    trainer: Trainer, ears: Ears, drafter_folder: Path, tmp_path: Path
+) -> None:
+    brought, file = Learner(drafter_folder, trained="all"), tmp_path / "brought.safetensors"
+    for _ in range(40):
+        brought.step(packed())
+    brought.write_drafter(file)
+    ears.listen([line_of(Adopted(path=str(file)))])
+    trainer.turn()
+    again = Learner(drafter_folder, trained="all")
+    assert again.resume(checkpoint_file(drafter_folder))
+    torch.testing.assert_close(again.loss_of(packed()), brought.loss_of(packed()))
+
+
+def test_what_was_brought_and_is_gone_already_is_passed_over(
+    trainer: Trainer, ears: Ears, tmp_path: Path
+) -> None:
+    ears.listen([line_of(Adopted(path=str(tmp_path / "gone.safetensors")))])
+    trainer.turn()
 
 
 def test_it_waits_for_enough_to_learn_from_and_while_it_is_told_to(
