@@ -66,8 +66,11 @@ def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 def engine_processes() -> dict[int, str]:
     """The engine's processes: every descendant of the service that vLLM has named."""
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    return {child.pid: child.name() for child in children if child.name().startswith("VLLM")}
+    named = {}
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # others come and go
+            named[child.pid] = child.name()
+    return {pid: name for pid, name in named.items() if name.startswith("VLLM")}
 
 
 def kill_processes() -> None:

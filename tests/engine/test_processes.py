@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,8 +40,13 @@ async def started(*, worker: str | None = None, **changes: Any) -> AsyncIterator
 
 
 def processes(name: str) -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if name in process.name()]
+    """Whoever ends while it is looked at is none."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if name in process.name():
+                found.append(process)
+    return found
 
 
 async def until(condition: Callable[[], bool], *, seconds: float) -> None:

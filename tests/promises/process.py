@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +131,8 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
             descendants += victim.children(recursive=True)
             process.kill()
         for child in filter(_lives, descendants):
-            child.kill()
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         process.wait()
 
 
