@@ -14,16 +14,10 @@ from pathlib import Path
 
 from redis import Redis
 
+from tests.ports import free_port
 from tests.tools import tool, tool_environment
 
 START_SECONDS = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as finder:
-        finder.bind(("127.0.0.1", 0))
-        port: int = finder.getsockname()[1]
-        return port
 
 
 class RedisServer:

@@ -21,6 +21,9 @@ from service.server import Server
 from service.settings import Settings
 from tests.contract.recorded import Recorded
 
+START_SECONDS = 120.0
+READY_SECONDS = 600.0  # a real engine beside others
+
 TLS = httpx.create_ssl_context()  # a client takes 30 ms to make one of its own
 
 
@@ -89,14 +92,17 @@ async def serving(
     listener = PromptListener(config)
     task = asyncio.create_task(listener.serve())
     try:
-        while not listener.started:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(START_SECONDS):
+            while not listener.started:
+                assert not task.done(), "it did not start"
+                await asyncio.sleep(0.001)
         port = listener.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         transport = Recorded(httpx.AsyncHTTPTransport(verify=TLS))
         async with httpx.AsyncClient(base_url=url, timeout=60, transport=transport) as http:
-            while wait and (await http.get("/readyz")).status_code != 200:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(READY_SECONDS):
+                while wait and (await http.get("/readyz")).status_code != 200:
+                    await asyncio.sleep(0.01)
             yield Served(
                 http=http,
                 server=app.state.server,

@@ -171,11 +171,11 @@ class Dying(FakeEngine):
         return await super().submit(samples)
 
 
-@pytest.mark.parametrize("engine", [Clumsy(), Dying()], ids=["clumsy", "dying"])
+@pytest.mark.parametrize("engine", [Clumsy, Dying], ids=["clumsy", "dying"])
 async def test_no_failure_of_the_engine_brings_a_prompt_to_light(
-    tmp_path: Path, logged: list[str], engine: FakeEngine
+    tmp_path: Path, logged: list[str], engine: type[FakeEngine]
 ) -> None:
-    async with serving(engine, tmp_path) as served:
+    async with serving(engine(), tmp_path) as served:
         answer = await post(served, prompts()[0])
     assert answer.status_code >= 500
     assert CANARY not in answer.text

@@ -101,7 +101,7 @@ def test_a_buffer_is_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_a_layer_is_there_before_the_last_has_come(tmp_path: Path) -> None:
-    with server(tmp_path, max_bytes_per_second=4e6) as url:
+    with server(tmp_path, max_bytes_per_second=1.5e6) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         kv = fetched(handle, source, wait=False)
         kv.layer(0)

@@ -84,22 +84,6 @@ def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> Non
         assert step["served"] == pytest.approx(step["trainer"], abs=1e-3)
 
 
-def test_trl_trains_and_what_is_served_changes(url: str) -> None:
-    """By a rollout_func, whole and an adapter alone, and in server mode with weights over HTTP."""
-    before = scored(url)
-    runs = told(ENVIRONMENTS, "trl_grpo", url)
-    for run in runs.values():
-        assert all(norm > 0 for norm in run["grad_norms"]) and len(run["grad_norms"]) == 2
-        assert run["scores"] != pytest.approx(before, abs=1e-6)
-    assert runs["adapter"]["sequence"] == 0, "the base stays as it is"
-    assert runs["adapter"]["adapter"].endswith("-2"), "one version for each step"
-    assert runs["rollout_func"]["sequence"] == 2
-    assert all(runs[name]["version"].startswith("trl-") for name in ("rollout_func", "server_mode"))
-    assert runs["server_mode"]["sequence"] == 4
-    # The trainer's own correction compares its logprobs with those of the server.
-    assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
-
-
 def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> None:
     words = AutoTokenizer.from_pretrained(SEEDLING)
     problem = "Compute 12+34+56+78-90+11+22+33+44+55.\n"
@@ -143,3 +127,19 @@ def test_openais_client_speaks_to_the_shipped_model(url: str) -> None:
         )
     assert answer.choices[0].finish_reason == "stop"
     assert re.search(r"answer: \d+", answer.choices[0].message.content or "")
+
+
+def test_trl_trains_and_what_is_served_changes(url: str) -> None:
+    """By a rollout_func, whole and an adapter alone, and in server mode with weights over HTTP."""
+    before = scored(url)
+    runs = told(ENVIRONMENTS, "trl_grpo", url)
+    for run in runs.values():
+        assert all(norm > 0 for norm in run["grad_norms"]) and len(run["grad_norms"]) == 2
+        assert run["scores"] != pytest.approx(before, abs=1e-6)
+    assert runs["adapter"]["sequence"] == 0, "the base stays as it is"
+    assert runs["adapter"]["adapter"].endswith("-2"), "one version for each step"
+    assert runs["rollout_func"]["sequence"] == 2
+    assert all(runs[name]["version"].startswith("trl-") for name in ("rollout_func", "server_mode"))
+    assert runs["server_mode"]["sequence"] == 4
+    # The trainer's own correction compares its logprobs with those of the server.
+    assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2

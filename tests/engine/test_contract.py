@@ -158,7 +158,7 @@ async def test_abort_ignores_what_is_finished_or_unknown(subject: Subject) -> No
 
 
 async def test_nothing_is_sampled_between_pause_and_resume(subject: Subject) -> None:
-    before = await submitted(subject, sample(40))
+    before = await submitted(subject, sample(400))
     await subject.engine.pause("keep")
     await subject.engine.pause("keep")
     during = await submitted(subject, sample(3))

@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unpatched(model: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.engine.sampled", str(model)]
     root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=120)
+    result = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=600)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
 

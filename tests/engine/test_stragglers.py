@@ -60,7 +60,7 @@ async def test_what_is_not_needed_ends_within_two_steps(rollouts: AsyncRollouts)
 
 async def least_overhead(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[int, float]:
     """The longest needed sample, and the steps beyond its tokens, where nothing else delayed."""
-    runs = [await steps_of(rollouts, finish) for _ in range(4)]
+    runs = [await steps_of(rollouts, finish) for _ in range(8)]
     longest = [max(len(sample.token_ids) for sample in needed) for _, needed in runs]
     assert len(set(longest)) == 1, "a seed gives the same tokens"
     return longest[0], min(steps - longest[0] for steps, _ in runs)

@@ -1,7 +1,6 @@
 """A real Prometheus, with our rules, scraping a real server over HTTP."""
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import yaml
 
 from tests.fake_engine import FakeEngine
 from tests.monitoring.tools import RULES
+from tests.ports import free_port
 from tests.serving_thread import serving_in_thread
 from tests.tools import tool
 
@@ -34,9 +34,7 @@ def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
         "scrape_configs": [{"job_name": "coppice", "static_configs": [{"targets": [target]}]}],
     }
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         tool("prometheus"),
         f"--config.file={tmp_path / 'prometheus.yml'}",

@@ -20,6 +20,7 @@ from service.runner import open_listener, run_server, server_url
 from service.settings import LogSettings, load_settings
 from service.sources import SettingsError
 from tests.fake_engine import FakeEngine
+from tests.ports import free_port
 from tests.service.keyfile import bearer, write_keys
 from tests.serving import serving, settings_for
 
@@ -69,8 +70,7 @@ def test_the_operators_address_needs_keys_like_any_other() -> None:
 
 
 def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
-    with open_listener("127.0.0.1", 0) as probe:
-        operators_port = probe.getsockname()[1]
+    operators_port = free_port()
     ports = {"operators_port": operators_port, "compat": ["vllm", "sglang"]}
     settings = settings_for(tmp_path, server=ports)
     app = create_app(settings, FakeEngine())

@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.ports import free_port
 from tests.promises.process import ROOT, Home, home, until
-from tests.redis_server import RedisServer, free_port, redis_server
+from tests.redis_server import RedisServer, redis_server
 from tests.soak.fleet_model import FleetModel
 
 NUM_REPLICAS = 3
