@@ -144,6 +144,7 @@ def guard_rows(rounds: Sequence[Round]) -> list[Row]:
 def workload_rows(rounds: Sequence[Round]) -> list[Row]:
     goals = {"off": None, "oracle": OF_ORACLE, "ngram": OVER_OTHERS, "suffix": OVER_OTHERS}
     names = list(dict.fromkeys(name for one in rounds for name in one.arms))
+    others = [name for name in names if name != "ours" and not name.endswith(GNU)]
     tokens = sum(next(iter(one.arms.values())).tokens for one in rounds)
     rows = [
         Row(
@@ -151,7 +152,7 @@ def workload_rows(rounds: Sequence[Round]) -> list[Row]:
             value=f"{sum(one.surprise for one in rounds) / tokens:.3f} nats a token",
         ),
         *(described(name, rounds) for name in names),
-        *(against(rounds, n, goals.get(n)) for n in names if n != "ours" and shared(rounds, n)),
+        *(against(rounds, n, goals.get(n)) for n in others if shared(rounds, n)),
         *(
             against(rounds, gnu, one=name)
             for name in ("off", "ours")
