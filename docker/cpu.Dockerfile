@@ -7,7 +7,7 @@ FROM ${BASE} AS build
 # Debian's package versions come and go with its security updates; the base and the lock decide.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates python3-venv \
+    && apt-get install -y --no-install-recommends ca-certificates python3-venv g++ \
     && python3 -m venv /opt/coppice
 WORKDIR /src
 COPY requirements/cpu.txt requirements/
@@ -18,13 +18,17 @@ RUN torch=$(grep '^torch==' requirements/cpu.txt) \
         || /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps \
             --extra-index-url https://download.pytorch.org/whl/cpu "$torch"; } \
     && /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/cpu.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY client client
 COPY service service
 COPY engine engine
 COPY kernels kernels
 COPY examples examples
+# What could not be compiled is left out of a wheel without a word: here it has to be there.
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
+    && /opt/coppice/bin/python -P -c "import kernels.drafts.store as s; assert s.built()" \
+    && { [ "$(uname -m)" != x86_64 ] \
+        || /opt/coppice/bin/python -P -c "import kernels.shared_prefix.cpu as c; assert c.built()"; } \
     && /opt/coppice/bin/pip uninstall -qq -y pip
 
 FROM ${BASE}

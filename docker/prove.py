@@ -57,6 +57,9 @@ print(f"ready after {time.monotonic() - began:.1f} s")
 group = {"prompt": {"text": "Compute 12+34.\\n"}, "n": 4}
 body = json.dumps({"groups": [group], "sampling": {"max_tokens": 32}}).encode()
 head = {"Content-Type": "application/json"}
+from kernels.drafts import store
+from kernels.shared_prefix import cpu
+assert store.built() and cpu.built(), "what is compiled"
 answer = json.load(r.urlopen(r.Request(url + "/v1/rollouts", body, head)))
 print("outcome", answer["outcome"], [len(s["token_ids"]) for s in answer["groups"][0]["samples"]])
 assert answer["outcome"] == "done"

@@ -80,6 +80,16 @@ def test_what_is_installed_is_the_lock(file: Path) -> None:
     assert "pip install" not in " ".join(rest for name, rest in final if name == "RUN")
 
 
+@every_image
+def test_what_is_compiled_is_compiled_and_looked_for(file: Path) -> None:
+    """A wheel that could not be compiled is built without it."""
+    builds, _ = stages(file)
+    assert any("setup.py" in rest.split() for name, rest in builds if name == "COPY")
+    commands = [rest for name, rest in builds if name == "RUN"]
+    assert "g++" in commands[0].split()
+    assert commands[-1].count("built()") == 2
+
+
 def test_the_cpu_image_has_no_compiler() -> None:
     commands = " ".join(
         rest for name, rest in stages(DOCKER / "cpu.Dockerfile")[-1] if name == "RUN"
