@@ -104,6 +104,17 @@ def test_shared_memory_is_what_the_values_add_up_to(file: Path) -> None:
     assert 0 < size < int(memory.removesuffix("Gi")) * 2**30
 
 
+def test_segments_are_granted_in_full() -> None:
+    """Half of what the arena leaves of the mount holds them wherever the engine's share does."""
+    shm = {"engine": "4608Mi", "arena": "1Gi"}
+    resources = {"limits": {"memory": "16Gi"}}
+    values = {**WITH_KEYS, "shm": shm, "resources": resources, "kv": {"segments_bytes": 4 * 2**30}}
+    [mount] = [v for v in pod(values)["volumes"] if v["name"] == "shm"]
+    size = int(mount["emptyDir"]["sizeLimit"])
+    assert size == (4608 + 2 * 1024 + 4096) * 2**20
+    assert (size - 2**30) / 2 >= 4 * 2**30
+
+
 def test_the_arena_is_granted_in_full() -> None:
     """The server takes at most half of what the mount has left."""
     values = {**WITH_KEYS, "shm": {"engine": "512Mi", "arena": "2G"}}

@@ -54,9 +54,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (include "coppice.bytes" .Values.shm.engine | int64) (include "coppice.bytes" .Values.shm.arena | int64) -}}
 {{- end -}}
 
-{{/* The mount is larger: the server takes no more than half of what is left of it. Only what is used counts as memory. */}}
+{{/* Segments lie in the engine's share. */}}
+{{- define "coppice.segmentsBytes" -}}
+{{- get .Values.kv "segments_bytes" | default 0 | int64 -}}
+{{- end -}}
+
+{{/* The mount is larger: the server takes no more than half of what is left of it, for the arena and for segments. Only what is used counts as memory. */}}
 {{- define "coppice.shmMount" -}}
-{{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) -}}
+{{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) (include "coppice.segmentsBytes" .) -}}
 {{- end -}}
 
 {{- define "coppice.graceSeconds" -}}

@@ -27,6 +27,9 @@
 {{- if eq $shm 0 -}}
 {{- fail "shm.engine must be above 0: the engine's processes speak through shared memory" -}}
 {{- end -}}
+{{- if ge (include "coppice.segmentsBytes" $ | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
+{{- fail (printf "kv.segments_bytes has to be below shm.engine (%s), which holds them" (toString $v.shm.engine)) -}}
+{{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}
 {{- fail (printf "gpu.count is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) (int $ranks)) -}}
