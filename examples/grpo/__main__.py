@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from coppice import Rollouts
-from examples.grpo.history import Step, gain_of, save, table
+from examples.grpo.history import WINDOW, Step, gain_of, save, table
 from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.picture import draw
@@ -30,8 +30,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     steps = _train(options)
-    gain = gain_of(steps)
     save(steps, options.out / "steps.json")
+    gain = gain_of(steps)
     draw(steps, gain, options.out / "demo.png")
     print(f"\n{table(steps)}\n\n{gain}")
     print(f"{time.monotonic() - began:.0f} s in all; the picture is {options.out / 'demo.png'}")
@@ -47,7 +47,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 2 * WINDOW:
+        parser.error(f"--steps must be at least {2 * WINDOW}: the last {WINDOW} are compared")
+    return options
 
 
 def _train(options: argparse.Namespace) -> list[Step]:

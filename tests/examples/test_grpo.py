@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from coppice import Sample
 from coppice.train import TrainingGroup, group_logprobs
 from coppice.wire.rollouts import FinishReason
+from examples.grpo import __main__ as demo
 from examples.grpo.history import Step, gain_of, save, table
 from examples.grpo.learner import Learner
 from examples.grpo.picture import draw
@@ -178,3 +179,12 @@ def test_what_is_published_has_the_names_of_the_checkpoint() -> None:
     assert weights.keys() == dict(stored.named_parameters()).keys()
     for name, parameter in stored.named_parameters():
         assert torch.equal(weights[name], parameter), name
+
+
+def test_too_few_steps_are_refused_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo", "--steps", "10"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert "--steps must be at least 20" in capsys.readouterr().err
