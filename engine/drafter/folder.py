@@ -35,6 +35,7 @@ class Folder:
         self.start = self.path / "start"
         self._sweep()
         if self.serving is None:
+            (self.start / SINGLE_FILE).unlink(missing_ok=True)  # it was a link to what is gone
             write_first(self.start)
             (self.start / SINGLE_FILE).rename(self.file(FIRST))
             self.settle(FIRST)

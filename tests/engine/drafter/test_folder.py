@@ -57,6 +57,15 @@ def test_what_was_half_done_when_the_owner_was_killed_is_swept(opened: Opened) -
     assert checkpoint.exists()
 
 
+def test_a_folder_that_has_lost_what_served_begins_anew(opened: Opened) -> None:
+    folder = opened()
+    (folder.path / "serving.json").unlink()
+    folder.close()
+    again = opened()
+    assert again.serving == FIRST and read_served(again.start).tensors
+    again.close()
+
+
 def test_a_second_server_of_the_same_model_has_a_folder_of_its_own(opened: Opened) -> None:
     one, other = opened(), opened()
     assert one.path != other.path
