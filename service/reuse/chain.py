@@ -104,6 +104,11 @@ class Chain:
         behind_first = num_cached > len(self.links[0].prompt_token_ids)
         return behind_first and (self._any_placed or num_cached > self._reached)
 
+    def forget(self) -> None:
+        """The engine knows no more that they were written: they are to be written anew."""
+        for kept in self._pinned:
+            self.store.forget(kept)
+
     def release(self, *, settled: bool) -> None:
         """`settled`: every request that was to load has ended by itself."""
         for kept in self._pinned:

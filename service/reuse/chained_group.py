@@ -83,9 +83,11 @@ class ChainedGroup(Group):
             self.left(link.id)
 
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
-        """What the engine did not load, because the weights have changed, was computed."""
+        """What the engine did not load, because it has forgotten what it wrote, was computed."""
         self.reuse.num_computed = self.chain.num_computed
         if self.load is not None:
             self.reuse.exact = not self.chain.is_placed(finished[0][1])
             self.reuse.reason = "not_loaded" if self.reuse.exact else None
+            if self.reuse.exact and finished[0][0].finish_reason in ("stop", "length"):
+                self.chain.forget()
         return Group._answer(self, finished)

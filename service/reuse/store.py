@@ -133,13 +133,13 @@ class SegmentStore:
             await self._engine.settle_exports()
         kept.written = self._committed(kept)
         if not kept.written:
-            self._forget(kept)
+            self.forget(kept)
         kept.ended.set()
         return kept.written
 
     def abandon(self, kept: Kept) -> None:
         """Pinned by whoever was to have it written, and did not: whoever waits is told."""
-        self._forget(kept)
+        self.forget(kept)
         kept.ended.set()
         self.unpin(kept, settled=False)
 
@@ -178,19 +178,19 @@ class SegmentStore:
     def _drop_stale(self) -> None:
         epoch = self._epoch()
         for key in [key for key in self._segments if key.epoch != epoch]:
-            self._forget(self._segments[key])
+            self.forget(self._segments[key])
 
     def _drop_other_texts(self, key: Key) -> None:
         for other in [k for k in self._segments if (k.scope, k.name) == (key.scope, key.name)]:
-            self._forget(self._segments[other])
+            self.forget(self._segments[other])
 
     def _evict_one(self) -> bool:
         unused = next((kept for kept in self._segments.values() if not kept.pins), None)
         if unused is not None:
-            self._forget(unused)
+            self.forget(unused)
         return unused is not None
 
-    def _forget(self, kept: Kept) -> None:
+    def forget(self, kept: Kept) -> None:
         """Nobody finds it any more; it is freed once nobody uses it."""
         if self._segments.get(kept.key) is not kept:
             return

@@ -179,6 +179,20 @@ async def test_a_deadline_counts_from_the_chains_beginning(tmp_path: Path) -> No
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
 
 
+async def test_segments_that_the_engine_has_forgotten_are_written_anew(tmp_path: Path) -> None:
+    """As after its prefixes were reset, under the same weights."""
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        told = []
+        for forgets in (False, True, False, False):
+            if forgets:
+                engine.written.clear()
+                engine.left.clear()
+            group = await answered(served, placed())
+            told.append((group["exact"], group["reuse"]["reason"]))
+    assert told == [(False, None), (True, "not_loaded"), (False, None), (False, None)]
+
+
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 async def test_who_waits_for_anothers_segments_ends_when_it_is_to(tmp_path: Path, how: str) -> None:
     engine = engine_of(instant=False)
