@@ -247,7 +247,8 @@ class Group:
             index=self.index,
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.prompt_token_ids),
-            num_cached_tokens=finished[0][1],
+            # Of a sample that is gone on with, tokens behind the prompt are cached as well.
+            num_cached_tokens=min(finished[0][1], len(self.prompt_token_ids)),
             num_continued_tokens=sum(len(given.token_ids) for given in self.started),
             chosen=None if self.rule is None else self.rule.chosen,
             samples=samples,

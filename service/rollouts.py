@@ -284,8 +284,8 @@ class Rollouts:
             rollout.never_ran()
         del self._running[rollout.id]
         rollout.begin_leases()
-        self._ended(rollout)
         if rollout.detached:
             self._kept.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
+        self._ended(rollout)  # last: nothing that only counts may lose an answer

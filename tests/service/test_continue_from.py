@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coppice import AsyncRollouts, Policy
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, Running
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving
 
@@ -142,3 +142,28 @@ async def test_an_exact_version_may_go_on_with_its_own(tmp_path: Path) -> None:
             [[1]], max_tokens=4, policy=Policy(exact_version="v0"), continue_from=[[sample]]
         )
     assert len(result.groups[0].samples[0].token_ids) == 4
+
+
+class Remembering(FakeEngine):
+    """All but the last token is cached, as where the same weights still serve."""
+
+    def _compute_prompt(self, sample: Running) -> None:
+        super()._compute_prompt(sample)
+        sample.num_cached = len(sample.request.prompt_token_ids) - 1
+
+
+async def test_no_more_of_a_prompt_is_cached_than_there_is(tmp_path: Path) -> None:
+    """What was sampled is cached behind it. Nothing that is counted may be negative."""
+    prompt = {"segments": [{"token_ids": [1, 2]}, {"token_ids": [3], "reuse": "tool"}]}
+    request = asked(started(90, 91, 92, 93), groups=[{"prompt": prompt, "n": 1}])
+    async with serving(Remembering(), tmp_path) as served:
+        for headers in ({}, {"prefer": "respond-async", "idempotency-key": "k"}):
+            answer = await served.http.post("/v1/rollouts", json=request, headers=headers)
+        whole = await served.http.get(answer.headers["location"], params={"wait": 30})
+        again = await served.http.post("/v1/rollouts", json=request, headers=headers)
+        text = (await served.http.get("/metrics")).text
+    [told] = whole.json()["groups"]
+    assert (told["num_prompt_tokens"], told["num_cached_tokens"]) == (3, 3)
+    assert told["reuse"]["tokens_computed"] == 0
+    assert again.json()["id"] == whole.json()["id"]
+    assert "coppice_prompt_tokens_cached_total 6.0" in text
