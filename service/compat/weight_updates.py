@@ -47,11 +47,13 @@ class WeightUpdates:
             return self._server.versions.active
 
     async def finish(self, label: str | None = None) -> Version:
-        """The active version. Without a start, or again, this changes nothing."""
+        """The active version. Without a start, or again, this changes nothing. What fails can be
+        asked for again."""
         async with self._lock:
-            staged, self._staged, self._started = self._staged, None, False
-            if staged is not None:
-                await self._activate(await self._renamed(staged, label))
+            if self._staged is not None:
+                self._staged = await self._renamed(self._staged, label)
+                await self._activate(self._staged)
+            self._staged, self._started = None, False
             return self._server.versions.active
 
     async def _stage(self, path: str, label: str | None) -> Version:
@@ -70,10 +72,9 @@ class WeightUpdates:
         """vLLM names a version where it ends an update, which is after its files were checked."""
         if label in (None, staged.label):
             return staged
-        found = self._seen.pop(staged.label)
-        await self._server.publisher.delete(staged.label)
         version = await self._server.publisher.stage_path(label, str(staged.path), sequence=None)
-        self._seen[label] = found
+        self._seen[label] = self._seen[staged.label]
+        await self._drop(staged.label)
         return version
 
     async def _activate(self, version: Version) -> ActivationAnswer:
@@ -89,8 +90,14 @@ class WeightUpdates:
 
     async def _forget_staged(self) -> None:
         staged, self._staged = self._staged, None
-        if staged is not None and self._known(staged.label):
-            await self._server.publisher.delete(staged.label)
+        if staged is not None:
+            await self._drop(staged.label)
+
+    async def _drop(self, label: str) -> None:
+        """Unless it serves: a directory that was not written again is the version that it was."""
+        version = self._server.versions.find(label)
+        if version is not None and version.state == "staged":
+            await self._server.publisher.delete(label)
 
     def _known(self, label: str) -> bool:
         return self._server.versions.find(label) is not None

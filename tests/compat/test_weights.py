@@ -123,6 +123,40 @@ async def test_a_version_may_be_named_where_the_update_ends(tmp_path: Path) -> N
         assert {version.label for version in served.server.versions.all()} == {"v0", "policy-7"}
 
 
+async def test_a_finish_that_failed_can_be_asked_for_again(tmp_path: Path) -> None:
+    """Nobody is told that weights serve which do not."""
+    async with foreign(tmp_path, **sources(tmp_path)) as served:
+        await served.post("/update_weights", {"weight_dir": directory(tmp_path, "step_0")})
+        await served.post("/start_weight_update", {})
+        await served.post("/update_weights", {"weight_dir": directory(tmp_path)})
+        taken = {"weight_version": "update-1"}
+        for _ in range(2):
+            status, problem = await served.refused("/finish_weight_update", taken)
+            assert (status, problem["code"]) == (409, "version_conflict")
+        served.engine.load_error = LoadFailed("out of memory")
+        assert (await served.refused("/finish_weight_update", {}))[0] == 500
+        served.engine.load_error = None
+        assert (await served.post("/finish_weight_update", {}))["weight_version"] == "update-2"
+        assert await active(served) == "update-2"
+
+
+async def test_a_directory_that_serves_already_is_neither_dropped_nor_in_the_way(
+    tmp_path: Path,
+) -> None:
+    async with foreign(tmp_path, **sources(tmp_path)) as served:
+        weights = {"weight_dir": directory(tmp_path)}
+        await served.post("/update_weights", weights)
+        for _ in range(2):
+            await served.post("/start_weight_update", {})
+            await served.post("/update_weights", weights)
+        assert (await served.post("/finish_weight_update", {}))["weight_version"] == "update-1"
+        await served.post("/start_weight_update", {})
+        await served.post("/update_weights", weights)
+        await served.post("/finish_weight_update", {"weight_version": "resumed"})
+        assert await active(served) == "resumed"
+        assert {version.label for version in served.server.versions.all()} == {"v0", "resumed"}
+
+
 async def test_sglangs_update_from_disk_keeps_its_label(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/pause_generation", {})
