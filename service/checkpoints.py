@@ -190,8 +190,10 @@ def missing_files(home: Path, present: dict[str, str]) -> tuple[str, ...]:
         return (INDEX,)
     try:
         named = set(json.loads((home / INDEX).read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ()  # the check that follows says what is wrong with the index
+    if not all(isinstance(name, str) for name in named):
+        return ()
     return tuple(sorted(name for name in named if name not in present))
 
 

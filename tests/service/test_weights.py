@@ -122,6 +122,26 @@ async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_pa
         assert (await activate(served, "v1")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": null, "b": "m.safetensors"}}',
+        b"[" * 100_000,
+    ],
+)
+async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
+    tmp_path: Path, index: bytes
+) -> None:
+    engine = FakeEngine()
+    engine.refused_weights["v1"] = "the index names no files"
+    async with serving(engine, tmp_path) as served:
+        refused = await served.http.put(f"/v1/weights/v1/files/{INDEX}", content=index)
+        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+        listed = await served.http.get("/v1/weights")
+        assert [version["version"] for version in listed.json()["versions"]] == ["v0"]
+
+
 async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Path) -> None:
     allowed, outside = tmp_path / "allowed", tmp_path / "outside"
     for directory in (allowed, outside):
