@@ -32,7 +32,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
     except ValidationError as error:
         if _may_hold_whole_floats(error):
             return _parse_whole_floats(body, model)
-        raise _fault(error) from error
+        raise fault(error) from error
 
 
 def _parse_whole_floats(body: bytes, model: type[Model]) -> Model:
@@ -40,7 +40,7 @@ def _parse_whole_floats(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate(json.loads(body, parse_float=_number))
     except ValidationError as error:
-        raise _fault(error) from error
+        raise fault(error) from error
 
 
 def _number(text: str) -> float | int:
@@ -65,7 +65,7 @@ def _may_hold_whole_floats(error: ValidationError) -> bool:
     return any(fault["type"] == "int_type" for fault in _faults(error))
 
 
-def _fault(error: ValidationError) -> InvalidJson | InvalidRequest:
+def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
     """Where and what, never the value: prompts do not belong in errors."""
     faults = _faults(error)
     if any(fault["type"] == "json_invalid" for fault in faults):

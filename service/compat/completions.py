@@ -22,6 +22,7 @@ from service.compat.running import (
     spans,
     start,
     texts,
+    tokens_of,
     usage,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
@@ -55,7 +56,7 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     likeliest.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
-    prompts = [await server.prompts.token_ids(prompt) for prompt in _prompts(body)]
+    prompts = await tokens_of(server, lambda: _prompts(body))
     work = body.work(prompts, body, body.max_tokens, adapter, body.logprobs)
     scored = await likeliest.of_prompts(server, caller, work, body.prompt_logprobs)
     rollout = await start(server, caller, work)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
 from coppice.wire.rollouts import (
+    MAX_GROUPS,
     FinishReason,
     GroupRequest,
     Policy,
@@ -24,6 +25,7 @@ from coppice.wire.rollouts import (
     Sampling,
 )
 from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.bodies import fault
 from service.compat.bodies import ForeignModel
 from service.compat.events import MEDIA_TYPE
 from service.compat.sampling import SamplingFields, masked
@@ -113,6 +115,17 @@ def adapter_of(server: Server, model: str | None) -> str | None:
         raise InvalidRequest.of_parameter("model", f"this server serves {facts.model!r}")
     server.adapters.resolve(model)
     return model
+
+
+async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[list[int]]:
+    """A rollout's prompts have bounds that the client's own shape does not know."""
+    try:
+        prompts = asked()
+    except ValidationError as error:
+        raise fault(error) from error
+    if not 0 < len(prompts) <= MAX_GROUPS:
+        raise InvalidRequest(f"between 1 and {MAX_GROUPS} prompts are taken at once")
+    return [await server.prompts.token_ids(prompt) for prompt in prompts]
 
 
 async def start(server: Server, caller: Key, work: Work) -> Rollout:

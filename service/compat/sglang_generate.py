@@ -21,6 +21,7 @@ from service.compat.running import (
     spans,
     start,
     texts,
+    tokens_of,
 )
 from service.compat.sampling import MaxTokens, SamplingFields, masked
 from service.connection import NOBODY_READS
@@ -83,7 +84,7 @@ async def generate(
     body = await read_foreign(request, SglangBody, server)
     if body.stream:
         raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
-    prompts = [await server.prompts.token_ids(prompt) for prompt in body.prompts()]
+    prompts = await tokens_of(server, body.prompts)
     wanted = body.sampling_params
     work = Work(
         prompts=prompts,

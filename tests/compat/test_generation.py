@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from coppice.wire.rollouts import MAX_GROUPS, MAX_TOKENS
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
@@ -149,8 +150,15 @@ async def test_a_prompt_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
             assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 422
         both = {"input_ids": [1], "text": "a"}
         bodies: list[dict[str, Any]] = [{}, {"input_ids": []}, {"input_ids": [[]]}, both]
-        for body in bodies:
+        for body in [*bodies, {"text": []}]:
             assert (await served.refused("/generate", body))[0] == 422
+        too_many = [[1]] * (MAX_GROUPS + 1)
+        assert (await served.refused("/v1/completions", {"prompt": too_many}))[0] == 422
+        assert (await served.refused("/generate", {"input_ids": too_many}))[0] == 422
+        too_long = [1] * (MAX_TOKENS + 1)
+        for prompt in (too_long, [too_long]):
+            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 422
+            assert (await served.refused("/generate", {"input_ids": prompt}))[0] == 422
         assert (await served.refused("/generate", {"text": "a", "stream": True}))[0] == 422
 
 
