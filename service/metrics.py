@@ -198,9 +198,7 @@ class Metrics:
         self.build = Gauge("coppice_build_info", "Always 1", ["version"], registry=self.registry)
         self._begin_at_zero()
 
-    def group_ended(
-        self, group: GroupAnswer, sample_seconds: Sequence[float], *, active_version: str
-    ) -> None:
+    def group_ended(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
         """`sample_seconds`: how long each sample took, in the order in which they ended."""
         self.group_seconds.observe(max(sample_seconds, default=0.0))
         if len(sample_seconds) > 1 and (median := statistics.median(sample_seconds)) > 0:
@@ -217,11 +215,10 @@ class Metrics:
         if group.segments is None:
             for sample in group.samples:
                 self.samples.labels(sample.finish_reason).inc()
+                versions = [span.version for span in sample.versions]
+                self.samples_stale.inc(any(version != versions[-1] for version in versions))
         for segment in group.segments or ():
             self.segments.labels(segment.finish_reason).inc()
-        for part in group.segments or group.samples:
-            stale = any(span.version != active_version for span in part.versions)
-            self.samples_stale.inc(stale)
 
     def fleet_weights_observed(self, weights: FleetWeights) -> None:
         self.weights_skew.set(weights.skew())

@@ -259,10 +259,9 @@ class Server:
 
     def _count(self, rollout: Rollout) -> None:
         answers = rollout.answers()
-        active = self.versions.active.label
         for answer in answers:
             group = rollout.groups[answer.index]
-            self.metrics.group_ended(answer, group.sample_seconds, active_version=active)
+            self.metrics.group_ended(answer, group.sample_seconds)
             self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
         # A group that broke off has no answer; its callers are told the problem instead.
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))

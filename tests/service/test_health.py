@@ -6,7 +6,9 @@ from pathlib import Path
 from engine.errors import StartFailed
 from engine.protocol import SharedPrefixCounts
 from tests.fake_engine import FakeEngine
-from tests.service.test_rollouts import body, group
+from tests.service.test_continue_from import started
+from tests.service.test_rollouts import body, group, running_samples
+from tests.service.test_weights import activate, upload
 from tests.serving import Served, serving
 
 CONTRACT = Path(__file__).parents[2] / "openapi.yaml"
@@ -126,6 +128,24 @@ async def test_metrics_tell_the_state_of_the_server(tmp_path: Path) -> None:
         assert await states(served) == "live draining paused"
         engine.die()
         assert await states(served) == "draining paused"
+
+
+async def test_a_sample_that_ended_in_time_is_not_stale(tmp_path: Path) -> None:
+    """Though others of its rollout go on under other weights."""
+    engine = FakeEngine(instant=False)
+    ends_soon = started(90, 91, 92)
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1), group(2), continue_from={"samples": [ends_soon]})
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
+        await running_samples(served, 2)
+        engine.step(1)
+        await running_samples(served, 1)
+        await upload(served, "v1")
+        assert (await activate(served, "v1")).status_code == 200
+        engine.step(3)
+        assert (await answer).status_code == 200
+        text = (await served.http.get("/metrics")).text
+    assert "coppice_samples_stale_total 1.0" in text
 
 
 async def test_metrics_tell_stale_samples_and_stragglers(tmp_path: Path) -> None:
