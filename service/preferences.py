@@ -37,4 +37,5 @@ def wants_file(accept: str | None) -> bool:
 
 def wants_async(prefer: str | None) -> bool:
     """RFC 7240; preferences that we do not know are ignored, as it asks."""
-    return "respond-async" in {part.partition(";")[0].strip() for part in (prefer or "").split(",")}
+    asked = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}
+    return "respond-async" in asked

@@ -66,7 +66,7 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     else:
         server.readiness.check_serving()
     form = wanted_form(headers.get("accept"))
-    respond_async = wants_async(headers.get("prefer"))
+    respond_async = wants_async(",".join(headers.getlist("prefer")))
     content = await read(request, limit=server.settings.limits.max_body_bytes)
     body = parse(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:

@@ -49,6 +49,18 @@ async def test_an_asynchronous_rollout_is_answered_when_somebody_comes_back(tmp_
         assert (await served.http.delete(place)).json() == answer.json()
 
 
+@pytest.mark.parametrize(
+    "prefer", [["Respond-Async"], ["wait=5", "respond-async"], ["wait=5, RESPOND-ASYNC; x=1"]]
+)
+async def test_a_preference_is_read_in_any_case_and_from_every_line(
+    tmp_path: Path, prefer: list[str]
+) -> None:
+    lines = [("prefer", value) for value in prefer]
+    async with serving(FakeEngine(), tmp_path) as served:
+        accepted = await served.http.post("/v1/rollouts", json=body(group(1)), headers=lines)
+    assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async")
+
+
 @pytest.mark.parametrize("seconds", ["0", "60", "60.0", "0.12345", "1e-5", "6E1"])
 async def test_the_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
