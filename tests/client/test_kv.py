@@ -12,6 +12,7 @@ import pytest
 
 from coppice import Kv, KvHandle, KvLost, KvSource, KvUnavailable, PromptKV, Rollouts
 from coppice.errors import BadAnswer
+from coppice.kv.connection import Download
 from coppice.kv.layout import layout_of
 from coppice.wire.kv import KvLocator
 from tests.fake_engine import FakeEngine
@@ -107,6 +108,21 @@ def test_a_layer_is_there_before_the_last_has_come(tmp_path: Path) -> None:
         kv.layer(0)
         assert kv._arrival.num_arrived < handle.num_bytes
         assert_right(kv)
+
+
+def test_whatever_ends_a_download_is_told_to_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(download: Download, room: memoryview) -> None:
+        raise ValueError("odd")
+
+    with server(tmp_path) as url:
+        handle, source = handle_from(url), KvSource(url, transports=["http"])
+        begins = iter([Download.readinto] * 2)  # its length, then its head
+        monkeypatch.setattr(Download, "readinto", lambda *given: next(begins, odd)(*given))
+        kv = fetched(handle, source, wait=False)
+        with pytest.raises(KvLost, match="odd"):
+            kv.wait()
 
 
 @contextmanager

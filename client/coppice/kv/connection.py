@@ -134,9 +134,9 @@ class Download:
         self._connection, response = self._endpoint.open("GET", self._path, headers)
         if response.status >= 300:
             _reply(response).check()
-        length = int(response.headers.get("Content-Length", -1))
+        length = response.headers.get("Content-Length")
         etag = response.headers.get("ETag")
-        if length != self._num_bytes - self._at or self._etag not in (None, etag):
+        if length != str(self._num_bytes - self._at) or self._etag not in (None, etag):
             raise KvLost("the server has other bytes than its handle says")
         self._etag = etag
         self._response = response

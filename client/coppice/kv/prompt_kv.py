@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, KvLost
 from coppice.kv.arrival import Arrival
 from coppice.kv.connection import Download
 from coppice.kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of
@@ -142,6 +142,8 @@ class PromptKV:
                 source.fetched("http", handle.num_bytes, began)
             except CoppiceError as error:
                 arrival.broken(error)
+            except Exception as error:  # whoever waits is told, whatever it is
+                arrival.broken(KvLost(f"prompt KV: {error!r}"))
             finally:
                 download.close()
 
