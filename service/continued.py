@@ -5,7 +5,8 @@ made it, and its spans say which. What follows is sampled by whatever weights se
 are the same, the blocks of what is there are still cached.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
 from service.errors import InvalidRequest, PromptTooLong
@@ -13,10 +14,12 @@ from service.errors import InvalidRequest, PromptTooLong
 Started = list[UnfinishedSample]
 
 
-def started_of(request: RolloutRequest, index: int) -> Started:
-    """Those of one group, in order: they are its first samples."""
-    given = request.continue_from
-    return [] if given is None else [s for s in given.samples if s.group == index]
+def started_of(request: RolloutRequest) -> Mapping[int, Started]:
+    """By group, those of each in order: they are its first samples."""
+    started = defaultdict[int, Started](list)
+    for sample in () if request.continue_from is None else request.continue_from.samples:
+        started[sample.group].append(sample)
+    return started
 
 
 def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
@@ -34,14 +37,13 @@ def check_continued(
         return
     if request.branching is not None:
         raise InvalidRequest("a tree begins anew: it takes no continue_from")
-    if any(sample.group >= len(prompts) for sample in request.continue_from.samples):
-        raise InvalidRequest("continue_from names a group that is not there")
-    for index, (group, prompt) in enumerate(zip(request.groups, prompts, strict=True)):
-        started = started_of(request, index)
-        if len(started) > group.n:
+    for index, started in started_of(request).items():
+        if index >= len(prompts):
+            raise InvalidRequest("continue_from names a group that is not there")
+        if len(started) > request.groups[index].n:
             raise InvalidRequest("continue_from has more samples than their group")
         for sample in started:
-            _check(sample, request, len(prompt), max_context_tokens, vocab_size)
+            _check(sample, request, len(prompts[index]), max_context_tokens, vocab_size)
 
 
 def _check(

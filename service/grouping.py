@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from coppice.wire.rollouts import Finish, RolloutRequest
 from engine.protocol import Engine, Sampling
 from service import asked
-from service.continued import started_of
+from service.continued import Started, started_of
 from service.group import Group, GroupFields
 from service.prompts import Prompts
 from service.ranks import Ranks
@@ -55,20 +55,22 @@ class Grouping:
     def groups(
         self, request: RolloutRequest, prompts: list[list[int]], terms: Terms
     ) -> list[Group]:
+        started = started_of(request)
         return [
             self._group(
                 request,
                 self._segments.settle(request, self._fields(request, index, prompt, terms)),
+                started.get(index, []),
             )
             for index, prompt in enumerate(prompts)
         ]
 
-    def _group(self, request: RolloutRequest, given: GroupFields) -> Group:
+    def _group(self, request: RolloutRequest, given: GroupFields, started: Started) -> Group:
         index = given["index"]
         if request.branching is None:
             rule = asked.rule_of(request.finish or Finish(), request.groups[index])
             chained = self._segments.chained(request, given, rule=rule)
-            return chained or Group(rule=rule, started=started_of(request, index), **given)
+            return chained or Group(rule=rule, started=started, **given)
         return tree_group(
             request.branching,
             given,

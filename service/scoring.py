@@ -61,7 +61,7 @@ class Scoring:
         prompts = [await self._prompts.token_ids(item.prompt) for item in request.items]
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
-            self._check(item, prompt)
+            self._check(prompt, item.responses)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
         with self._admission.held(owner, samples=num_responses, prompt_tokens=num_tokens):
             return await self._scored(pairs, Terms(request.policy, request.adapter))
@@ -76,18 +76,15 @@ class Scoring:
             raise service_error(failures) from failures
         return ScoreAnswer(items=[item.result() for item in items])
 
-    def _check(self, item: ScoreItem, prompt: list[int]) -> None:
-        for response in item.responses:
-            self._check_tokens(prompt, response)
-
-    def _check_tokens(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+    def _check(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
         limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
-        if len(prompt) + len(response) >= limit:
+        longest = max(map(len, responses), default=0)
+        if len(prompt) + longest >= limit:
             raise PromptTooLong(
-                f"{len(prompt)} prompt and {len(response)} response tokens; "
+                f"{len(prompt)} prompt and {longest} response tokens; "
                 f"together they must be below {limit}"
             )
-        if max([*prompt, *response]) >= vocabulary:
+        if any(max(tokens, default=0) >= vocabulary for tokens in (prompt, *responses)):
             raise InvalidRequest(f"token ids must be below {vocabulary}")
 
     async def _item(self, item: ScoreItem, prompt: list[int], terms: Terms) -> ScoredItem:
@@ -105,7 +102,7 @@ class Scoring:
     ) -> list[list[Place]]:
         """Each of one version, in their order."""
         for prompt in prompts:
-            self._check_tokens(prompt, [])
+            self._check(prompt, [])
 
         def prompt_of(prompt: list[int]) -> Computed[list[Place]]:
             return self._of_one_version(
