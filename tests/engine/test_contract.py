@@ -101,7 +101,7 @@ async def submitted(subject: Subject, *samples: SampleRequest) -> Gathered:
 
 
 async def finished(subject: Subject, gathered: Gathered) -> list[Completion]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not gathered.done():
             await subject.advance()
     return list(gathered.result())
