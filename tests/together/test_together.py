@@ -129,7 +129,7 @@ async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
 
 async def prefixes_were_read_once(at: Scene) -> None:
     # Half of the eight groups share whole blocks; drafts spare up to five steps of six.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while at.engine.shared_prefix().rows_grouped < 4 * 8 * 60 // 6:
             await asyncio.sleep(0.1)
     counts = at.engine.shared_prefix()
