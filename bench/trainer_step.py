@@ -25,8 +25,8 @@ from bench.training.cells import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
 
 NAME = "trainer_step"
 PARTS = ("time", "handle", "memory")
-ARMS = ("naive", "public", "kept", "recomputed", "given", "injected", "packed")
-SCHEDULES = ("kept", "recomputed", "injected", "packed")
+ARMS = ("naive", "public", "kept", "recomputed", "single", "given", "injected", "packed")
+SCHEDULES = ("kept", "recomputed", "single", "injected", "packed")
 MEMORY_SHARE = 1.10
 Cells = dict[str, dict[str, Any]]
 """Results by part and cell."""
@@ -117,7 +117,12 @@ def handle_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
 def memory_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
     mib = result["mib"]
     least = min(mib[schedule] for schedule in SCHEDULES)
-    names = {"naive": "one repeated row", "public": "PrefixGrouper", "given": "prompt KV given"}
+    names = {
+        "naive": "one repeated row",
+        "public": "PrefixGrouper",
+        "single": "recomputed with one response a pass",
+        "given": "prompt KV given",
+    }
     return [
         Row(
             what=f"{_title(cell)}: peak memory over weights and gradients, MiB",

@@ -62,6 +62,10 @@ class Arms:
     ) -> None:
         grouped_backward(self.model, self.group, self.loss, schedule=schedule, prompt_kv=prompt_kv)
 
+    def single(self) -> None:
+        """Of one response the least is kept at a time."""
+        grouped_backward(self.model, self.group, self.loss, schedule="recomputed", pass_tokens=1)
+
     def public(self) -> None:
         self.model.config._attn_implementation = NAME
         self.loss(self.grouped.logprobs(self.model)).backward()  # type: ignore[no-untyped-call]

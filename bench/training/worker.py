@@ -68,6 +68,7 @@ def peak_of(arms: Arms, arm: str) -> dict[str, object]:
     ways: dict[str, Callable[[], None]] = {
         "naive": partial(arms.naive_rows, 1),
         "public": arms.public,
+        "single": arms.single,
         "given": partial(arms.ours, prompt_kv=given),
     }
     ways |= {schedule: partial(arms.ours, schedule) for schedule in get_args(Schedule)}
