@@ -18,7 +18,7 @@ RUN torch=$(grep '^torch==' requirements/cpu.txt) \
         || /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps \
             --extra-index-url https://download.pytorch.org/whl/cpu "$torch"; } \
     && /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/cpu.txt
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py openapi.yaml README.md LICENSE ./
 COPY client client
 COPY service service
 COPY engine engine

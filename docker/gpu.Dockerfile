@@ -12,7 +12,7 @@ RUN apt-get update \
 WORKDIR /src
 COPY requirements/gpu.txt requirements/
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/gpu.txt
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py openapi.yaml README.md LICENSE ./
 COPY client client
 COPY service service
 COPY engine engine

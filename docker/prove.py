@@ -61,6 +61,7 @@ from kernels.drafts import store
 from kernels.shared_prefix import cpu
 assert store.built() and cpu.built(), "what is compiled"
 answer = json.load(r.urlopen(r.Request(url + "/v1/rollouts", body, head)))
+assert r.urlopen(url + "/openapi.yaml").read().startswith(b"openapi:")
 print("outcome", answer["outcome"], [len(s["token_ids"]) for s in answer["groups"][0]["samples"]])
 assert answer["outcome"] == "done"
 """

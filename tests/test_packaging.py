@@ -96,6 +96,7 @@ def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
     names = contents(server_wheel)
     assert {
         "service/cli.py",
+        "service/openapi.yaml",
         "service/py.typed",
         "service/ui/page.html",
         "service/ui/page.js",
