@@ -28,7 +28,7 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.memory import free_bytes, graph_bytes, graph_fits
+from coppice.train.memory import free_bytes, graph_bytes, graph_fits, left_to_container
 from coppice.train.schedules import choose
 from coppice.train.traits import Traits, traits_of
 from examples.seedling.arithmetic import draw, written_out
@@ -187,6 +187,39 @@ def test_a_graph_that_does_not_fit_is_not_kept() -> None:
 def test_memory_that_nobody_knows_of_is_enough() -> None:
     assert free_bytes(torch.device("meta")) is None
     assert graph_fits(tiny_model().config, 10**12, traits(device=torch.device("meta")))
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, []),
+        ({"memory.max": "max", "memory.current": "5"}, []),
+        (
+            {
+                "memory.max": "1000",
+                "memory.current": "900",
+                "memory.stat": "anon 700\ninactive_file 150\n",
+            },
+            [250],
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "1200",
+                "memory/memory.stat": "cache 1\ntotal_inactive_file 100\n",
+            },
+            [0],
+        ),
+    ],
+)
+def test_a_containers_limit_is_known(
+    tmp_path: Path, files: dict[str, str], left: list[int]
+) -> None:
+    """Of a machine's free memory it may have a part only."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert list(left_to_container(tmp_path)) == left
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -1,5 +1,7 @@
 """Whether the graph of a prompt's forward can be kept while its responses are computed."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,5 +41,26 @@ def free_bytes(device: torch.device) -> int | None:
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    of_machine = _numbers(meminfo)["MemAvailable:"] * 1024
+    return min([of_machine, *left_to_container()])
+
+
+def left_to_container(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Below its limit, with what of the files' pages could be given back; nothing without one."""
+    for limit, usage, stat, of_files in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        with suppress(OSError, ValueError, KeyError):  # `max`, or another kind of cgroup
+            most, used = (int((cgroup / name).read_text()) for name in (limit, usage))
+            yield max(0, most - used + _numbers(cgroup / stat)[of_files])
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {line[0]: int(line[1]) for line in lines}
