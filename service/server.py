@@ -233,17 +233,22 @@ class Server:
     async def _start_engine(self) -> None:
         try:
             await self.engine.start(self.versions.active.label)
+            await self._begin_serving()
         except EngineError as error:
             log.error("the engine did not start: %s", error)
-        else:
-            first = self.versions.active
-            self.versions.put(replace(first, path=self.engine.facts.model_path))
-            self.prompt_kv.open()
-            self.segments.store.open()
-            self.readiness.started = True
-            await self.fleet_weights.catch_up()
-            self.readiness.caught_up = True
-            self.fleet.soon()
+        except Exception:
+            log.exception("the server did not start")
+            self.engine.kill()
+
+    async def _begin_serving(self) -> None:
+        first = self.versions.active
+        self.versions.put(replace(first, path=self.engine.facts.model_path))
+        self.prompt_kv.open()
+        self.segments.store.open()
+        self.readiness.started = True
+        await self.fleet_weights.catch_up()
+        self.readiness.caught_up = True
+        self.fleet.soon()
 
     def _replica(self) -> Replica:
         """What others are told of this one."""

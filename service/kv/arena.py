@@ -101,7 +101,8 @@ def _allocated(file: int, num_bytes: int) -> int:
             return num_bytes
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
+                log.warning("shared memory cannot be allocated: %s", error.strerror)
+                return 0
         os.ftruncate(file, 0)
         num_bytes = _pages(num_bytes // 2)
     return 0

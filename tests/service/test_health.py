@@ -3,8 +3,11 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from engine.errors import StartFailed
 from engine.protocol import SharedPrefixCounts
+from service.reuse.store import SegmentStore
 from tests.fake_engine import FakeEngine
 from tests.service.test_continue_from import started
 from tests.service.test_rollouts import body, group, running_samples
@@ -128,6 +131,23 @@ async def test_metrics_tell_the_state_of_the_server(tmp_path: Path) -> None:
         assert await states(served) == "live draining paused"
         engine.die()
         assert await states(served) == "draining paused"
+
+
+async def test_a_fault_behind_the_engines_start_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it for ever, and the log says why."""
+
+    def fault(self: SegmentStore) -> None:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(SegmentStore, "open", fault)
+    engine = FakeEngine()
+    async with serving(engine, tmp_path, wait=False) as served:
+        async with asyncio.timeout(30):
+            while (await served.http.get("/livez")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert (await served.http.get("/readyz")).status_code == 503
 
 
 async def test_a_sample_that_ended_in_time_is_not_stale(tmp_path: Path) -> None:

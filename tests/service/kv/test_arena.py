@@ -1,5 +1,6 @@
 """The arena's file: whose it is, how large it can be, and what is swept."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -65,6 +66,17 @@ def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> 
     assert swept != living.path.name
     assert {file.name for file in tmp_path.iterdir()} == {living.path.name, "somebody-elses"}
     living.close()
+
+
+def test_there_is_none_where_nothing_can_be_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert Arena.create(tmp_path, WANTED_BYTES) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_arena_that_is_being_made_is_not_swept(
