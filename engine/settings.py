@@ -234,7 +234,7 @@ class EngineSettings(BaseModel):
     ] = 16
     weight_transfer: Annotated[
         Literal["nccl", "ipc"] | None,
-        Field(description="vLLM's own weight-transfer engine, beside HTTP"),
+        Field(description="vLLM's own weight-transfer engine; no route here uses it"),
     ] = None
     start_seconds: Annotated[
         float, Field(gt=0, description="seconds a start may take before it counts as dead")

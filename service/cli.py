@@ -143,7 +143,9 @@ def _load_and_run(settings: Settings, parts: Parts) -> None:
 
 def _new_key(
     name: Annotated[str, typer.Argument(help="Whose key it is; rollouts and limits go by it.")],
-    roles: Annotated[str, typer.Option(help="rollout, kv, watch, admin, or several: rollout,kv")],
+    roles: Annotated[
+        str, typer.Option(help="rollout, kv, watch, replica, admin, or several: rollout,kv")
+    ],
 ) -> None:
     """Print a new key once, and the lines that let it in, to be added to server.keys_file.
 

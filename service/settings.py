@@ -230,7 +230,7 @@ class TraceSettings(Section):
     endpoint: Annotated[
         str | None,
         Field(
-            pattern=r"^https?://",
+            pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
             description="OTLP/HTTP address that spans are sent to, such as "
             "http://collector:4318/v1/traces; none: nowhere",
         ),
