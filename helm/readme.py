@@ -16,16 +16,18 @@ several releases.
 
     coppice new-key trainer --roles rollout,admin > keys.yaml
     kubectl create secret generic coppice-keys --from-file=keys.yaml
-    helm install coppice helm/coppice --set auth.existingSecret=coppice-keys
+    helm install coppice helm/coppice --set auth.existingSecret=coppice-keys \\
+        --set image.repository=REGISTRY/coppice
 
 `helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a fleet of three
 replicas, and `helm/golden/` what the chart makes of them. [Operations](../../docs/operation.md)
 says how to size, upgrade, drain and recover, [the fleet](../../docs/fleet.md) how replicas share a
 directory.
 
-The settings of the server's sections `engine`, `limits`, `weights`, `directory`, `log` and `trace`
-are values of the same names. What the server would refuse at its start is refused when the chart is
-rendered, and so is what cannot work together, with the reason.
+The settings of the server's sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
+`limits`, `weights`, `directory`, `log` and `trace` are values of the same names. What the server
+would refuse at its start is refused when the chart is rendered, and so is what cannot work
+together, with the reason.
 
 | value | default | meaning |
 |---|---|---|

@@ -27,7 +27,10 @@
 {{- if eq $shm 0 -}}
 {{- fail "shm.engine must be above 0: the engine's processes speak through shared memory" -}}
 {{- end -}}
-{{- if ge (include "coppice.segmentsBytes" $ | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
+{{- if and (gt (include "coppice.segmentsBytes" . | int64) 0) (eq (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
+{{- fail "kv.segments_bytes needs shm.arena above 0: the engine exports keys and values only then" -}}
+{{- end -}}
+{{- if ge (include "coppice.segmentsBytes" . | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
 {{- fail (printf "kv.segments_bytes has to be below shm.engine (%s), which holds them" (toString $v.shm.engine)) -}}
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
