@@ -185,10 +185,10 @@ def main() -> None:
     record = Record(
         name="cross_context",
         claim=(
-            "Placing texts behind other prefixes than they were computed behind brings the first "
-            "token of five agents' prompts 3 times sooner than prefix caching, with 70 % of tokens "
-            "not computed, at less than 0.05 nats a token. Whether tasks are still solved was not "
-            "measured."
+            "Texts placed behind other prefixes than they were computed behind, against prefix "
+            "caching, for five agents' prompts. The goals: the first token 3 times sooner, 70 % of "
+            "tokens not computed, less than 0.05 nats a token. Whether tasks are still solved was "
+            "not measured."
         ),
         rows=rows + distance_rows(found),
         raw={

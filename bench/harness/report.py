@@ -12,7 +12,8 @@ HEAD = """# Benchmarks
 
 Written by `python -m bench.harness.report` from `bench/records/`. Arms of one benchmark run in turn
 on the same machine in the same process layout; ratios are medians over pairs with a 95 % bootstrap
-interval. What is slower is here too.
+interval. What is slower is here too. Where a record was made in parts (speculation, trainer_step),
+command and date are those of the last part; how many rounds there were stands in the rows.
 """
 
 
