@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docker.test_images import FILES, stages
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +116,23 @@ def test_the_server_wheel_holds_what_is_compiled_for_every_python(server_wheel: 
     libraries = {"kernels/shared_prefix/libshared_prefix.so", "kernels/drafts/libdrafts.so"}
     assert libraries <= contents(server_wheel)
     assert "-py3-none-linux_" in server_wheel.name
+
+
+@pytest.mark.skipif(not compiles(), reason="no C++ compiler")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_an_image_is_built_from_makes_the_whole_wheel(file: Path, tmp_path: Path) -> None:
+    source = tmp_path / "image"
+    for places in (rest.split() for name, rest in stages(file)[0] if name == "COPY"):
+        for place in places[:-1]:
+            target = source / places[-1]
+            if (ROOT / place).is_dir():
+                shutil.copytree(ROOT / place, target, symlinks=True)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / place, target)
+    names = contents(built(tmp_path, source))
+    libraries = {"kernels/shared_prefix/libshared_prefix.so", "kernels/drafts/libdrafts.so"}
+    assert libraries | {"service/openapi.yaml", "examples/seedling/model/config.json"} <= names
 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from service.errors import VersionConflict
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
-
-INDEX = "model.safetensors.index.json"
 
 
 async def upload(served: Served, version: str, content: bytes = b"w", **query: Any) -> Any:
@@ -99,47 +96,6 @@ async def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> N
         assert not served.server.checkpoints.home("v1").exists()
         engine.refused_weights.clear()
         assert (await upload(served, "v1")).status_code == 201
-
-
-async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_path: Path) -> None:
-    shards = {"a": "one.safetensors", "b": "two.safetensors"}
-    index = json.dumps({"weight_map": shards}).encode()
-    async with serving(FakeEngine(), tmp_path) as served:
-
-        async def put(name: str, content: bytes) -> Any:
-            return await served.http.put(f"/v1/weights/v1/files/{name}", content=content)
-
-        first = (await put("one.safetensors", b"1")).json()
-        assert (first["state"], first["missing_files"]) == ("incomplete", [INDEX])
-        second = (await put(INDEX, index)).json()
-        assert second["missing_files"] == ["two.safetensors"]
-        early = await activate(served, "v1")
-        assert (early.status_code, early.json()["code"]) == (409, "version_conflict")
-        assert (await put("two.safetensors", b"2")).json()["state"] == "staged"
-        assert (await put("two.safetensors", b"2")).status_code == 200
-        assert (await put("two.safetensors", b"3")).status_code == 409
-        assert (await put("evil.py", b"")).json()["code"] == "invalid_request"
-        assert (await activate(served, "v1")).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        b'{"weight_map": {"a": 1}}',
-        b'{"weight_map": {"a": null, "b": "m.safetensors"}}',
-        b"[" * 100_000,
-    ],
-)
-async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
-    tmp_path: Path, index: bytes
-) -> None:
-    engine = FakeEngine()
-    engine.refused_weights["v1"] = "the index names no files"
-    async with serving(engine, tmp_path) as served:
-        refused = await served.http.put(f"/v1/weights/v1/files/{INDEX}", content=index)
-        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
-        listed = await served.http.get("/v1/weights")
-        assert [version["version"] for version in listed.json()["versions"]] == ["v0"]
 
 
 async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Path) -> None:
