@@ -111,33 +111,41 @@ def _compilation(settings: EngineSettings) -> dict[str, str]:
 
 
 def _threads(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
-    """Explicit threads: vLLM's own choice changes as soon as a KV connector is configured."""
+    """Explicit threads: vLLM's own choice changes as soon as a KV connector is configured.
+
+    They are bound where they take every processor. Two engines that take fewer would both be bound
+    to the first ones, and leave the others idle.
+    """
     shares = [_share(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)]
     preload = _intel_openmp()
     threads = {"LD_PRELOAD": _joined(preload)} if preload else {}
-    if settings.num_ranks > 1:
+    binds = settings.num_ranks * settings.threads_per_rank >= len(cpus)
+    if settings.num_ranks > 1 and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": binding}
+    threads["OMP_NUM_THREADS"] = str(settings.threads_per_rank)
+    if settings.num_ranks > 1:
+        return threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # One rank computes inside EngineCore, where vLLM ignores its own binding variable.
-    threads |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(len(shares[0]))}
-    return threads | (_pinned_intel(shares[0]) if preload else _pinned_gnu(shares[0]))
+    threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    pinned = shares[0] if binds else []
+    return threads | (_intel(pinned) if preload else _gnu(pinned))
 
 
 def _share(rank: int, num_threads: int, cpus: list[int]) -> list[int]:
     return [cpus[(rank * num_threads + thread) % len(cpus)] for thread in range(num_threads)]
 
 
-def _pinned_intel(cpus: list[int]) -> dict[str, str]:
-    places = ",".join(map(str, cpus))
-    return {
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{places}]",
-        "KMP_BLOCKTIME": "5",
-        "KMP_TPAUSE": "0",
-    }
+def _intel(pinned: list[int]) -> dict[str, str]:
+    threads = {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+    if pinned:
+        places = ",".join(map(str, pinned))
+        threads["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{places}]"
+    return threads
 
 
-def _pinned_gnu(cpus: list[int]) -> dict[str, str]:
-    return {"GOMP_CPU_AFFINITY": " ".join(map(str, cpus))}
+def _gnu(pinned: list[int]) -> dict[str, str]:
+    return {"GOMP_CPU_AFFINITY": " ".join(map(str, pinned))} if pinned else {}
 
 
 def _intel_openmp() -> Path | None:

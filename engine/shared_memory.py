@@ -30,7 +30,7 @@ def sweep(folder: Path = SHARED) -> list[str]:
 
 
 def leftovers(folder: Path = SHARED) -> list[Path]:
-    candidates = {file: _identity(status) for file, status in _ours(folder)}
+    candidates = {file: identity(status) for file, status in _ours(folder)}
     if not candidates:
         return []
     held = set(held_files())
@@ -55,8 +55,13 @@ def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def held_files() -> Iterator[Identity]:
     """Every file that a living process maps or has open."""
     for process in Path("/proc").glob("[0-9]*"):
-        yield from _mapped(process)
-        yield from _open(process)
+        yield from held_by(int(process.name))
+
+
+def held_by(pid: int) -> Iterator[Identity]:
+    process = Path("/proc", str(pid))
+    yield from _mapped(process)
+    yield from _open(process)
 
 
 def _mapped(process: Path) -> list[Identity]:
@@ -76,8 +81,8 @@ def _open(process: Path) -> Iterator[Identity]:
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
-                yield _identity(link.stat())
+                yield identity(link.stat())
 
 
-def _identity(status: os.stat_result) -> Identity:
+def identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino

@@ -20,6 +20,7 @@ def settings(model: Path = MODEL, **changes: Any) -> EngineSettings:
         "cache_bytes": 2**27,
         "max_context_tokens": 1024,
         "max_sequences": 64,
+        "cpu_threads": 1,
     }
     return EngineSettings(**(small | changes))
 

@@ -52,30 +52,43 @@ def test_its_processes_are_told_how_to_speculate_and_that_there_is_room_for_draf
             assert longer == (speculation.mode == "siblings")
 
 
-def places(count: int, separator: str) -> str:
-    """Of the processors that this process may use, again from the first where there are too few."""
-    cpus = sorted(os.sched_getaffinity(0))
-    return separator.join(str(cpus[i % len(cpus)]) for i in range(count))
+CPUS = sorted(os.sched_getaffinity(0))
+ALL = len(CPUS)
 
 
 def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
     with spawning(
-        threads(cpu_threads=2), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
+        threads(cpu_threads=ALL), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
     ):
-        assert os.environ["OMP_NUM_THREADS"] == "2"
+        assert os.environ["OMP_NUM_THREADS"] == str(ALL)
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-        assert "proclist=[" + places(2, ",") + "]" in os.environ["KMP_AFFINITY"]
+        places = ",".join(map(str, CPUS))
+        assert f"proclist=[{places}]" in os.environ["KMP_AFFINITY"]
 
 
 def test_several_ranks_get_a_list_each() -> None:
     with spawning(
-        threads(tensor_parallel_size=2, cpu_threads=1),
+        threads(tensor_parallel_size=ALL, cpu_threads=1),
         attention=AttentionSettings(),
         on_cpu=True,
         scratch=SCRATCH,
     ):
-        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == places(2, "|")
-        assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+        if ALL > 1:
+            assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "|".join(map(str, CPUS))
+            assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_threads_that_leave_processors_to_others_go_where_they_are_free(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: None)
+    settings = threads(tensor_parallel_size=num_ranks, cpu_threads=3)
+    with spawning(settings, attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        assert "KMP_AFFINITY" not in os.environ and "GOMP_CPU_AFFINITY" not in os.environ
+        assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == {1: None, 2: "nobind"}[num_ranks]
 
 
 def test_there_is_one_openmp_runtime_whatever_was_preloaded(
@@ -95,6 +108,7 @@ def test_a_gpu_engine_is_left_its_threads() -> None:
 
 def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
@@ -108,6 +122,7 @@ def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
     compiler = tmp_path / "g++"
     compiler.touch(mode=0o755)
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert "TORCHDYNAMO_DISABLE" not in os.environ

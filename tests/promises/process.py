@@ -12,12 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from engine.shared_memory import leftovers
+from engine.shared_memory import Identity, held_by, identity, leftovers
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
@@ -35,10 +35,13 @@ def until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where a server keeps everything. Short: a Unix socket's path may have 107 bytes."""
+    """Where a server keeps everything. Short: a Unix socket's path may have 107 bytes.
+
+    `held` are files that its processes had: what engines of others leave is not its own.
+    """
 
     path: Path
-    shared_before: frozenset[Path]
+    held: set[Identity] = field(default_factory=set)
 
     @property
     def temporary(self) -> Path:
@@ -53,9 +56,16 @@ class Home:
         return self.path / "log"
 
     def left(self) -> list[str]:
-        """Files that are there and were not, but for the log and what living processes share."""
+        """But for the log, and what living processes share."""
         files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
-        return sorted(map(str, {*files, *leftovers()} - self.shared_before))
+        shared = [file for file in leftovers() if self._held(file)]
+        return sorted(map(str, [*files, *shared]))
+
+    def _held(self, file: Path) -> bool:
+        try:
+            return identity(file.stat()) in self.held
+        except FileNotFoundError:  # swept by the start of another engine
+            return False
 
 
 @contextmanager
@@ -64,7 +74,7 @@ def home() -> Iterator[Home]:
     for folder in ("t", "w"):
         (path / folder).mkdir()
     try:
-        yield Home(path=path, shared_before=frozenset(leftovers()))
+        yield Home(path=path)
     finally:
         shutil.rmtree(path)
 
@@ -89,6 +99,7 @@ class ServiceProcess:
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """To the service, or as a terminal does it, to its whole process group."""
+        self.note_held()
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def wait(self, seconds: float) -> int:
@@ -96,6 +107,10 @@ class ServiceProcess:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.log[-4000:]}") from None
+
+    def note_held(self) -> None:
+        for pid in (self.process.pid, *(child.pid for child in self.descendants)):
+            self.home.held.update(held_by(pid))
 
     def living(self) -> list[str]:
         """Descendants that outlive it."""
@@ -116,6 +131,10 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
     command += ["--weights.directory", str(place.weights), "--log.format", "json", *flags]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
     environment["TMPDIR"] = str(place.temporary)
+    environment.setdefault("COPPICE_ENGINE__CPU_THREADS", "1")  # another test computes beside it
+    environment.pop(
+        "TORCHDYNAMO_DISABLE", None
+    )  # which makes other engines start sooner (Makefile)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED))
     with place.log.open("wb") as log:
         process = subprocess.Popen(
@@ -125,7 +144,9 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
     try:
         url = _serving_url(process, place)
         descendants = psutil.Process(process.pid).children(recursive=True)
-        yield ServiceProcess(process=process, home=place, url=url, descendants=descendants)
+        served = ServiceProcess(process=process, home=place, url=url, descendants=descendants)
+        served.note_held()
+        yield served
     finally:
         for victim in (psutil.Process(p) for p in [process.pid] if process.poll() is None):
             descendants += victim.children(recursive=True)

@@ -11,11 +11,9 @@ import pytest
 from engine.errors import EngineDead
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL
-from tests.engine.test_processes import one_sample, processes, started, until
+from tests.engine.test_processes import SOON_SECONDS, one_sample, processes, started, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
-
-SOON_SECONDS = 20.0
+pytestmark = pytest.mark.engine
 
 
 async def dies(waiting: "asyncio.Task[Any]") -> None:
@@ -44,7 +42,7 @@ async def test_a_death_during_an_activation_fails_it_at_once() -> None:
         core.kill()
         await dies(change)
         await dies(frozen)
-        await until(lambda: engine.pulse().stage == "dead", seconds=5)
+        await until(lambda: engine.pulse().stage == "dead", seconds=SOON_SECONDS)
         await refuses_everything(engine)
 
 

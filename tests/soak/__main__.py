@@ -26,6 +26,7 @@ from tests.soak.malformed import Malformed
 CALLERS = 4
 # The cache is so small that all of it has been touched, and so counts, when the warm-up ends.
 FLAGS = (
+    "--engine.cpu-threads", str(len(os.sched_getaffinity(0))),
     "--engine.cache-bytes", str(64 * 2**20),
     "--engine.max-context-tokens", "256",
     "--engine.max-sequences", "128",
