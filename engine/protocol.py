@@ -109,15 +109,36 @@ class ExportSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What another prompt of the same shape has where a piece stands: its tokens from `skip` on, to
+    be moved by `shift` positions. `base` is that prompt's own text, computed alone, from the first
+    token of the piece on; without one all tokens of it count by `weight`.
+    """
+
+    real: ExportSlot
+    skip: int
+    shift: int
+    base: ExportSlot | None = None
+    base_skip: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPiece:
     """`num_tokens` of an export's tokens, those from its own `skip` on, which stand in the prompt
-    from `start` on, with their keys moved by `shift` positions."""
+    from `start` on, with their keys moved by `shift` positions.
+
+    With `observed` what is written is predicted, in every layer but the first: the source, plus by
+    how much each that was observed was off its own base, or the observed alone where they have
+    none. By token they count by how near their base is to the source.
+    """
 
     source: ExportSlot
     skip: int
     num_tokens: int
     start: int
     shift: int
+    observed: tuple[Observed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +147,18 @@ class Load:
 
     A request computes nothing but its prompt's tail, so a prompt with several pieces is a `chain`
     of `num_requests`: each ends where the next piece begins, and finds what those before it have
-    left in the cache. They are scheduled together once all have come. From the first piece on their
-    blocks are found by nobody else; before, by whoever has the same tokens and salt.
+    left in the cache. They are scheduled together once all have come. From the block on that holds
+    token `exact_tokens` their blocks are found by nobody else; before, by whoever has the same
+    tokens and salt.
 
-    A piece begins where a cache block does. It is taken if all before it is cached and it was
-    written under the weights that serve when the request is scheduled; otherwise it is computed.
+    Pieces that follow one another are taken together, from where a cache block begins: if all
+    before is cached, and they were written under the weights that serve when the request is
+    scheduled. Otherwise they are computed.
     """
 
     chain: str
     num_requests: int
+    exact_tokens: int
     pieces: tuple[LoadPiece, ...]
 
 

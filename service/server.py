@@ -169,7 +169,7 @@ class Server:
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
             self.sending.close()
-            await self.segments.store.close()
+            await self.segments.close()
             await self.prompt_kv.close()
             await self.engine.stop()
             self.prompts.close()

@@ -45,7 +45,7 @@ def observe(server: Server) -> None:
     metrics.kv_observed(server.prompt_kv.status())
     metrics.kv_transfers.set(server.sending.num_transfers)
     metrics.kv_transfers_limit.set(server.settings.kv.max_transfers)
-    metrics.reuse.observed(server.segments.store)
+    metrics.reuse.observed(server.segments.store, server.segments.anchors)
     metrics.fleet_observed(server.fleet)
     metrics.fleet_weights_observed(server.fleet_weights)
     metrics.attention_counted(server.engine.shared_prefix())

@@ -333,10 +333,14 @@ class FakeEngine:
             return
         sample.num_cached = min(self.left.get((load.chain, self.version), 0), length - 1)
         for piece in load.pieces:
-            end, name = piece.start + piece.num_tokens, piece.source.name or ""
-            stands = piece.start <= sample.num_cached < end < length
-            if stands and self.written.get(name) == self.version:
-                sample.num_cached = end
+            end = piece.start + piece.num_tokens
+            seen = [slot for o in piece.observed for slot in (o.real, o.base) if slot is not None]
+            names = [slot.name or "" for slot in (piece.source, *seen)]
+            if not piece.start <= sample.num_cached < end < length:
+                continue
+            if any(self.written.get(name) != self.version for name in names):
+                break
+            sample.num_cached = end
         self.left[load.chain, self.version] = length // BLOCK_SIZE * BLOCK_SIZE
 
     def _finish(self, sample: Running, finish: EngineFinish) -> None:

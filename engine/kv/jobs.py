@@ -19,9 +19,10 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
-    """A piece that fills blocks, from the first token of the first on, before the forward."""
+    """Pieces that follow one another, and fill blocks from the first token of the first on, before
+    the forward."""
 
-    piece: Piece
+    pieces: tuple[Piece, ...]
     block_ids: tuple[int, ...]
 
 

@@ -1,6 +1,6 @@
 """In EngineCore: what of a prompt is loaded instead of computed.
 
-A piece is loaded where everything before it is cached, and only from what was written under the
+Pieces are loaded where everything before them is cached, and only from what was written under the
 weights that serve now: names are remembered when their export is ordered, and forgotten with the
 weights. vLLM is told how many tokens come from outside, allocates their blocks, and they are filled
 in the same step, before the forward. What is not claimed is computed, and right.
@@ -58,7 +58,7 @@ class LoadPlanner:
         asked = Pieces.carried(request.kv_transfer_params)
         if asked is None or self._form is None:
             return
-        part_ways(request, asked.pieces[0].start // self._form.block_size, asked.chain)
+        part_ways(request, asked.exact_tokens // self._form.block_size, asked.chain)
         self._asked[request.request_id] = asked
         chain = self._gathering.get(asked.chain)
         if chain is None:
@@ -107,8 +107,7 @@ class LoadPlanner:
         assert self._form is not None, "only supported caches are loaded"
         claimed = self._claimed.pop(request.request_id)
         assert claimed[-1].end - claimed[0].start == num_external, "claimed as a whole"
-        ids = blocks.get_block_ids()[self._form.group]
-        self._jobs += [self._job(piece, ids) for piece in claimed]
+        self._jobs.append(self._job(claimed, blocks.get_block_ids()[self._form.group]))
 
     def take(self) -> tuple[LoadJob, ...]:
         """The loads of the step; the next one begins."""
@@ -127,20 +126,23 @@ class LoadPlanner:
         return False
 
     def _loadable(self, pieces: Sequence[Piece], position: int, num_tokens: int) -> Iterator[Piece]:
-        """Those that follow one another from there on, each from where a block begins."""
+        """Those that follow one another from there on, if a block begins there."""
         assert self._form is not None, "only supported caches are loaded"
+        if position % self._form.block_size:
+            return
         for piece in pieces:
             if not piece.start <= position < piece.end:
                 continue
-            known = piece.source.name in self._names
-            if not known or piece.end >= num_tokens or position % self._form.block_size:
+            known = all(name in self._names for name in piece.names)
+            if not known or piece.end >= num_tokens:
                 return
             yield piece.behind(position)
             position = piece.end
 
-    def _job(self, piece: Piece, block_ids: Sequence[int]) -> LoadJob:
-        assert self._form is not None and piece.source.name is not None, "it was claimed"
+    def _job(self, pieces: tuple[Piece, ...], block_ids: Sequence[int]) -> LoadJob:
+        assert self._form is not None, "it was claimed"
+        for name in (name for piece in pieces for name in piece.names if name is not None):
+            self.written(name)
         size = self._form.block_size
-        self.written(piece.source.name)
-        blocks = slice(piece.start // size, -(-piece.end // size))
-        return LoadJob(piece=piece, block_ids=tuple(block_ids[blocks]))
+        blocks = slice(pieces[0].start // size, -(-pieces[-1].end // size))
+        return LoadJob(pieces=pieces, block_ids=tuple(block_ids[blocks]))

@@ -1,21 +1,21 @@
 """In a worker: exported keys and values go into the blocks of a step, before its forward.
 
-Keys are moved to where they stand now. Whatever goes wrong, blocks that are not filled are reported
-to vLLM, which computes them; a place that the arena does not have costs nothing else, any other
-failure switches loads off in this process.
-
-L layers, H this rank's heads, T tokens of a piece, D head_dim.
+Keys are moved to where they stand now, and what is predicted is put together. Whatever goes wrong,
+blocks that are not filled are reported to vLLM, which computes them; a place that the arena does
+not have costs nothing else, any other failure switches loads off in this process.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
 from engine.guard import Feature, feature
-from engine.kv.arena import ArenaRefused, MappedArena
+from engine.kv.arena import ArenaRefused
+from engine.kv.composing import Composer, runs_of
+from engine.kv.exports import Exports
 from engine.kv.form import CacheForm
 from engine.kv.jobs import LoadJob
 from engine.kv.packing import packed_order
@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class Loader:
-    """Owns its mappings of arenas. Called from the worker's one thread."""
+    """Owns what it reads exports by. Called from the worker's one thread."""
 
     def __init__(self, form: CacheForm, rank: int, guard: Feature = SEGMENTS) -> None:
         self._form = form
         self.load = guard.guarded(self._give_up)(self._load)
-        self._heads = form.heads_held_by(rank)
-        self._arenas: dict[str, MappedArena] = {}
+        self._exports = Exports(form)
+        self._composer = Composer(form, self._exports, form.heads_held_by(rank))
+        self._rotary: Rotary | None = None
         self._caches: list[torch.Tensor] = []
         self._placer: Placer | None = None
         self._failed: set[int] = set()
@@ -47,6 +48,7 @@ class Loader:
 
     def prepare(self, attention_layers: Mapping[str, Any], rotary: Rotary | None) -> None:
         """Once vLLM has chosen its attention kernels. Without `rotary` keys stay where they are."""
+        self._rotary = rotary
         if current_platform.is_cpu():
             order = packed_order(self._caches, self._form, attention_layers)
             self._placer = PackedPlacer(self._caches, order, rotary)
@@ -64,35 +66,30 @@ class Loader:
         return failed
 
     def close(self) -> None:
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
+        self._exports.close()
 
     def _load(self, job: LoadJob) -> None:
         try:
-            values = self._values(job.piece)
+            for run in runs_of(job.pieces, self._form.block_size):
+                self._fill(run, job)
         except ArenaRefused as error:
             logger.warning("a prompt was not loaded: %s", error)
             self._give_up(job)
-            return
+
+    def _fill(self, run: list[Piece], job: LoadJob) -> None:
+        block, first = self._form.block_size, job.pieces[0].start // self._form.block_size
+        ids = job.block_ids[run[0].start // block - first : -(-run[-1].end // block) - first]
+        if len(run) == 1 and not run[0].observed:
+            self._put(self._composer.place(run[0]), run[0].shift, ids)
+        else:
+            self._put(self._composer.together(run, self._rotary), 0, ids)
+
+    def _put(self, values: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
         assert self._placer is not None, "prepared before anything is loaded"
         block = self._caches[0].shape[2]
-        blocks = self._form.kernel_blocks(job.block_ids, block)
-        self._placer.place(values, job.piece.shift, blocks[: -(-job.piece.num_tokens // block)])
+        blocks = self._form.kernel_blocks(block_ids, block)
+        self._placer.place(values, shift, blocks[: -(-values.shape[3] // block)])
 
     def _give_up(self, job: LoadJob) -> None:
         self._failed.update(job.block_ids)
         self._step_failed = True
-
-    def _values(self, piece: Piece) -> torch.Tensor:
-        """[L, 2, H, T, D], over the arena itself."""
-        form, source = self._form, piece.source
-        region = self._arena(source.arena).region(source.offset, form.num_bytes(source.num_tokens))
-        shape = (len(form.layers), 2, form.num_kv_heads, source.num_tokens, form.head_dim)
-        heads = region.view(form.dtype).view(shape)[:, :, self._heads.start : self._heads.stop]
-        return heads[:, :, :, piece.skip : piece.skip + piece.num_tokens]
-
-    def _arena(self, path: str) -> MappedArena:
-        if path not in self._arenas:
-            self._arenas[path] = MappedArena(path)
-        return self._arenas[path]

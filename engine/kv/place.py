@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from engine.protocol import ExportSlot, Load, LoadPiece
+from engine.protocol import ExportSlot, Load, LoadPiece, Observed
 
 PARAMETER: Final = "coppice_export"
 LOAD_PARAMETER: Final = "coppice_load"
@@ -29,6 +29,34 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An Observed as plain values."""
+
+    real: Place
+    skip: int
+    shift: int
+    base: Place | None
+    base_skip: int
+    weight: float
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return (self.real.name,) if self.base is None else (self.real.name, self.base.name)
+
+    def later(self, num_tokens: int) -> Self:
+        return replace(self, skip=self.skip + num_tokens, base_skip=self.base_skip + num_tokens)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Self:
+        base = found["base"]
+        places = {
+            "real": Place(**found["real"]),
+            "base": None if base is None else Place(**base),
+        }
+        return cls(**{**found, **places})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A LoadPiece as plain values: the source's place, and what is taken of it."""
 
@@ -37,20 +65,37 @@ class Piece:
     num_tokens: int
     start: int
     shift: int
+    observed: tuple[Seen, ...] = ()
 
     @property
     def end(self) -> int:
         """One past its last token, in the prompt."""
         return self.start + self.num_tokens
 
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """Of all that it is made from."""
+        return (self.source.name, *(name for seen in self.observed for name in seen.names))
+
     def behind(self, position: int) -> Self:
         """What of it stands in the prompt from there on."""
+        num_less = position - self.start
         return replace(
             self,
-            skip=self.skip + position - self.start,
-            num_tokens=self.end - position,
+            skip=self.skip + num_less,
+            num_tokens=self.num_tokens - num_less,
             start=position,
+            observed=tuple(seen.later(num_less) for seen in self.observed),
         )
+
+    def before(self, position: int) -> Self:
+        """What of it stands in the prompt up to there."""
+        return replace(self, num_tokens=position - self.start)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Self:
+        observed = tuple(Seen.of(seen) for seen in found["observed"])
+        return cls(**{**found, "source": Place(**found["source"]), "observed": observed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +104,7 @@ class Pieces:
 
     chain: str
     num_requests: int
+    exact_tokens: int
     pieces: tuple[Piece, ...]
 
     @classmethod
@@ -66,10 +112,7 @@ class Pieces:
         found = (parameters or {}).get(LOAD_PARAMETER)
         if found is None:
             return None
-        pieces = (
-            Piece(**{**piece, "source": Place(**piece["source"])}) for piece in found["pieces"]
-        )
-        return cls(**{**found, "pieces": tuple(pieces)})
+        return cls(**{**found, "pieces": tuple(Piece.of(piece) for piece in found["pieces"])})
 
 
 def carrying(slot: ExportSlot | None, load: Load | None = None) -> dict[str, Any]:
@@ -81,6 +124,7 @@ def carrying(slot: ExportSlot | None, load: Load | None = None) -> dict[str, Any
         carried[LOAD_PARAMETER] = {
             "chain": load.chain,
             "num_requests": load.num_requests,
+            "exact_tokens": load.exact_tokens,
             "pieces": [_plain_piece(piece) for piece in load.pieces],
         }
     return carried
@@ -103,4 +147,16 @@ def _plain_piece(piece: LoadPiece) -> dict[str, Any]:
         "num_tokens": piece.num_tokens,
         "start": piece.start,
         "shift": piece.shift,
+        "observed": [_plain_observed(observed) for observed in piece.observed],
+    }
+
+
+def _plain_observed(observed: Observed) -> dict[str, Any]:
+    return {
+        "real": _plain(observed.real),
+        "skip": observed.skip,
+        "shift": observed.shift,
+        "base": None if observed.base is None else _plain(observed.base),
+        "base_skip": observed.base_skip,
+        "weight": observed.weight,
     }

@@ -1,11 +1,15 @@
 """What is asked for in segments: what is wrong with it as a whole, and what its parts are."""
 
-from coppice.wire.reuse import Reuse
+from typing import Final
+
+from coppice.wire.reuse import Reuse, ReuseMode
 from coppice.wire.rollouts import Prompt, RolloutRequest
 from service.errors import InvalidRequest
 from service.reuse.spans import Part
 
 FIRST_TOKENS = 16
+THRESHOLD = 0.3
+APPROXIMATE: Final[tuple[ReuseMode, ...]] = ("recompute", "anchors")
 OFF = Reuse(mode="off")
 
 
@@ -19,14 +23,14 @@ def check(request: RolloutRequest) -> None:
         raise InvalidRequest("reuse needs prompts in segments")
     if request.continue_from is not None:
         raise InvalidRequest("continue_from goes on from a prompt as it was: reuse.mode is off")
-    if reuse.mode == "recompute":
-        _check_approximate(request)
+    if reuse.mode in APPROXIMATE:
+        _check_approximate(request, reuse.mode)
 
 
-def _check_approximate(request: RolloutRequest) -> None:
+def _check_approximate(request: RolloutRequest, mode: ReuseMode) -> None:
     if request.kv is not None:
         raise InvalidRequest(
-            "reuse.mode recompute makes approximate keys and values, which are not handed out: "
+            f"reuse.mode {mode} makes approximate keys and values, which are not handed out: "
             "leave out kv, or reuse"
         )
     if request.adapter is not None:

@@ -27,4 +27,5 @@ def load_of(
         for span in spans
         if span.part is not None
     )
-    return Load(chain=chain, num_requests=num_requests, pieces=pieces)
+    exact = min((piece.start for piece in pieces), default=0)
+    return Load(chain=chain, num_requests=num_requests, exact_tokens=exact, pieces=pieces)

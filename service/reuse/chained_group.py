@@ -1,21 +1,21 @@
-"""A group whose samples begin from a prompt that is put together: they enter with its chain."""
+"""A group whose samples begin from a prompt that is put together."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coppice.wire.rollouts import GroupAnswer, SampleAnswer
 from engine.protocol import Completion, Engine, SampleRequest
 from service.group import Ending, Group, PartDone
-from service.reuse.chain import Broken, Chain
 from service.reuse.group_reuse import GroupReuse
+from service.reuse.watch import Broken, Preparation
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChainedGroup(Group):
     """Cancelling `run` anywhere ends what is in the engine, segments, links or samples."""
 
-    chain: Chain
+    chain: Preparation
     reuse: GroupReuse
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,6 +56,7 @@ class ChainedGroup(Group):
         """The samples load what is placed, or nothing."""
         try:
             self.load = await self.chain.prepare(engine, self)
+            self.reuse.reason = self.chain.reason
         except Broken as broken:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
@@ -66,7 +67,8 @@ class ChainedGroup(Group):
 
     def _requests(self) -> list[SampleRequest]:
         """The links first: who comes later finds what they leave."""
-        return [*self.chain.links, *Group._requests(self)]
+        first, *others = Group._requests(self)
+        return [*self.chain.links, replace(first, export=self.chain.export), *others]
 
     async def _gather(
         self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
@@ -79,15 +81,20 @@ class ChainedGroup(Group):
 
     async def _hear(self, completions: Sequence[Awaitable[Completion]]) -> None:
         for link, completion in zip(self.chain.links, completions, strict=True):
-            self.chain.heard(link, await completion)
+            await self.chain.heard(link, await completion)
             self.left(link.id)
 
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         """What the engine did not load, because it has forgotten what it wrote, was computed."""
         self.reuse.num_computed = self.chain.num_computed
+        self.reuse.num_prepared = self.chain.num_prepared
         if self.load is not None:
-            self.reuse.exact = not self.chain.is_placed(finished[0][1])
-            self.reuse.reason = "not_loaded" if self.reuse.exact else None
-            if self.reuse.exact and finished[0][0].finish_reason in ("stop", "length"):
-                self.chain.forget()
+            first, num_cached = finished[0]
+            self.reuse.exact = not self.chain.is_placed(num_cached)
+            if self.chain.is_loaded(num_cached):
+                self.reuse.num_anchors = self.chain.num_anchors
+            else:
+                self.reuse.reason = "not_loaded"
+                if first.finish_reason in ("stop", "length"):
+                    self.chain.forget()
         return Group._answer(self, finished)

@@ -18,6 +18,7 @@ class GroupReuse:
     reason: ReuseReason | None = None
     num_computed: int = 0
     num_prepared: int = 0
+    num_anchors: int = 0
     round_trips: int = field(default=1)
 
     def told(self, answer: GroupAnswer) -> GroupAnswer:
@@ -29,6 +30,7 @@ class GroupReuse:
             tokens_computed=computed,
             tokens_prepared=self.num_prepared,
             round_trips=self.round_trips,
+            anchors=self.num_anchors,
             order=self.order,
             applied=self.applied,
             reason=self.reason,

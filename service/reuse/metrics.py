@@ -5,9 +5,12 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
+from service.reuse.anchors import Anchors, Fate
+from service.reuse.asked import APPROXIMATE
 from service.reuse.store import SegmentStore
 
 KINDS = ("reused", "computed", "prepared")
+OF_ANCHORS = frozenset({"no_anchor", "not_shareable"})
 
 
 class ReuseMetrics:
@@ -38,6 +41,16 @@ class ReuseMetrics:
         self._bytes = Gauge(
             "coppice_reuse_bytes", "Bytes that they and prompts under way take", registry=registry
         )
+        self._anchors = Gauge(
+            "coppice_reuse_anchors", "Prompts that others are predicted from", registry=registry
+        )
+        self._fates = Counter(
+            "coppice_reuse_anchor_fates",
+            "Anchors that were made, made room, died with their weights, or were not written",
+            ["fate"],
+            registry=registry,
+        )
+        self._told: dict[Fate, int] = dict.fromkeys(get_args(Fate), 0)
         self._begin_at_zero()
 
     def answered(self, reuse: ReuseAnswer) -> None:
@@ -46,14 +59,26 @@ class ReuseMetrics:
             self._tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
         self._round_trips.labels(reuse.mode).inc(reuse.round_trips)
 
-    def observed(self, store: SegmentStore) -> None:
+    def observed(self, store: SegmentStore, anchors: Anchors) -> None:
+        self._anchors.set(anchors.num_anchors)
         self._segments.set(store.num_segments)
         self._bytes.set(store.num_bytes)
+        for fate, told in self._told.items():
+            self._fates.labels(fate).inc(anchors.fates[fate] - told)
+            self._told[fate] = anchors.fates[fate]
 
     def _begin_at_zero(self) -> None:
+        for fate in get_args(Fate):
+            self._fates.labels(fate)
         for mode in get_args(ReuseMode):
             self._round_trips.labels(mode)
-            for outcome in ("done", *(get_args(ReuseReason) if mode == "recompute" else ())):
+            for outcome in ("done", *_reasons(mode)):
                 self._groups.labels(mode, outcome)
             for kind in KINDS:
                 self._tokens.labels(mode, kind)
+
+
+def _reasons(mode: ReuseMode) -> list[ReuseReason]:
+    if mode not in APPROXIMATE:
+        return []
+    return [r for r in get_args(ReuseReason) if mode == "anchors" or r not in OF_ANCHORS]

@@ -8,13 +8,17 @@ from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service.enough import Enough
 from service.group import Group, GroupFields
-from service.reuse.asked import FIRST_TOKENS, OFF, parts_of
+from service.reuse.anchored import Anchored
+from service.reuse.anchors import Anchors
+from service.reuse.asked import APPROXIMATE, FIRST_TOKENS, OFF, THRESHOLD, parts_of
 from service.reuse.chain import Chain
 from service.reuse.chained_group import ChainedGroup
+from service.reuse.distances import Distances
 from service.reuse.group_reuse import GroupReuse
 from service.reuse.orders import Orders, Scope
 from service.reuse.spans import Part, joined
 from service.reuse.store import SegmentStore
+from service.reuse.watch import Preparation
 
 
 class Segments:
@@ -32,6 +36,12 @@ class Segments:
         self.store = SegmentStore(
             engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
         )
+        self.anchors = Anchors(self.store)
+        self._distances = Distances(self.store)
+
+    async def close(self) -> None:
+        await self.anchors.close()
+        await self.store.close()
 
     def settle(self, request: RolloutRequest, given: GroupFields) -> GroupFields:
         """The group's prompt in the order that it is computed in."""
@@ -43,7 +53,7 @@ class Segments:
         if asked.mode == "order":
             parts = self._ordered(asked, scope, parts, reuse)
             given["prompt_token_ids"] = joined(parts)
-        if asked.mode != "recompute":
+        if asked.mode not in APPROXIMATE:
             self._orders.remember(scope, parts)
         given["reuse"] = reuse
         return given
@@ -53,21 +63,36 @@ class Segments:
     ) -> Group | None:
         """None unless its prompt is to be put together."""
         asked, reuse = request.reuse or OFF, given["reuse"]
-        if asked.mode != "recompute" or reuse is None:
+        if asked.mode not in APPROXIMATE or reuse is None:
             return None
-        first_tokens = FIRST_TOKENS if asked.first_tokens is None else asked.first_tokens
+        fields = {**given, "reuse": reuse}
+        chain = self._preparation(request, asked, given)
+        return ChainedGroup(rule=rule, chain=chain, **fields)  # type: ignore[arg-type]
+
+    def _preparation(
+        self, request: RolloutRequest, asked: Reuse, given: GroupFields
+    ) -> Preparation:
         parts = parts_of(request.groups[given["index"]].prompt)
         assert parts is not None, "checked with the request"
-        chain = Chain(
+        if asked.mode == "anchors":
+            return Anchored(
+                store=self.store,
+                anchors=self.anchors,
+                distances=self._distances,
+                scope=_scope(given),
+                parts=parts,
+                threshold=THRESHOLD if asked.threshold is None else asked.threshold,
+                priority=given["priority"],
+                num_samples=given["n"],
+            )
+        return Chain(
             store=self.store,
             scope=_scope(given),
             parts=parts,
-            first_tokens=first_tokens,
+            first_tokens=FIRST_TOKENS if asked.first_tokens is None else asked.first_tokens,
             priority=given["priority"],
             num_samples=given["n"],
         )
-        fields = {**given, "reuse": reuse}
-        return ChainedGroup(rule=rule, chain=chain, **fields)  # type: ignore[arg-type]
 
     def _ordered(
         self, asked: Reuse, scope: Scope, parts: list[Part], reuse: GroupReuse

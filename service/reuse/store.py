@@ -2,8 +2,8 @@
 
 Each is of one key, one salt, one name, one text and one activation: nothing else ever finds it. The
 engine writes a segment once, alone, from position 0 on; chains place it. What was used longest ago
-makes room, what is in use does not. Bytes that the engine may still write or read are left alone
-until it has settled.
+makes room, what is in use does not; then `spare`, which anchors answer. Bytes that the engine may
+still write or read are left alone until it has settled.
 
 Lives on one event loop.
 """
@@ -48,6 +48,7 @@ class SegmentStore:
         self._epoch = epoch
         self._free = free
         self.reason: ReuseReason | None = "disabled"
+        self.spare: Callable[[], bool] = lambda: False
         self._arena: Arena | None = None
         self._extents = Extents(0)
         self._segments: OrderedDict[Key, Kept] = OrderedDict()
@@ -81,6 +82,20 @@ class SegmentStore:
             self._arena.close()
 
     @property
+    def view(self) -> memoryview:
+        assert self._arena is not None, "there is a store"
+        return self._arena.view
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch()
+
+    @property
+    def form(self) -> KvFormat:
+        assert self._engine.facts.kv_format is not None, "there is a store"
+        return self._engine.facts.kv_format
+
+    @property
     def num_bytes(self) -> int:
         """Taken, also by what is forgotten and still in use."""
         return self._extents.capacity_bytes - self._extents.free_bytes
@@ -99,21 +114,21 @@ class SegmentStore:
             self._segments.move_to_end(key)
             kept.pins += 1
             return kept, False
-        kept = self._room(len(part.token_ids), key)
+        kept = self.room(len(part.token_ids), key)
         if kept is None:
             return None
         self._drop_other_texts(key)
         self._segments[key] = kept
         return kept, True
 
-    def _room(self, num_tokens: int, key: Key) -> Kept | None:
+    def room(self, num_tokens: int, key: Key) -> Kept | None:
         """Pinned and unwritten; None if there is no room that could be made."""
-        assert self._arena is not None and self._engine.facts.kv_format is not None
-        num_bytes = PAGE_BYTES + _data_bytes(self._engine.facts.kv_format, num_tokens)
+        assert self._arena is not None, "there is a store"
+        num_bytes = PAGE_BYTES + _data_bytes(self.form, num_tokens)
         extent = self._extents.take(num_bytes)
         if extent is None and num_bytes > self._extents.capacity_bytes:
             return None  # nobody's segments would make room enough
-        while extent is None and self._evict_one():
+        while extent is None and (self._evict_one() or self.spare()):
             extent = self._extents.take(num_bytes)
         if extent is None:
             return None
@@ -129,9 +144,9 @@ class SegmentStore:
 
     async def conclude(self, kept: Kept) -> bool:
         """Its writer has ended: whether it is written, for good."""
-        if not self._committed(kept):
+        if not self.is_committed(kept):
             await self._engine.settle_exports()
-        kept.written = self._committed(kept)
+        kept.written = self.is_committed(kept)
         if not kept.written:
             self.forget(kept)
         kept.ended.set()
@@ -170,7 +185,7 @@ class SegmentStore:
         if not kept.pins and self._segments.get(kept.key) is not kept:
             self._extents.give_back(kept.extent)
 
-    def _committed(self, kept: Kept) -> bool:
+    def is_committed(self, kept: Kept) -> bool:
         assert self._arena is not None
         words = self._words.unpack_from(self._arena.view, kept.slot.words_offset)
         return all(word == ExportWord.COMMITTED for word in words)
@@ -181,8 +196,10 @@ class SegmentStore:
             self.forget(self._segments[key])
 
     def _drop_other_texts(self, key: Key) -> None:
+        """Of its name, unless an anchor or a prompt under way has them."""
         for other in [k for k in self._segments if (k.scope, k.name) == (key.scope, key.name)]:
-            self.forget(self._segments[other])
+            if not self._segments[other].pins:
+                self.forget(self._segments[other])
 
     def _evict_one(self) -> bool:
         unused = next((kept for kept in self._segments.values() if not kept.pins), None)

@@ -342,6 +342,7 @@ async def test_a_load_is_taken_once_its_source_is_written(
         Load(
             chain=str(source.name),
             num_requests=1,
+            exact_tokens=0,
             pieces=(LoadPiece(source=source, skip=0, num_tokens=num_tokens, start=0, shift=0),),
         )
         for source in (written, unwritten)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, RequestModel
 
-ReuseMode = Literal["off", "order", "recompute"]
+ReuseMode = Literal["off", "order", "recompute", "anchors"]
 ReuseReason = Literal[
     "disabled",
     "unsupported_cache",
@@ -16,6 +16,8 @@ ReuseReason = Literal[
     "store_full",
     "not_written",
     "not_loaded",
+    "no_anchor",
+    "not_shareable",
     "internal",
 ]
 """Why a prompt was computed whole, and is exact, though segments were to be placed."""
@@ -30,11 +32,17 @@ class Reuse(RequestModel):
     `recompute` is approximate: but for the first `first_tokens` tokens of each, which are computed,
     and those up to where a cache block begins, their keys and values are those of the segment
     alone, moved to where it stands.
+
+    `anchors` is approximate: keys and values of all but the last token are predicted from prompts
+    that differ from this one in what their named segments say, and were computed. Where too few
+    are kept, or none is near enough, this one is computed, exactly, and kept for others. They are
+    near enough where the entropy of how near they are is `threshold` of the most that it may be.
     """
 
     mode: ReuseMode
     apply: bool | None = None
     first_tokens: Annotated[int, Field(ge=0, le=65_536)] | None = None
+    threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
     @model_validator(mode="after")
     def _of_its_mode(self) -> Self:
@@ -42,6 +50,8 @@ class Reuse(RequestModel):
             raise ValueError("apply is for the mode order")
         if self.first_tokens is not None and self.mode != "recompute":
             raise ValueError("first_tokens is for the mode recompute")
+        if self.threshold is not None and self.mode != "anchors":
+            raise ValueError("threshold is for the mode anchors")
         return self
 
 
@@ -51,8 +61,8 @@ class ReuseAnswer(AnswerModel):
     `tokens_reused` were cached or placed, `tokens_computed` computed, before the first sample;
     `tokens_prepared` of segments alone, because they were not kept yet. `round_trips` are the
     requests that followed one another until there was a first token: 1, or 2 where segments had to
-    be computed before. `order` are the segments' indices in the order that was, or would be, most
-    of a prefix.
+    be computed before. From so many `anchors` the prompt was predicted. `order` are the segments'
+    indices in the order that was, or would be, most of a prefix.
     """
 
     mode: ReuseMode
@@ -60,6 +70,7 @@ class ReuseAnswer(AnswerModel):
     tokens_computed: int
     tokens_prepared: int = 0
     round_trips: int = 1
+    anchors: int = 0
     order: list[int] | None = None
     applied: bool = False
     reason: ReuseReason | None = None

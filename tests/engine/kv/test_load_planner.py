@@ -10,7 +10,7 @@ import pytest
 
 from engine.kv.load_planner import LONGEST_WAIT_SECONDS, LoadPlanner
 from engine.kv.place import carrying
-from engine.protocol import ExportSlot, Load, LoadPiece
+from engine.protocol import ExportSlot, Load, LoadPiece, Observed
 from tests.engine.kv.test_loader_step import FORM
 
 BLOCK = FORM.block_size
@@ -51,6 +51,7 @@ def piece(name: str, start: int, num_tokens: int) -> LoadPiece:
 LOAD = Load(
     chain="chain",
     num_requests=1,
+    exact_tokens=32,
     pieces=(piece("a", 32, 20), piece("b", 64, 16), piece("c", 80, 9)),
 )
 
@@ -84,21 +85,41 @@ def test_what_is_placed_right_behind_what_is_cached_is_claimed(
     assert planner.claim(added(planner, "r", 100), num_cached) == claimed
 
 
-def test_pieces_that_touch_are_loaded_one_by_one(planner: LoadPlanner) -> None:
+def test_pieces_that_touch_are_loaded_together(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     blocks = SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),))
     planner.claim(request, 64)
     planner.allocated(request, blocks, 25)
-    jobs = planner.take()
-    assert [(job.piece.source.name, job.block_ids) for job in jobs] == [("b", (14,)), ("c", (15,))]
+    [job] = planner.take()
+    assert [piece.source.name for piece in job.pieces] == ["b", "c"]
+    assert job.block_ids == (14, 15)
     assert planner.take() == ()
     planner.forget("r")
     assert planner.num_asked == 0
 
 
-def test_a_piece_within_a_block_is_computed(planner: LoadPlanner) -> None:
+def test_pieces_may_touch_within_a_block(planner: LoadPlanner) -> None:
     load = replace(LOAD, pieces=(piece("a", 32, 20), piece("b", 52, 20)))
-    assert planner.claim(added(planner, "r", 100, load), 32) == 20
+    assert planner.claim(added(planner, "r", 100, load), 32) == 40
+
+
+def test_what_is_predicted_is_claimed_only_if_all_it_is_made_from_is_known(
+    planner: LoadPlanner,
+) -> None:
+    seen = Observed(
+        real=piece("b", 0, 40).source, skip=7, shift=3, base=piece("d", 0, 40).source, base_skip=2
+    )
+    load = replace(LOAD, pieces=(replace(piece("a", 32, 20), observed=(seen,)),))
+    request = added(planner, "r", 100, load)
+    assert planner.claim(request, 32) == 0
+    planner.written("d")
+    assert planner.claim(request, 48) == 4
+    planner.allocated(request, SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),)), 4)
+    [job] = planner.take()
+    [taken] = job.pieces
+    [moved] = taken.observed
+    assert (taken.skip, moved.skip, moved.base_skip, moved.shift) == (16, 23, 18, 3)
+    assert taken.before(50).num_tokens == 2
 
 
 def test_a_token_is_left_to_compute(planner: LoadPlanner) -> None:

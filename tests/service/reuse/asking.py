@@ -32,6 +32,18 @@ def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
     )
 
 
+def predicted(tool: int = 5, tale: int = 6, own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
+    """Two segments between own texts, whose text is that token over and over."""
+    return asked(
+        segment(own),
+        segment([tool] * 70, "tool"),
+        segment([3] * 4),
+        segment([tale] * 60, "tale"),
+        segment(ASK),
+        **{"reuse": {"mode": "anchors"}, **rest},
+    )
+
+
 @asynccontextmanager
 async def reusing(
     engine: FakeEngine, tmp_path: Path, *, segments_bytes: int = 2**20, **sections: Any
@@ -39,9 +51,13 @@ async def reusing(
     kv = {"segments_bytes": segments_bytes, "directory": tmp_path}
     async with serving(engine, tmp_path, kv=kv, **sections) as served:
         yield served
-        store = served.server.segments.store
+        segments = served.server.segments
+        store = segments.store
         store.check()
-        taken = sum(kept.extent.num_bytes for kept in store._segments.values())
+        segments.anchors.check()
+        anchors = [a for there in segments.anchors._contexts.values() for a in there]
+        held = {*store._segments.values(), *(kept for a in anchors for kept in a.kept())}
+        taken = sum(kept.extent.num_bytes for kept in held)
         assert store.num_bytes == taken, "a chain's room was not given back"
 
 

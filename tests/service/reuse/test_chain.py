@@ -10,7 +10,7 @@ from service.reuse.chain import Chain
 ENDS = (16, 240)
 
 
-def chain_that_heard(*cached: int) -> Chain:
+async def chain_that_heard(*cached: int) -> Chain:
     """Of links that end at these places, each of which had so many tokens cached."""
     nothing = cast(Any, None)
     chain = Chain(store=nothing, scope=nothing, parts=[], first_tokens=4, priority=0, num_samples=1)
@@ -25,7 +25,7 @@ def chain_that_heard(*cached: int) -> Chain:
             versions=(),
             num_cached_tokens=num_cached,
         )
-        chain.heard(link, done)
+        await chain.heard(link, done)
     return chain
 
 
@@ -40,7 +40,7 @@ def chain_that_heard(*cached: int) -> Chain:
         ((0,), 80, True),  # a link of which nothing was heard may have loaded
     ],
 )
-def test_a_sample_is_exact_only_if_nothing_was_placed_in_front_of_it(
+async def test_a_sample_is_exact_only_if_nothing_was_placed_in_front_of_it(
     cached: tuple[int, ...], of_the_sample: int, is_placed: bool
 ) -> None:
-    assert chain_that_heard(*cached).is_placed(of_the_sample) == is_placed
+    assert (await chain_that_heard(*cached)).is_placed(of_the_sample) == is_placed

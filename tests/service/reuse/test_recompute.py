@@ -43,6 +43,7 @@ async def test_a_chain_computes_own_text_and_first_tokens(tmp_path: Path) -> Non
         "tokens_computed": 64 + 18 + 4,
         "tokens_prepared": 130,
         "round_trips": 2,
+        "anchors": 0,
         "order": None,
         "applied": False,
         "reason": None,

@@ -1,0 +1,105 @@
+"""In a worker: what a piece's tokens are, as they are to be written into the cache.
+
+A piece whose keys only move is taken as it lies in the arena. What is predicted, and what shares a
+block with another piece, is put together first, so much at a time that it stays small. Weights are
+of all heads, so that every rank weighs alike; the rest is of this rank's.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+
+from engine.kv.exports import Exports
+from engine.kv.form import CacheForm
+from engine.kv.place import Piece
+from kernels.kv_blend.blend import Observation, predicted, token_weights, turned
+from kernels.rotary_shift.rotary import Rotary
+
+MOST_TOKENS: Final = 512
+"""Predicted at a time, which takes some copies of them in float32."""
+
+
+class Composer:
+    """Reads exports, writes nothing."""
+
+    def __init__(self, form: CacheForm, exports: Exports, heads: range) -> None:
+        self._form, self._exports = form, exports
+        self._heads = slice(heads.start, heads.stop)
+
+    def place(self, piece: Piece) -> torch.Tensor:
+        """[L, 2, H, T, D], unmoved, over the arena itself."""
+        whole = self._exports.tokens(piece.source, piece.skip, piece.num_tokens)
+        return whole[:, :, self._heads]
+
+    def together(self, run: Sequence[Piece], rotary: Rotary | None) -> torch.Tensor:
+        """[L, 2, H, T, D] of all tokens of the run, moved to where they stand."""
+        start, form = run[0].start, self._form
+        num_heads = self._heads.stop - self._heads.start
+        shape = (len(form.layers), 2, num_heads, run[-1].end - start, form.head_dim)
+        out = torch.empty(shape, dtype=form.dtype, device="cpu")
+        for piece in run:
+            there = out[:, :, :, piece.start - start : piece.end - start]
+            there.copy_(self._values(piece, rotary))
+        return out
+
+    def _values(self, piece: Piece, rotary: Rotary | None) -> torch.Tensor:
+        if piece.observed:
+            return self._predicted(piece, rotary)
+        return turned(self.place(piece), piece.shift, rotary)
+
+    def _predicted(self, piece: Piece, rotary: Rotary | None) -> torch.Tensor:
+        length = piece.num_tokens
+        source = self._exports.tokens(piece.source, piece.skip, length)
+        bases = [
+            None if seen.base is None else self._exports.tokens(seen.base, seen.base_skip, length)
+            for seen in piece.observed
+        ]
+        observed = [
+            Observation(
+                real=self._exports.tokens(seen.real, seen.skip, length)[:, :, self._heads],
+                shift=seen.shift,
+                base=None if base is None else base[:, :, self._heads],
+                weights=weights,
+            )
+            for seen, base, weights in zip(
+                piece.observed, bases, _weights(piece, source, bases), strict=True
+            )
+        ]
+        return predicted(source[:, :, self._heads], piece.shift, observed, rotary)
+
+
+def _weights(
+    piece: Piece, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """[A, 2, T] of the A that were observed. All of a piece's have a base, or none."""
+    there = [base for base in bases if base is not None]
+    if there:
+        assert len(there) == len(bases), "some have a base"
+        return token_weights(source, there)
+    flat = torch.tensor([seen.weight for seen in piece.observed], device="cpu")
+    return flat[:, None, None].expand(-1, 2, piece.num_tokens)
+
+
+def runs_of(pieces: Sequence[Piece], block: int) -> Iterator[list[Piece]]:
+    """Pieces one after the other, each run from where a block begins: those that share a block are
+    written together, and what is predicted in parts."""
+    run: list[Piece] = []
+    for part in (part for piece in pieces for part in _parts(piece, block)):
+        if run and part.start % block == 0:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+def _parts(piece: Piece, block: int) -> Iterator[Piece]:
+    if not piece.observed:
+        yield piece
+        return
+    step = max(1, MOST_TOKENS // block) * block
+    while piece.num_tokens:
+        cut = min((piece.start // step + 1) * step, piece.end)
+        yield piece.before(cut)
+        piece = piece.behind(cut)

@@ -1,0 +1,336 @@
+"""reuse.mode anchors over the fake engine: what is loaded from where, and what is answered."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.protocol import ExportWord, SampleRequest
+from service.reuse.anchors import MOST_ANCHORS
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.service.reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment
+from tests.service.test_rollouts import running_samples
+from tests.serving import Served
+
+NUM_TOKENS = 40 + 70 + 4 + 60 + 4
+
+
+def engine_of(**rest: Any) -> FakeEngine:
+    return FakeEngine(prompt_kv=True, **rest)
+
+
+async def two_anchors(served: Served, **rest: Any) -> None:
+    for tool, tale in ((5, 6), (50, 60)):
+        group = await answered(served, predicted(tool, tale, **rest))
+        assert (group["exact"], group["reuse"]["reason"]) == (True, "no_anchor")
+
+
+def last(engine: FakeEngine) -> SampleRequest:
+    return engine.submitted[-1]
+
+
+async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Path) -> None:
+    """Its segments are computed alone beside it, so that nothing waits."""
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        group = await answered(served, predicted())
+        assert served.server.segments.anchors.num_anchors == 1
+    tool, tale, first, second = engine.submitted
+    assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
+    assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
+    assert second.export is None and first.load is None and second.load is None
+    assert {request.cache_salt for request in engine.submitted} == {None}
+    assert group["exact"] is True
+    assert group["reuse"] == {
+        "mode": "anchors",
+        "tokens_reused": 0,
+        "tokens_computed": NUM_TOKENS,
+        "tokens_prepared": 130,
+        "round_trips": 1,
+        "anchors": 0,
+        "order": None,
+        "applied": False,
+        "reason": "no_anchor",
+    }
+
+
+async def test_a_prompt_is_predicted_from_two_and_one_token_is_computed(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        group = await answered(served, predicted(7, 8))
+        metrics = (await served.http.get("/metrics")).text
+    *_, tool, tale, first, second = engine.submitted
+    load = first.load
+    assert load is not None and second.load is load
+    assert (load.num_requests, load.exact_tokens) == (2, len(OWN))
+    spans = [(piece.start, piece.num_tokens, piece.shift) for piece in load.pieces]
+    assert spans == [(0, 40, 0), (40, 70, 40), (110, 4, 0), (114, 60, 114), (174, 3, 0)]
+    bases = [load.pieces[1].source, load.pieces[3].source]
+    assert bases == [tool.export, tale.export]
+    seen = [[(o.skip, o.shift, o.base is None) for o in piece.observed] for piece in load.pieces]
+    assert seen == [
+        [],
+        [(40, 0, False)] * 2,
+        [(110, 0, True)] * 2,
+        [(114, 0, False)] * 2,
+        [(174, 0, True)] * 2,
+    ]
+    assert load.pieces[2].observed[0].weight == pytest.approx(1.0)
+    assert group["exact"] is False
+    assert group["reuse"]["tokens_reused"] == NUM_TOKENS - 1
+    assert group["reuse"]["tokens_computed"] == 1
+    assert group["reuse"]["tokens_prepared"] == 130
+    assert (group["reuse"]["anchors"], group["reuse"]["round_trips"]) == (2, 2)
+    assert 'coppice_reuse_groups_total{mode="anchors",outcome="done"} 1.0' in metrics
+    assert 'coppice_reuse_groups_total{mode="anchors",outcome="no_anchor"} 2.0' in metrics
+    assert 'coppice_reuse_anchor_fates_total{fate="made"} 2.0' in metrics
+    assert "coppice_reuse_anchors 2.0" in metrics
+
+
+async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path: Path) -> None:
+    """What follows a shorter text is turned back by as much."""
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        body = predicted(7, 8)
+        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 64
+        shorter = await answered(served, body)
+        load = last(engine).load
+        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [9] * 71
+        longer = await answered(served, body)
+    assert (shorter["exact"], shorter["reuse"]["reason"]) == (False, None)
+    assert load is not None
+    assert [o.shift for piece in load.pieces[2:] for o in piece.observed] == [-6] * 6
+    assert (longer["exact"], longer["reuse"]["reason"]) == (True, "no_anchor")
+
+
+async def test_the_same_prompt_is_taken_from_its_anchor_and_exact(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await answered(served, predicted())
+        group = await answered(served, predicted())
+        assert served.server.segments.anchors.num_anchors == 1
+    load = last(engine).load
+    assert load is not None and load.exact_tokens == NUM_TOKENS - 1
+    assert len({piece.source for piece in load.pieces}) == 1
+    assert not any(piece.observed for piece in load.pieces)
+    assert (group["exact"], group["reuse"]["reason"]) == (True, None)
+    assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (NUM_TOKENS - 1, 1)
+
+
+async def test_what_begins_with_the_same_texts_is_exact_up_to_the_first_that_differs(
+    tmp_path: Path,
+) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        await answered(served, predicted(5, 8))
+    load = last(engine).load
+    assert load is not None and load.exact_tokens == 114
+    assert [bool(piece.observed) for piece in load.pieces] == [False] * 3 + [True] * 2
+
+
+async def test_a_last_text_that_anchors_do_not_have_is_computed(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        body = predicted(7, 8)
+        body["groups"][0]["prompt"]["segments"][4]["token_ids"] = [9] * 6
+        group = await answered(served, body)
+    load = last(engine).load
+    assert load is not None and load.pieces[-1].start + load.pieces[-1].num_tokens == 174
+    assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 6)
+
+
+async def test_anchors_of_which_none_is_nearer_are_not_shareable(tmp_path: Path) -> None:
+    """A text in the middle between two is computed, and an anchor then; so is any at 0."""
+    async with reusing(engine_of(), tmp_path) as served:
+        await two_anchors(served)
+        middle = predicted(7, (6 + 60) // 2)
+        told = [await answered(served, middle) for _ in range(2)]
+        assert served.server.segments.anchors.num_anchors == 3
+        anything = {"mode": "anchors", "threshold": 1.0}
+        between = predicted((50 + 7) // 2 + 1, (6 + 60) // 2, reuse=anything)
+        told.append(await answered(served, between))
+    assert [(group["exact"], group["reuse"]["reason"]) for group in told] == [
+        (True, "not_shareable"),
+        (True, None),
+        (False, None),
+    ]
+
+
+async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) -> None:
+    secrets = write_keys(tmp_path / "keys", one="rollout", other="rollout", admin="admin")
+    server = {"keys_file": tmp_path / "keys"}
+    one, other, admin = (bearer(secrets[name]) for name in ("one", "other", "admin"))
+    async with reusing(engine_of(), tmp_path, server=server) as served:
+        for tool in (5, 50, 7):
+            mine = await answered(served, predicted(tool, tool + 1), **one)
+        theirs = await answered(served, predicted(7, 8), **other)
+        elsewhere = await answered(served, predicted(7, 8, own=[3] * 40), **one)
+        await served.http.put("/v1/weights/v1", content=b"x", headers=admin)
+        await served.http.post("/v1/weights/v1/activate", json={}, headers=admin)
+        assert served.server.segments.anchors.num_anchors == 0
+        later = await answered(served, predicted(7, 8), **one)
+    assert mine["exact"] is False
+    told = [group["reuse"]["reason"] for group in (theirs, elsewhere, later)]
+    assert told == ["no_anchor"] * 3
+    assert later["reuse"]["tokens_prepared"] == 130
+
+
+async def test_weights_that_change_before_the_samples_leave_an_exact_prompt(
+    tmp_path: Path,
+) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        engine.instant = False
+        asking = asyncio.create_task(answered(served, predicted(5, 8)))
+        await running_samples(served, 1)
+        engine.step()
+        await running_samples(served, 2)
+        await served.http.put("/v1/weights/v1", content=b"x")
+        await served.http.post("/v1/weights/v1/activate", json={})
+        while not asking.done():
+            engine.step()
+            await asyncio.sleep(0.001)
+        group = await asking
+    assert (group["exact"], group["reuse"]["reason"]) == (True, "not_loaded")
+    assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (0, 0)
+
+
+async def test_what_the_engine_has_forgotten_is_made_anew(tmp_path: Path) -> None:
+    """As after its prefixes were reset, under the same weights."""
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        engine.written.clear()
+        told = [
+            (await answered(served, predicted(tool, 8)))["reuse"]["reason"]
+            for tool in (7, 8, 9, 10)
+        ]
+    assert told == ["not_loaded", "no_anchor", "no_anchor", None]
+
+
+async def test_an_anchor_that_was_not_written_is_none(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        engine.export_word = ExportWord.FAILED
+        await answered(served, predicted())
+        await asyncio.sleep(0.01)
+        assert served.server.segments.anchors.num_anchors == 0
+        engine.export_word = ExportWord.COMMITTED
+        await two_anchors(served)
+        assert (await answered(served, predicted(7, 8)))["exact"] is False
+
+
+async def test_groups_of_the_same_texts_make_one_anchor(tmp_path: Path) -> None:
+    engine = engine_of(instant=False)
+    async with reusing(engine, tmp_path) as served:
+        groups = [asyncio.create_task(answered(served, predicted())) for _ in range(3)]
+        await running_samples(served, 2 + 3 * 2)
+        while not all(group.done() for group in groups):
+            engine.step()
+            await asyncio.sleep(0.001)
+        assert [(await group)["reuse"]["reason"] for group in groups] == ["no_anchor"] * 3
+        assert served.server.segments.anchors.num_anchors == 1
+    writers = [request for request in engine.submitted if request.export is not None]
+    assert len(writers) == 3, "two segments and a prompt"
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
+    """While its prompt and segments are computed, or another's that it is predicted from."""
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        engine.instant = False
+        body = predicted(7, 8) if num_steps < 2 else predicted(7, 8, own=[4] * 9)
+        asking = asyncio.create_task(answered(served, body))
+        await running_samples(served, 2 if num_steps < 2 else 4)
+        if num_steps == 1:
+            engine.step()
+            await running_samples(served, 2)
+        [rollout] = served.server.rollouts.in_flight()
+        await served.server.rollouts.cancel(rollout)
+        group = await asking
+        assert not engine.running
+        await asyncio.sleep(0.01)
+        assert served.server.segments.anchors.num_anchors == 2
+    assert group["outcome"] == "cancelled"
+    assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
+
+
+async def test_a_deadline_ends_it(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        engine.instant = False
+        group = await answered(served, predicted(7, 8, finish={"deadline_seconds": 0.05}))
+        assert not engine.running
+        await asyncio.sleep(0.01)
+    assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
+
+
+async def test_a_context_has_so_many_anchors(tmp_path: Path) -> None:
+    """Threshold 0: all are computed."""
+    exactly = {"mode": "anchors", "threshold": 0.0}
+    async with reusing(engine_of(), tmp_path, segments_bytes=2**25) as served:
+        for tool in range(4, MOST_ANCHORS + 8):
+            group = await answered(served, predicted(tool, 200, reuse=exactly))
+            assert group["exact"] is True
+        anchors = served.server.segments.anchors
+        assert anchors.num_anchors <= MOST_ANCHORS
+        assert anchors.fates["made"] - anchors.fates["evicted"] == anchors.num_anchors
+
+
+async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
+    """In four mebibytes there is room for a few contexts' anchors and segments."""
+    async with reusing(engine_of(), tmp_path, segments_bytes=2**21) as served:
+        for i in range(12):
+            group = await answered(served, predicted(7, 8, own=[i + 1] * 40))
+            assert group["reuse"]["reason"] in ("no_anchor", "store_full")
+        anchors = served.server.segments.anchors
+        assert anchors.fates["evicted"] > 0
+        assert anchors.num_anchors > 0
+
+
+async def test_a_prompt_too_long_for_an_anchor_is_computed(tmp_path: Path) -> None:
+    async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
+        group = await answered(served, predicted(own=[1] * 3000))
+        assert (group["exact"], group["reuse"]["reason"]) == (True, "store_full")
+        assert served.server.segments.anchors.num_anchors == 0
+
+
+async def test_a_prompt_without_names_or_of_one_alone_has_nothing_to_place(tmp_path: Path) -> None:
+    anchors = {"mode": "anchors"}
+    async with reusing(engine_of(), tmp_path) as served:
+        for segments in ([segment([1, 2])], [segment([1, 2], "x")]):
+            group = await answered(served, asked(*segments, reuse=anchors))
+            assert (group["exact"], group["reuse"]["reason"]) == (True, "nothing_placed")
+
+
+async def test_a_prompt_may_begin_and_end_with_a_segment(tmp_path: Path) -> None:
+    """The first is placed as it is alone, which is exact, and the last but for its last token."""
+    engine = engine_of()
+
+    def body(tool: int, tale: int) -> dict[str, Any]:
+        return asked(
+            segment([tool] * 70, "tool"),
+            segment(ASK),
+            segment([tale] * 60, "tale"),
+            reuse={"mode": "anchors"},
+        )
+
+    async with reusing(engine, tmp_path) as served:
+        for tool, tale in ((5, 6), (50, 60)):
+            await answered(served, body(tool, tale))
+        group = await answered(served, body(7, 8))
+    load = last(engine).load
+    assert load is not None and load.exact_tokens == 70
+    spans = [(p.start, p.num_tokens, p.shift, len(p.observed)) for p in load.pieces]
+    assert spans == [(0, 70, 0, 0), (70, 4, 0, 2), (74, 59, 74, 2)]
+    assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 1)
