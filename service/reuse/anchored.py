@@ -153,7 +153,7 @@ class Anchored:
         found: Sequence[Candidates],
         choice: Choice,
     ) -> Load:
-        self._loads_from = list(choice.used | {a for each in choice.weights for a in each})
+        self._loads_from = list(choice.sources)
         self.anchors.used(list(choice.used))
         self.num_anchors = len(self._loads_from)
         for kept in {kept for anchor in self._loads_from for kept in anchor.kept()}:

@@ -33,12 +33,14 @@ class Candidates:
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """Stretch by stretch, how much each anchor counts; of one that has the same texts nothing.
-    `exact_tokens`: so many of the prompt's first are what they would be. `used` have told most."""
+    """Stretch by stretch, how much each anchor counts; nothing where one has the same texts.
+    `exact_tokens`: so many of the prompt's first are what they would be. `used` have told most of
+    texts with a name. `sources` are all that is read."""
 
     weights: list[dict[Anchor, float]] = field(default_factory=list)
     exact_tokens: int = 0
     used: set[Anchor] = field(default_factory=set)
+    sources: set[Anchor] = field(default_factory=set)
 
 
 def candidates_of(shape: Shape, anchors: Sequence[Anchor]) -> list[Candidates] | None:
@@ -71,10 +73,11 @@ def choose(
 ) -> Choice | None:
     """None if they are not shareable."""
     choice = Choice(exact_tokens=_exact_tokens(shape, found))
-    for candidates in found:
+    for stretch, candidates in zip(shape.stretches, found, strict=False):
         if candidates.same is not None:
             choice.weights.append({})
-            choice.used.add(candidates.same)
+            choice.sources.add(candidates.same)
+            choice.used |= set() if stretch.name is None else {candidates.same}
             continue
         there = candidates.anchors
         far = [distances[candidates.compared_by, anchor] for anchor in there]
@@ -86,6 +89,7 @@ def choose(
         nearest = ranked[:MOST_OBSERVED]
         total = sum(share for share, _ in nearest)
         choice.weights.append({anchor: share / total for share, anchor in nearest})
+        choice.sources.update(choice.weights[-1])
     return choice
 
 

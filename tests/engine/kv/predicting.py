@@ -1,0 +1,105 @@
+"""Anchors over a stepped engine, chosen and loaded as the service does it."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.protocol import ExportSlot, Load
+from service.kv.extents import Extent
+from service.reuse.anchors import Anchor, Context
+from service.reuse.choice import candidates_of, choose, compared
+from service.reuse.distances import distance
+from service.reuse.kept import Kept, Key
+from service.reuse.orders import Scope
+from service.reuse.prediction import pieces_of
+from service.reuse.shape import shape_of
+from service.reuse.spans import Part, joined
+from tests.arena import TestArena
+from tests.engine.kv.exporting import COMMITTED
+from tests.engine.live import Answer, LiveEngine
+
+SCOPE = Scope("key", None)
+NAMES = (f"anchor-{i}" for i in itertools.count())
+
+
+@dataclass
+class Predicting:
+    engine: LiveEngine
+    arena: TestArena
+    anchors: list[Anchor] = field(default_factory=list)
+    alone: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+
+    def keep(self, *prompts: Sequence[Part]) -> None:
+        """Computed, one after the other."""
+        for parts in prompts:
+            shape, prompt = shape_of(parts), joined(parts)
+            context, bases = Context(SCOPE, 0, shape.context), self._bases(parts)
+            real = self._written(prompt, shape.num_tokens)
+            self.anchors.append(Anchor(context=context, shape=shape, real=real, bases=bases))
+
+    def load(
+        self,
+        parts: Sequence[Part],
+        *,
+        chain: str,
+        n: int = 1,
+        threshold: float = 1.0,
+        taken: bool = True,
+    ) -> Load:
+        """Not `taken` whole from an anchor of the same texts: predicted, but for the own text."""
+        shape, bases = shape_of(parts), self._bases(parts)
+        found = candidates_of(shape, self.anchors)
+        assert found is not None, "too few anchors"
+        if not taken:
+            found[1:] = [
+                replace(one, same=None, anchors=self.anchors, compared_by=max(1, i // 2 * 2 - 1))
+                for i, one in enumerate(found[1:], start=1)
+            ]
+        view = self.arena.bytes.data
+        distances = {
+            (index, anchor): distance(
+                view, self.arena.form, bases[index].slot, anchor.bases[index].slot
+            )
+            for index, anchor in compared(shape, found)
+        }
+        choice = choose(shape, found, distances, threshold)
+        assert choice is not None, "not shareable"
+        pieces = pieces_of(shape, bases, found, choice)
+        return Load(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
+
+    def submit(
+        self, parts: Sequence[Part], load: Load, *, n: int = 1, salt: str | None = None, **how: Any
+    ) -> list[str]:
+        asked: dict[str, Any] = {"max_tokens": 12} | how
+        return [
+            self.engine.submit(joined(parts), load=load, salt=salt, seed=i, **asked)
+            for i in range(n)
+        ]
+
+    def sample(self, parts: Sequence[Part], *, chain: str, n: int = 1, **how: Any) -> list[Answer]:
+        load = self.load(parts, chain=chain, n=n)
+        return self.engine.finish(*self.submit(parts, load, n=n, **how))
+
+    def slot(self, num_tokens: int) -> ExportSlot:
+        return replace(self.arena.slot(num_tokens), name=next(NAMES))
+
+    def _bases(self, parts: Sequence[Part]) -> dict[int, Kept]:
+        shape, prompt = shape_of(parts), joined(parts)
+        texts = {part.name: list(part.token_ids) for part in parts}
+        found: dict[int, Kept] = {}
+        for index, stretch in enumerate(shape.stretches):
+            if stretch.name is None:
+                continue
+            text = texts[stretch.name]
+            assert prompt[stretch.start : stretch.end] == text[: stretch.num_tokens]
+            if tuple(text) not in self.alone:
+                self.alone[tuple(text)] = self._written(text, len(text))
+            found[index] = self.alone[tuple(text)]
+        return found
+
+    def _written(self, prompt: Sequence[int], num_tokens: int) -> Kept:
+        slot = self.slot(num_tokens)
+        self.engine.finish(self.engine.submit(prompt, export=slot, max_tokens=1))
+        assert self.arena.words(slot) == COMMITTED
+        return Kept(slot=slot, extent=Extent(0, 0), key=Key(SCOPE, 0, "", b""), written=True)

@@ -1,0 +1,179 @@
+"""Which anchors tell, how much each counts, and when none does."""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import ExportSlot, KvFormat
+from service.kv.extents import Extent
+from service.reuse.anchors import Anchor, Context
+from service.reuse.choice import (
+    MOST_OBSERVED,
+    Choice,
+    candidates_of,
+    choose,
+    compared,
+    entropy,
+    nearness,
+    shareable,
+)
+from service.reuse.distances import distance
+from service.reuse.kept import Kept, Key
+from service.reuse.prediction import pieces_of
+from service.reuse.shape import shape_of
+from service.reuse.spans import Part, joined
+from tests.service.reuse.pool import SCOPE, prompt_of
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
+
+
+def kept(num_tokens: int = 1000) -> Kept:
+    slot = ExportSlot(arena=Path("/a"), offset=0, words_offset=0, num_tokens=num_tokens)
+    return Kept(slot=slot, extent=Extent(0, 0), key=Key(SCOPE, 0, "", b""))
+
+
+def anchor_of(parts: list[Part]) -> Anchor:
+    shape = shape_of(parts)
+    bases = {i: kept(s.num_tokens) for i, s in enumerate(shape.stretches) if s.name is not None}
+    context = Context(SCOPE, 0, shape.context)
+    return Anchor(context=context, shape=shape, real=kept(shape.num_tokens), bases=bases)
+
+
+def chosen(
+    parts: list[Part], anchors: list[Anchor], far: list[float], threshold: float = 0.3
+) -> Choice | None:
+    """`far` are the anchors' distances, of every stretch."""
+    shape = shape_of(parts)
+    found = candidates_of(shape, anchors)
+    assert found is not None
+    by_anchor = dict(zip(anchors, far, strict=True))
+    distances = {(i, a): by_anchor[a] for i, a in compared(shape, found)}
+    return choose(shape, found, distances, threshold)
+
+
+@given(FARS)
+def test_the_nearest_counts_most_and_all_count_one(far: list[float]) -> None:
+    near = nearness(far)
+    assert sum(near) == pytest.approx(1)
+    assert near[far.index(min(far))] == max(near)
+    assert -1e-9 <= entropy(near) <= math.log2(len(far)) + 1e-9
+
+
+def test_entropy_is_that_of_a_plain_count() -> None:
+    assert entropy([0.25] * 4) == pytest.approx(2)
+    assert entropy([1.0, 0.0]) == 0
+    assert nearness([0.0, math.log(3)]) == pytest.approx([0.75, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("far", "threshold", "is_shareable"),
+    [
+        ([1.0, 1.0], 0.3, False),
+        ([1.0, 1.0], 1.0, True),
+        ([1.0, 9.0], 0.3, True),
+        ([1.0, 9.0], 0.0, False),
+        ([0.0, 1e4], 0.0, True),
+        ([5.0], 0.3, True),
+    ],
+)
+def test_anchors_are_shareable_where_some_are_nearer(
+    far: list[float], threshold: float, is_shareable: bool
+) -> None:
+    assert shareable(far, threshold) == is_shareable
+
+
+def test_too_few_that_are_long_enough_are_none() -> None:
+    long, short = anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(7, 8, length=59))
+    shape = shape_of(prompt_of(1, 2))
+    assert candidates_of(shape, []) is None
+    assert candidates_of(shape, [long]) is None
+    assert candidates_of(shape, [long, short]) is None
+    assert candidates_of(shape, [long, short, anchor_of(prompt_of(9, 9))]) is not None
+
+
+def test_one_of_the_same_texts_is_enough_and_counts_all() -> None:
+    anchor = anchor_of(prompt_of(5, 6))
+    choice = chosen(prompt_of(5, 6), [anchor], [0.0], threshold=0.0)
+    assert choice is not None
+    assert choice.weights == [{}] * 4 and choice.used == {anchor}
+    assert choice.exact_tokens == len(joined(prompt_of(5, 6))) - 1
+
+
+def test_texts_that_differ_are_predicted_behind_those_that_do_not() -> None:
+    anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(5, 7)), anchor_of(prompt_of(8, 9))]
+    choice = chosen(prompt_of(5, 1), anchors, [1.0, 20.0, 30.0])
+    assert choice is not None
+    assert choice.exact_tokens == 100
+    own, same, text, last = choice.weights
+    assert (own, same) == ({}, {})
+    assert list(text) == list(last) == anchors
+    assert text[anchors[0]] == pytest.approx(1) and sum(text.values()) == pytest.approx(1)
+    assert choice.used == {anchors[0], anchors[1]}, "the second is the newest that begins alike"
+    assert choice.sources == set(anchors)
+
+
+def test_the_nearest_few_are_observed() -> None:
+    anchors = [anchor_of(prompt_of(5 + i)) for i in range(MOST_OBSERVED + 3)]
+    far = [float(len(anchors) - i) for i in range(len(anchors))]
+    choice = chosen(prompt_of(99), anchors, far, threshold=1.0)
+    assert choice is not None
+    assert set(choice.weights[1]) == set(anchors[-MOST_OBSERVED:])
+    assert sum(choice.weights[1].values()) == pytest.approx(1)
+    assert anchors[-1] in choice.used and anchors[0] not in choice.used
+
+
+def test_anchors_of_one_text_are_not_told_apart_by_it() -> None:
+    """As a question that is always the same behind texts that change."""
+    anchors = [anchor_of(prompt_of(5, 9)), anchor_of(prompt_of(6, 9))]
+    shape = shape_of(prompt_of(7, 9))
+    found = candidates_of(shape, anchors)
+    assert found is not None
+    first, second = anchors
+    distances = {(1, first): 1.0, (1, second): 30.0, (2, first): 0.0, (2, second): 0.0}
+    choice = choose(shape, found, distances, 0.3)
+    assert choice is not None
+    assert choice.weights[2] == {first: 0.5, second: 0.5}
+
+
+def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
+    anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(8, 9, length=63))]
+    parts = prompt_of(1, 2)
+    shape = shape_of(parts)
+    found = candidates_of(shape, anchors)
+    assert found is not None
+    choice = choose(shape, found, dict.fromkeys(compared(shape, found), 1.0), 1.0)
+    assert choice is not None
+    bases = {1: kept(60), 2: kept(60)}
+    pieces = pieces_of(shape, bases, found, choice)
+    assert [piece.start for piece in pieces[1:]] == [p.start + p.num_tokens for p in pieces[:-1]]
+    assert pieces[-1].start + pieces[-1].num_tokens == len(joined(parts)) - 1
+    for piece in pieces:
+        assert piece.skip + piece.shift == piece.start
+        for seen in piece.observed:
+            assert seen.skip + seen.shift == piece.start
+    assert [o.shift for o in pieces[-1].observed] == [0, -6]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_distance_is_the_norm_of_what_values_differ_by(tmp_path: Path, dtype: Dtype) -> None:
+    """Of so many tokens as the first has; keys do not count."""
+    import torch
+
+    form = KvFormat(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype, rope={})
+    draw = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    ours, theirs = (torch.randn((3, 2, 2, length, 8), generator=draw).to(kind) for length in (5, 7))
+    raw = [whole.contiguous().view(torch.uint8).numpy().tobytes() for whole in (ours, theirs)]
+    view = memoryview(bytes(64) + raw[0] + raw[1])
+    slots = [
+        ExportSlot(arena=tmp_path, offset=64 + at, words_offset=0, num_tokens=length)
+        for at, length in ((0, 5), (len(raw[0]), 7))
+    ]
+    expected = (ours.double() - theirs.double()[:, :, :, :5])[:, 1].norm()
+    assert distance(view, form, *slots) == pytest.approx(float(expected), rel=1e-5)
+    assert distance(view, form, slots[0], slots[0]) == 0
