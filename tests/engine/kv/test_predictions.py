@@ -12,6 +12,7 @@ import torch
 
 from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
+from engine.guard import features
 from service.reuse.spans import Part, joined
 from tests.arena import TestArena
 from tests.engine.kv.exporting import EXPORTING, kv_format, reference, save_model, true_kv, worst
@@ -102,12 +103,12 @@ def scene(
     arena.check()
     connector = shared.core.scheduler.connector
     assert (connector.planner.num_tracked, connector.loads.num_asked) == (0, 0)
+    assert features()["segments"].on, "a load broke off"
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
 
 
-@pytest.mark.parametrize("parts", [FIRST, SECOND])
-@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize(("parts", "taken"), [(FIRST, True), (SECOND, True), (FIRST, False)])
 def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
     scene: Scene, parts: list[Part], taken: bool
 ) -> None:
