@@ -36,6 +36,7 @@ from tests.together.prompt_kv import (
 from tests.together.scene import Scene, scene
 from tests.together.segments import (
     placed_prompts_are_what_was_meant,
+    predicted_prompts_are_what_was_meant,
     shared_texts_become_a_prefix,
 )
 
@@ -114,6 +115,7 @@ async def all_that_happens(at: Scene, tmp_path: Path) -> None:
     await going_back_gives_the_first_answers_again(at, v7)
     await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
     await placed_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
+    await predicted_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
     await shared_texts_become_a_prefix(at.served, at.rollouts)
 
 
