@@ -23,8 +23,9 @@ class KvSettings(BaseModel):
         int,
         Field(
             ge=0,
-            description="bytes of the mount that prompts' segments and anchors take, for reuse.mode "
-            "recompute and anchors, at most half of its rest; 0: none, prompts are computed",
+            description="bytes of the mount that prompts' segments and anchors take, for "
+            "reuse.mode recompute and anchors, at most half of its rest; 0: none, prompts are "
+            "computed",
         ),
     ] = 0
     max_lease_seconds: Annotated[

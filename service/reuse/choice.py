@@ -16,7 +16,6 @@ from service.reuse.shape import Shape
 MOST_OBSERVED = 4
 """The nearest: each is read as often as something is predicted from it."""
 CHOSEN_SHARE = 0.9
-ROUNDING = 1e-9
 
 Distances = Mapping[tuple[int, Anchor], float]
 """By stretch, which has a name, and anchor."""
@@ -96,7 +95,9 @@ def choose(
 
 def shareable(distances: Sequence[float], threshold: float) -> bool:
     """Each of another text: two anchors of one tell apart nothing."""
-    return entropy(nearness(distances)) <= threshold * math.log2(len(distances)) + ROUNDING
+    if threshold in (0.0, 1.0):
+        return threshold == 1.0  # whatever rounding makes of the entropy
+    return entropy(nearness(distances)) <= threshold * math.log2(len(distances))
 
 
 def nearness(distances: Sequence[float]) -> list[float]:

@@ -77,7 +77,8 @@ def test_entropy_is_that_of_a_plain_count() -> None:
         ([1.0, 1.0], 1.0, True),
         ([1.0, 9.0], 0.3, True),
         ([1.0, 9.0], 0.0, False),
-        ([0.0, 1e4], 0.0, True),
+        ([0.0, 1e4], 0.0, False),
+        ([0.0, 1e4], 0.01, True),
         ([5.0], 0.3, True),
     ],
 )
