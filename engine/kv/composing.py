@@ -13,11 +13,11 @@ import torch
 from engine.kv.exports import Exports
 from engine.kv.form import CacheForm
 from engine.kv.place import Piece
-from kernels.kv_blend.blend import Observation, predicted, token_weights, turned
+from kernels.kv_blend.blend import Observation, predict, token_weights, turned
 from kernels.rotary_shift.rotary import Rotary
 
-MOST_TOKENS: Final = 512
-"""Predicted at a time, which takes some copies of them in float32."""
+MOST_TOKENS: Final = 256
+"""Predicted at a time, so that little is held beside the cache."""
 
 
 class Composer:
@@ -40,15 +40,13 @@ class Composer:
         out = torch.empty(shape, dtype=form.dtype, device="cpu")
         for piece in run:
             there = out[:, :, :, piece.start - start : piece.end - start]
-            there.copy_(self._values(piece, rotary))
+            if piece.observed:
+                self._predict(piece, rotary, there)
+            else:
+                there.copy_(turned(self.place(piece), piece.shift, rotary))
         return out
 
-    def _values(self, piece: Piece, rotary: Rotary | None) -> torch.Tensor:
-        if piece.observed:
-            return self._predicted(piece, rotary)
-        return turned(self.place(piece), piece.shift, rotary)
-
-    def _predicted(self, piece: Piece, rotary: Rotary | None) -> torch.Tensor:
+    def _predict(self, piece: Piece, rotary: Rotary | None, out: torch.Tensor) -> None:
         length = piece.num_tokens
         source = self._exports.tokens(piece.source, piece.skip, length)
         bases = [
@@ -66,7 +64,7 @@ class Composer:
                 piece.observed, bases, _weights(piece, source, bases), strict=True
             )
         ]
-        return predicted(source[:, :, self._heads], piece.shift, observed, rotary)
+        predict(source[:, :, self._heads], piece.shift, observed, rotary, out)
 
 
 def _weights(

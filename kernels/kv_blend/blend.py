@@ -5,7 +5,7 @@ taken over from the texts whose bases are nearest, token by token, keys apart fr
 compared and subtracted where they were computed, and turned to where they are to stand afterwards:
 turning is linear. The first layer has seen nothing but the token, and is taken as it is.
 
-[L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim. In float32.
+[L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim. Computed in float32.
 """
 
 from collections.abc import Sequence
@@ -32,44 +32,63 @@ def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.
     """[A, 2, T], summing to one over the A bases: by how near each is to the source, over all
     layers, heads and channels of a token. A norm, not a mean: a base that is the source itself
     leaves nothing to the others."""
-    squares = [(base.float() - source.float()).square().sum((0, 2, 4)) for base in bases]
-    return torch.softmax(-torch.stack(squares).sqrt(), dim=0)
+    squares = torch.zeros(len(bases), 2, source.shape[3], device=source.device)
+    for layer, own in enumerate(source):
+        ours = own.float()
+        for square, base in zip(squares, bases, strict=True):
+            difference = ours - base[layer]
+            square += torch.mul(difference, difference, out=difference).sum((1, 3))
+    return torch.softmax(-squares.sqrt_(), dim=0)
 
 
-def predicted(
-    source: torch.Tensor, shift: int, observed: Sequence[Observation], rotary: Rotary | None
-) -> torch.Tensor:
-    """[L, 2, H, T, D], its keys moved by `shift` as the source's are."""
-    out = turned(source.float(), shift, rotary)
-    if any(seen.base is not None for seen in observed):
-        out[1:] -= turned(_weighted_bases(source, observed), shift, rotary)
-    else:
-        out[1:] = 0
-    for moved_by in dict.fromkeys(seen.shift for seen in observed):
-        there = [seen for seen in observed if seen.shift == moved_by]
-        out[1:] += turned(_weighted_reals(source, there), moved_by, rotary)
-    return out
+def predict(
+    source: torch.Tensor,
+    shift: int,
+    observed: Sequence[Observation],
+    rotary: Rotary | None,
+    out: torch.Tensor,
+) -> None:
+    """`out` in its own type; its keys are moved by `shift` as the source's are. Layer by layer, so
+    that what is added up stays in the processor's caches."""
+    out[0] = _turned(source[0].float(), shift, rotary)
+    for layer in range(1, len(source)):
+        total = _turned(_left(source, observed, layer), shift, rotary)
+        for moved_by in dict.fromkeys(seen.shift for seen in observed):
+            there = [seen for seen in observed if seen.shift == moved_by]
+            total += _turned(_seen(source, there, layer), moved_by, rotary)
+        out[layer] = total
 
 
 def turned(values: torch.Tensor, shift: int, rotary: Rotary | None) -> torch.Tensor:
-    """A copy whose keys are moved."""
-    copy = values.clone()
-    if shift:
-        assert rotary is not None, "nothing is moved that cannot be"
-        copy[:, 0] = shift_keys(values[:, 0], shift, rotary)
-    return copy
+    """[L, 2, H, T, D], with moved keys."""
+    return torch.stack([_turned(layer, shift, rotary) for layer in values])
 
 
-def _weighted_bases(source: torch.Tensor, observed: Sequence[Observation]) -> torch.Tensor:
-    total = torch.zeros_like(source[1:], dtype=torch.float32)
+def _left(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
+    """[2, H, T, D] of the source without the observed texts' own bases; nothing without those."""
+    if any(seen.base is None for seen in observed):
+        return torch.zeros(source.shape[1:], device=source.device)
+    left = source[layer].to(torch.float32, copy=True)
     for seen in observed:
         if seen.base is not None:
-            total += seen.base[1:].float() * seen.weights[None, :, None, :, None]
-    return total
+            left.addcmul_(seen.base[layer].float(), _spread(seen.weights), value=-1)
+    return left
 
 
-def _weighted_reals(source: torch.Tensor, observed: Sequence[Observation]) -> torch.Tensor:
-    total = torch.zeros_like(source[1:], dtype=torch.float32)
+def _seen(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
+    total = torch.zeros(source.shape[1:], device=source.device)
     for seen in observed:
-        total += seen.real[1:].float() * seen.weights[None, :, None, :, None]
+        total.addcmul_(seen.real[layer].float(), _spread(seen.weights))
     return total
+
+
+def _spread(weights: torch.Tensor) -> torch.Tensor:
+    return weights[:, None, :, None]
+
+
+def _turned(layer: torch.Tensor, shift: int, rotary: Rotary | None) -> torch.Tensor:
+    """[2, H, T, D] with moved keys; itself where nothing moves."""
+    if not shift:
+        return layer
+    assert rotary is not None, "nothing is moved that cannot be"
+    return torch.stack([shift_keys(layer[0], shift, rotary), layer[1]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.kv_blend.blend import Observation, predicted, token_weights
+from kernels.kv_blend.blend import Observation, predict, token_weights
 from kernels.kv_blend.reference import slow_predicted, slow_weights
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import Rotary, rotary_of
@@ -18,6 +18,18 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 
 def turning(head_dim: int) -> Rotary:
     return rotary_of({"rope_theta": 10_000.0}, head_dim)
+
+
+def predicted(
+    source: torch.Tensor,
+    shift: int,
+    observed: list[Observation],
+    rotary: Rotary | None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    out = torch.full(source.shape, torch.nan, dtype=dtype)
+    predict(source, shift, observed, rotary, out)
+    return out
 
 
 def moved(whole: torch.Tensor, shift: int) -> torch.Tensor:
@@ -61,7 +73,6 @@ def test_a_prediction_is_that_of_the_slow_way(
     before = [source.clone(), *(seen.real.clone() for seen in observed)]
     found = predicted(source, shifts[0], observed, turning(shape[-1]))
     expected = slow_predicted(source, shifts[0], observed, turning(shape[-1]))
-    assert found.dtype == torch.float32
     assert (found - expected).abs().max() < CLOSE
     assert all(map(torch.equal, before, [source, *(seen.real for seen in observed)]))
 
@@ -78,6 +89,14 @@ def test_of_the_same_text_what_was_observed_is_predicted() -> None:
     ]
     found = predicted(text, 13, observed, turning(32))
     assert (found - moved(real, 4)).abs().max() < CLOSE
+
+
+def test_it_is_written_in_the_types_of_caches() -> None:
+    source, real = values((2, 2, 1, 3, 8), 0), values((2, 2, 1, 3, 8), 1)
+    seen = Observation(real=real, shift=3, base=source, weights=torch.ones(2, 3))
+    whole = predicted(source, 5, [seen], turning(8))
+    small = predicted(source, 5, [seen], turning(8), torch.bfloat16)
+    assert torch.equal(small, whole.bfloat16())
 
 
 def test_nothing_is_turned_that_stays() -> None:
