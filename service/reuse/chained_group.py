@@ -66,17 +66,23 @@ class ChainedGroup(Group):
         self.reuse.round_trips = self.chain.round_trips + 1
 
     def _requests(self) -> list[SampleRequest]:
-        """The links first: who comes later finds what they leave."""
+        """Links that samples stand on come first: who comes later finds what they leave. Others
+        wait for the samples, where there is not room for all in a step."""
         first, *others = Group._requests(self)
-        return [*self.chain.links, replace(first, export=self.chain.export), *others]
+        samples = [replace(first, export=self.chain.export), *others]
+        links = self.chain.links
+        return [*samples, *links] if self.load is None else [*links, *samples]
 
     async def _gather(
         self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
     ) -> list[tuple[SampleAnswer, int]]:
-        num_links = len(self.chain.links)
+        cut = self.n if self.load is None else len(self.chain.links)
+        samples, links = completions[:cut], completions[cut:]
+        if self.load is not None:
+            samples, links = links, samples
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._hear(completions[:num_links]))
-            finished = await Group._gather(self, engine, completions[num_links:], done)
+            tasks.create_task(self._hear(links))
+            finished = await Group._gather(self, engine, samples, done)
         return finished
 
     async def _hear(self, completions: Sequence[Awaitable[Completion]]) -> None:

@@ -32,8 +32,8 @@ class Watch(Protocol):
 class Preparation(Protocol):
     """What a group's samples load instead of computing it. Counts are of tokens.
 
-    `links` enter the engine in front of the samples, of which the first carries `export`. `reason`:
-    why there is nothing to load. `num_anchors` are those that the prompt was predicted from.
+    `links` enter the engine with the samples, of which the first carries `export`. `reason`: why
+    there is nothing to load. `num_anchors` are those that the prompt was predicted from.
     """
 
     @property

@@ -32,12 +32,12 @@ def last(engine: FakeEngine) -> SampleRequest:
 
 
 async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Path) -> None:
-    """Its segments are computed alone beside it, so that nothing waits."""
+    """Its segments are computed alone beside it, and come after it."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, predicted())
         assert served.server.segments.anchors.num_anchors == 1
-    tool, tale, first, second = engine.submitted
+    first, second, tool, tale = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
     assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
     assert second.export is None and first.load is None and second.load is None
