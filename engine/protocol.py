@@ -148,8 +148,8 @@ class Load:
     A request computes nothing but its prompt's tail, so a prompt with several pieces is a `chain`
     of `num_requests`: each ends where the next piece begins, and finds what those before it have
     left in the cache. They are scheduled together once all have come. From the block on that holds
-    token `exact_tokens` their blocks are found by nobody else; before, by whoever has the same
-    tokens and salt.
+    token `exact_tokens`, or the first that is loaded, their blocks are found by nobody else;
+    before, by whoever has the same tokens and salt.
 
     Pieces that follow one another are taken together, from where a cache block begins: if all
     before is cached, and they were written under the weights that serve when the request is

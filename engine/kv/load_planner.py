@@ -26,6 +26,15 @@ LONGEST_WAIT_SECONDS: Final = 0.05
 
 
 @dataclass(slots=True)
+class Asking:
+    """A request that loads; its first `num_shared` blocks are everybody's."""
+
+    request: Any
+    pieces: Pieces
+    num_shared: int
+
+
+@dataclass(slots=True)
 class Gathering:
     """A chain that is not whole yet: who came first, how many are to come, and until when."""
 
@@ -44,7 +53,7 @@ class LoadPlanner:
         self._form = form
         self._clock = clock
         self._names: dict[str, None] = {}
-        self._asked: dict[str, Pieces] = {}
+        self._asked: dict[str, Asking] = {}
         self._gathering: dict[str, Gathering] = {}
         self._claimed: dict[str, tuple[Piece, ...]] = {}
         self._jobs: list[LoadJob] = []
@@ -58,8 +67,9 @@ class LoadPlanner:
         asked = Pieces.carried(request.kv_transfer_params)
         if asked is None or self._form is None:
             return
-        part_ways(request, asked.exact_tokens // self._form.block_size, asked.chain)
-        self._asked[request.request_id] = asked
+        num_shared = asked.exact_tokens // self._form.block_size
+        part_ways(request, num_shared, asked.chain)
+        self._asked[request.request_id] = Asking(request, asked, num_shared)
         chain = self._gathering.get(asked.chain)
         if chain is None:
             until = self._clock() + LONGEST_WAIT_SECONDS
@@ -73,7 +83,7 @@ class LoadPlanner:
         self._claimed.pop(request_id, None)
         asked = self._asked.pop(request_id, None)
         if asked is not None:
-            self._gathering.pop(asked.chain, None)
+            self._gathering.pop(asked.pieces.chain, None)
 
     def written(self, name: str) -> None:
         """What was written or loaded longest ago is forgotten first, and computed again then."""
@@ -92,11 +102,13 @@ class LoadPlanner:
         asked = self._asked.get(request.request_id)
         if asked is None:
             return 0
-        if self._waits(request.request_id, asked.chain):
+        pieces = asked.pieces
+        if self._waits(request.request_id, pieces.chain):
             return None
-        claimed = tuple(self._loadable(asked.pieces, num_computed, request.num_tokens))
+        claimed = tuple(self._loadable(pieces.pieces, num_computed, request.num_tokens))
         if not claimed:
             return 0
+        self._part_ways(pieces.chain, num_computed)
         self._claimed[request.request_id] = claimed
         return claimed[-1].end - num_computed
 
@@ -124,6 +136,17 @@ class LoadPlanner:
             return True
         del self._gathering[chain]
         return False
+
+    def _part_ways(self, chain: str, num_computed: int) -> None:
+        """What is loaded is the chain's own, also where it is exact: of all that do not run, so
+        that one finds what another has loaded."""
+        assert self._form is not None, "only supported caches are loaded"
+        num_shared = num_computed // self._form.block_size
+        for asked in self._asked.values():
+            waits = asked.pieces.chain == chain and not asked.request.num_computed_tokens
+            if waits and asked.num_shared > num_shared:
+                part_ways(asked.request, num_shared, chain)
+                asked.num_shared = num_shared
 
     def _loadable(self, pieces: Sequence[Piece], position: int, num_tokens: int) -> Iterator[Piece]:
         """Those that follow one another from there on, if a block begins there."""

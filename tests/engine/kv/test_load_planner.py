@@ -28,6 +28,7 @@ class Request:
 
     def __init__(self, name: str, num_tokens: int, load: Load) -> None:
         self.request_id, self.num_tokens = name, num_tokens
+        self.num_computed_tokens = 0
         self.kv_transfer_params = carrying(None, load)
         self.block_hashes: list[bytes] = []
         self._block_hasher = _numbers
@@ -180,3 +181,19 @@ def test_blocks_in_front_of_what_is_placed_are_everybodys(planner: LoadPlanner) 
         assert not set(request.block_hashes[2:]) & set(plain)
     assert one.block_hashes[2:5] == other.block_hashes[2:5]
     assert not set(one.block_hashes[2:]) & set(foreign.block_hashes[2:])
+
+
+def test_what_is_exact_and_loaded_is_the_chains_too(planner: LoadPlanner) -> None:
+    """A load may fail after its blocks were named. Of what runs nothing is named anew."""
+    load = replace(LOAD, num_requests=3, exact_tokens=96)
+    runs, first, second = (added(planner, name, 112, load) for name in ("runs", "one", "two"))
+    runs.num_computed_tokens = 112
+    plain = [bytes([i]) for i in range(7)]
+    assert all(request.block_hashes[:6] == plain[:6] for request in (runs, first, second))
+    assert planner.claim(first, 64) == 25
+    assert runs.block_hashes[:6] == plain[:6]
+    assert first.block_hashes == second.block_hashes
+    assert first.block_hashes[:4] == plain[:4]
+    assert not set(first.block_hashes[4:]) & set(plain)
+    before = list(second.block_hashes)
+    assert planner.claim(second, 96) == 0 and second.block_hashes == before

@@ -144,6 +144,19 @@ def test_a_prompt_that_is_cached_in_front_is_predicted_behind(scene: Scene) -> N
     assert salted.num_cached_tokens == 0
 
 
+def test_what_is_loaded_is_found_by_its_group_alone(scene: Scene) -> None:
+    """Not even what is exact: a load may fail after its blocks were named."""
+    load = scene.predicting.load(FIRST, chain="exact", n=2)
+    assert load.exact_tokens == len(joined(FIRST)) - 1
+    names = scene.predicting.submit(FIRST, load, n=2, salt="fresh")
+    for answer in scene.engine.finish(*names):
+        assert answer.num_cached_tokens == len(joined(FIRST)) - 1
+        assert_close(answer, scene.computed(FIRST, answer))
+    [plain] = scene.engine.finish(scene.engine.submit(joined(FIRST), max_tokens=4, salt="fresh"))
+    assert plain.num_cached_tokens == 0
+    assert_close(plain, scene.computed(FIRST, plain))
+
+
 def test_two_groups_and_an_export_run_side_by_side(scene: Scene) -> None:
     """A load and an export share a step."""
     other = prompt_of(NEW["a"][:60], TEXTS["b"][0])
