@@ -130,7 +130,7 @@ class LoadPiece:
 
     With `observed` what is written is predicted, in every layer but the first: the source, plus by
     how much each that was observed was off its own base, or the observed alone where they have
-    none. By token they count by how near their base is to the source.
+    none. Token by token they count by how near their base is to the source.
     """
 
     source: ExportSlot

@@ -133,9 +133,11 @@ class Foreseen:
 
 
 def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[Anchor, torch.Tensor]:
-    """[2, T], by anchor."""
-    far = torch.stack([(base - other).pow(2).sum((0, 2, 4)).sqrt() for other in bases.values()])
-    return dict(zip(bases, torch.softmax(-far, dim=0), strict=True))
+    """[2, T], by anchor; the rest is no offset at all."""
+    others = [*bases.values(), torch.zeros_like(base)]
+    far = torch.stack([(base - other).pow(2).sum((0, 2, 4)) for other in others])
+    near = 1 / far.double().clamp(min=1e-30)
+    return dict(zip(bases, (near / near.sum(0)).float(), strict=False))
 
 
 def _nowhere() -> Kept:

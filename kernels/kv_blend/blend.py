@@ -1,7 +1,8 @@
 """Keys and values of a text behind another prefix, predicted from how others were changed there.
 
 A text alone has its base; behind a prefix it was observed to be something else. The difference is
-taken over from the texts whose bases are nearest, token by token, keys apart from values. Keys are
+taken over from texts the more the nearer their bases are, token by token, keys apart from values,
+and the less the fewer or the farther they are. Keys are
 compared and subtracted where they were computed, and turned to where they are to stand afterwards:
 turning is linear. The first layer has seen nothing but the token, and is taken as it is.
 
@@ -10,11 +11,15 @@ turning is linear. The first layer has seen nothing but the token, and is taken 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import Rotary
+
+LEAST: Final = 1e-30
+"""The square of a distance that is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +34,19 @@ class Observation:
 
 
 def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[A, 2, T], summing to one over the A bases: by how near each is to the source, over all
-    layers, heads and channels of a token. A norm, not a mean: a base that is the source itself
-    leaves nothing to the others."""
-    squares = torch.zeros(len(bases), 2, source.shape[3], device=source.device)
+    """[A, 2, T]: how much each of the A bases tells of each token of the source, by the inverse
+    square of their distance over all layers, heads and channels; a softmax of its logarithm, which
+    does not ask how large a model's values are. Nothing tells as much as what is as far as nought
+    is: what is missing to one is no offset at all. A base that is the source itself tells all.
+    """
+    squares = torch.zeros(len(bases) + 1, 2, source.shape[3], device=source.device)
     for layer, own in enumerate(source):
         ours = own.float()
-        for square, base in zip(squares, bases, strict=True):
+        squares[-1] += torch.mul(ours, ours).sum((1, 3))
+        for square, base in zip(squares, bases, strict=False):
             difference = ours - base[layer]
             square += torch.mul(difference, difference, out=difference).sum((1, 3))
-    return torch.softmax(-squares.sqrt_(), dim=0)
+    return torch.softmax(-squares.clamp_(min=LEAST).log_(), dim=0)[:-1]
 
 
 def predict(

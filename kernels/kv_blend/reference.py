@@ -15,13 +15,17 @@ def slow_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.T
     weights = torch.zeros(len(bases), 2, num_tokens, dtype=torch.float64)
     for part in range(2):
         for token in range(num_tokens):
-            distances = [
-                math.sqrt(sum(float(x) ** 2 for x in _of(base - source, part, token)))
-                for base in bases
-            ]
-            shares = [math.exp(min(distances) - distance) for distance in distances]
+            own = _of(source, part, token)
+            distances = [math.dist(own, _of(base, part, token)) for base in bases]
+            nought = math.hypot(*own)
+            if min(distances) == 0:  # it has the very text
+                shares = [float(distance == 0) for distance in distances]
+                total = sum(shares)
+            else:
+                shares = [distance**-2 for distance in distances]
+                total = sum(shares) + nought**-2
             for index, share in enumerate(shares):
-                weights[index, part, token] = share / sum(shares)
+                weights[index, part, token] = share / total
     return weights
 
 
