@@ -1,7 +1,19 @@
-"""Which pieces are written together, by hand."""
+"""Which pieces are written together, and by which rank what of them, by hand."""
 
-from engine.kv.composing import MOST_TOKENS, runs_of
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.kv.composing import MOST_TOKENS, Composer, runs_of
+from engine.kv.exports import Exports
 from engine.kv.place import Piece, Place, Seen
+from engine.protocol import ExportSlot
+from kernels.rotary_shift.rotary import rotary_of
+from tests.arena import TestArena
+from tests.engine.kv.exporting import kv_format
+from tests.engine.kv.test_loader_step import FORM
 
 SOURCE = Place(arena="/arena", offset=0, words_offset=0, num_tokens=10_000)
 SEEN = Seen(real=SOURCE, skip=5, shift=0, base=SOURCE, base_skip=0, weight=1.0)
@@ -38,3 +50,55 @@ def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
 
 def test_what_is_moved_whole_is_not_cut() -> None:
     assert spans(piece(0, 4 * MOST_TOKENS)) == [[(0, 4 * MOST_TOKENS)]]
+
+
+def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None:
+    """Side by side they are what one rank predicts."""
+    arena = TestArena(tmp_path / "arena", kv_format(4))
+    whole = replace(FORM, layers=("0", "1"), num_kv_heads=4, head_dim=arena.form.head_dim)
+    run = a_run(arena)
+    rotary = rotary_of({"rope_theta": 10_000.0}, whole.head_dim)
+
+    def composed(num_ranks: int, rank: int) -> torch.Tensor:
+        form = replace(whole, num_ranks=num_ranks)
+        exports = Exports(form)
+        found = Composer(form, exports, form.heads_held_by(rank)).together(run, rotary)
+        exports.close()
+        return found
+
+    alone = composed(1, 0)
+    assert alone.shape == (2, 2, 4, 24, whole.head_dim)
+    assert torch.equal(torch.cat([composed(2, rank) for rank in range(2)], dim=2), alone)
+
+
+def a_run(arena: TestArena) -> list[Piece]:
+    """A text that moves, one predicted from two others, and one from what was seen alone."""
+    slots = [arena.slot(20) for _ in range(5)]
+    draw = np.random.default_rng(0)
+    for slot in slots:
+        num_bytes = arena.num_bytes(slot.num_tokens)
+        values = draw.standard_normal(num_bytes // 4).astype("<f4")
+        arena.bytes[slot.offset : slot.offset + num_bytes] = values.view(np.uint8)
+    base, *others = map(place_of, slots)
+    first = Piece(source=base, skip=2, num_tokens=10, start=0, shift=3)
+    seen = [
+        Seen(real=real, skip=i, shift=7 * i, base=other, base_skip=i, weight=1.0)
+        for i, (real, other) in enumerate(zip(others[:2], others[2:], strict=True))
+    ]
+    alike = [
+        replace(one, base=None, weight=weight) for one, weight in zip(seen, (0.7, 0.3), strict=True)
+    ]
+    return [
+        first,
+        replace(first, start=10, num_tokens=9, observed=tuple(seen)),
+        replace(first, start=19, num_tokens=5, observed=tuple(alike)),
+    ]
+
+
+def place_of(slot: ExportSlot) -> Place:
+    return Place(
+        arena=str(slot.arena),
+        offset=slot.offset,
+        words_offset=slot.words_offset,
+        num_tokens=slot.num_tokens,
+    )
