@@ -1,6 +1,7 @@
 """Which anchors tell, how much each counts, and when none does."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -158,6 +159,54 @@ def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
         for seen in piece.observed:
             assert seen.skip + seen.shift == piece.start
     assert [o.shift for o in pieces[-1].observed] == [0, -6]
+
+
+KINDS = st.lists(st.sampled_from(["own", "a", "b", "c"]), min_size=1, max_size=5)
+
+
+def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> list[Part]:
+    """Own texts stay, all but the last; a name has one text in a prompt."""
+    texts = {
+        kind: [token] * length for kind, length, token in zip("abc", lengths, tokens, strict=True)
+    }
+    own = [Part(token_ids=[9] * 3), Part(token_ids=[10 + lengths[0]] * 2)]
+    return [
+        Part(token_ids=texts[kind], name=kind) if kind in texts else own[i == len(kinds) - 1]
+        for i, kind in enumerate(kinds)
+    ]
+
+
+@given(kinds=KINDS, data=st.data())
+def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sources(
+    kinds: list[str], data: st.DataObject
+) -> None:
+    def drawn() -> list[Part]:
+        three = st.tuples(*[st.integers(1, 6)] * 3)
+        return written(kinds, data.draw(three), data.draw(three))
+
+    anchors = [anchor_of(drawn()) for _ in range(data.draw(st.integers(0, 4)))]
+    parts = drawn()
+    shape = shape_of(parts)
+    anchors = [a for a in anchors if a.shape.context == shape.context]
+    found = candidates_of(shape, anchors)
+    if found is None or shape.num_shared == 0:
+        return
+    far = {pair: data.draw(st.floats(0, 100)) for pair in compared(shape, found)}
+    choice = choose(shape, found, far, 1.0)
+    assert choice is not None
+    bases = {i: kept(s.num_tokens) for i, s in enumerate(shape.stretches) if s.name is not None}
+    at = 0
+    for piece in pieces_of(shape, bases, found, choice):
+        assert piece.start == at and piece.num_tokens > 0
+        assert piece.skip + piece.num_tokens <= piece.source.num_tokens
+        for seen in piece.observed:
+            assert seen.skip + piece.num_tokens <= seen.real.num_tokens
+            assert seen.skip + seen.shift == piece.start
+            assert seen.base is None or piece.num_tokens <= seen.base.num_tokens
+        assert len({seen.base is None for seen in piece.observed}) <= 1
+        at += piece.num_tokens
+    assert at in (shape.num_tokens, shape.stretches[shape.num_shared - 1].end)
+    assert choice.exact_tokens <= at
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
