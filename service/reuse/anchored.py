@@ -22,7 +22,10 @@ from service.reuse.prediction import pieces_of
 from service.reuse.shape import Shape, shape_of
 from service.reuse.spans import Part
 from service.reuse.store import SegmentStore
-from service.reuse.watch import Broken, Watch
+from service.reuse.watch import Broken, Watch, unless_it_ends
+
+MOST_STRETCHES = 128
+"""Each is compared with each anchor's, and each with a name is computed alone."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,7 +67,7 @@ class Anchored:
         if self.store.reason is not None:
             raise Broken(self.store.reason)
         shape = shape_of(self.parts)
-        if shape.num_shared == 0 or len(shape.stretches) < 2:
+        if shape.num_shared == 0 or not 2 <= len(shape.stretches) <= MOST_STRETCHES:
             raise Broken("nothing_placed")
         if watch.ends:
             raise Broken("not_written")
@@ -76,13 +79,13 @@ class Anchored:
             return None
         with self._held(there):
             await self._borrowed.write(engine, watch)
-            choice = await self._choice(shape, bases, found)
-        if watch.ends:
-            raise Broken("not_written")
-        if choice is None:
-            self._compute(shape, bases, "not_shareable")
-            return None
-        return self._predict(shape, bases, found, choice)
+            choice = await unless_it_ends(watch, self._choice(shape, bases, found))
+            if watch.ends:
+                raise Broken("not_written")
+            if choice is not None:
+                return self._predict(shape, bases, found, choice)
+        self._compute(shape, bases, "not_shareable")
+        return None
 
     async def heard(self, link: SampleRequest, done: Completion) -> None:
         await self._borrowed.heard(self._writes.pop(link.id), link, done)
@@ -111,7 +114,7 @@ class Anchored:
 
     @contextmanager
     def _held(self, anchors: Sequence[Anchor]) -> Iterator[None]:
-        """They are compared meanwhile, and read by nobody but us."""
+        """Until those that are chosen are pinned for longer: meanwhile others may drop them."""
         held = [kept for anchor in anchors for kept in anchor.kept()]
         for kept in held:
             kept.pins += 1

@@ -55,6 +55,7 @@ class Anchors:
         self._ending: set[asyncio.Task[None]] = set()
         self.fates: Counter[Fate] = Counter()
         store.spare = self._spare
+        store.outdate = self._drop_outdated
 
     @property
     def num_anchors(self) -> int:
@@ -77,12 +78,12 @@ class Anchors:
         """To be written by whoever computes this prompt, and ended then. None if there is no room.
         It is found as soon as it is written."""
         context = self._context(scope, shape)
-        if len(self._contexts.get(context, ())) >= MOST_ANCHORS:
-            self._drop(least_used(self._contexts[context]), "evicted")
         key = Key(scope, context.epoch, "", shape.context)  # no segment's: names are not empty
         real = self._store.room(shape.num_tokens, key)
         if real is None:
             return None
+        if len(self._contexts.get(context, ())) >= MOST_ANCHORS:
+            self._drop(least_used(self._contexts[context]), "evicted")
         anchor = Anchor(context=context, shape=shape, real=real, bases=dict(bases))
         for kept in anchor.kept():  # the room is pinned for its writer
             kept.pins += 1

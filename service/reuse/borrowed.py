@@ -1,18 +1,16 @@
 """The segments of one group: found where they are kept, and else computed alone, from position 0
 on. They stay where they are until they are given back."""
 
-import asyncio
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest, Sampling
 from service.reuse.kept import Kept
 from service.reuse.orders import Scope
 from service.reuse.spans import Part
 from service.reuse.store import SegmentStore
-from service.reuse.watch import Broken, Watch
+from service.reuse.watch import Broken, Watch, unless_it_ends
 
 ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0)
 
@@ -45,6 +43,7 @@ class Borrowed:
 
     def pin(self, kept: Kept) -> None:
         """Kept already, and for others too."""
+        assert kept.pins > 0, "what nobody holds may be gone"
         kept.pins += 1
         self._pinned.append(kept)
 
@@ -60,7 +59,7 @@ class Borrowed:
         if self._unwritten:
             await self._write(engine, watch, self.writers())
         for kept in self._segments.values():
-            await _first_of(kept.ended.wait(), watch.until_end())
+            await unless_it_ends(watch, kept.ended.wait())
             if not kept.written:
                 raise Broken("not_written")
 
@@ -118,13 +117,3 @@ class Borrowed:
         for (request, kept), completion in zip(writers, done, strict=True):
             if not await self.heard(kept, request, completion):
                 raise Broken("not_written")
-
-
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

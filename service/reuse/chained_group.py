@@ -67,19 +67,23 @@ class ChainedGroup(Group):
 
     def _requests(self) -> list[SampleRequest]:
         """Links that samples stand on come first: who comes later finds what they leave. Others
-        wait for the samples, where there is not room for all in a step."""
+        come behind the first sample, whose prompt they are not to delay: other groups may wait for
+        what they write."""
         first, *others = Group._requests(self)
         samples = [replace(first, export=self.chain.export), *others]
-        links = self.chain.links
-        return [*samples, *links] if self.load is None else [*links, *samples]
+        at = self._links_at
+        return [*samples[:at], *self.chain.links, *samples[at:]]
+
+    @property
+    def _links_at(self) -> int:
+        return 1 if self.load is None else 0
 
     async def _gather(
         self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
     ) -> list[tuple[SampleAnswer, int]]:
-        cut = self.n if self.load is None else len(self.chain.links)
-        samples, links = completions[:cut], completions[cut:]
-        if self.load is not None:
-            samples, links = links, samples
+        begin = self._links_at
+        end = begin + len(self.chain.links)
+        links, samples = completions[begin:end], completions[:begin] + completions[end:]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._hear(links))
             finished = await Group._gather(self, engine, samples, done)

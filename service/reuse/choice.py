@@ -94,9 +94,12 @@ def choose(
 
 
 def shareable(distances: Sequence[float], threshold: float) -> bool:
-    """Each of another text: two anchors of one tell apart nothing."""
+    """Each of another text: two anchors of one tell apart nothing, so that one text is near enough
+    only where it is this one."""
     if threshold in (0.0, 1.0):
         return threshold == 1.0  # whatever rounding makes of the entropy
+    if len(distances) == 1:
+        return distances[0] == 0.0
     return entropy(nearness(distances)) <= threshold * math.log2(len(distances))
 
 

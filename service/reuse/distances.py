@@ -7,8 +7,10 @@ export's name stands for does not change.
 
 import asyncio
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -23,23 +25,46 @@ Floats = npt.NDArray[np.float32]
 
 
 class Distances:
-    """Owns what was compared. On one event loop; compares on a thread."""
+    """Owns what was compared, and the thread that compares. On one event loop."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
         self._known: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
 
     async def between(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        wanted = list(dict.fromkeys(pairs))
-        unknown = [pair for pair in wanted if _names(pair) not in self._known]
+        """Cancelling it ends the comparison behind the pair that is being compared."""
+        distances: dict[Pair, float] = {}
+        unknown = []
+        for pair in dict.fromkeys(pairs):
+            if _names(pair) in self._known:
+                distances[pair] = self._known[_names(pair)]
+            else:
+                unknown.append(pair)
         if unknown:
-            view, form = self._store.view, self._store.form
-            found = await asyncio.to_thread(lambda: [distance(view, form, *p) for p in unknown])
-            self._known |= zip(map(_names, unknown), found, strict=True)
-        distances = {pair: self._known[_names(pair)] for pair in wanted}
+            distances |= zip(unknown, await self._compared(unknown), strict=True)
+        self._remember({pair: distances[pair] for pair in unknown})
+        return distances
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compared(self, pairs: Sequence[Pair]) -> list[float]:
+        view, form, over = self._store.view, self._store.form, threading.Event()
+
+        def compare() -> list[float]:
+            return [distance(view, form, *pair) for pair in pairs if not over.is_set()]
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, compare)
+        finally:
+            over.set()
+
+    def _remember(self, found: Mapping[Pair, float]) -> None:
+        for pair, far in found.items():
+            self._known[_names(pair)] = far
         while len(self._known) > MOST_PAIRS:
             self._known.popitem(last=False)
-        return distances
 
 
 def distance(view: memoryview, form: KvFormat, text: ExportSlot, other: ExportSlot) -> float:

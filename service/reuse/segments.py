@@ -40,6 +40,7 @@ class Segments:
         self._distances = Distances(self.store)
 
     async def close(self) -> None:
+        self._distances.close()
         await self.anchors.close()
         await self.store.close()
 

@@ -2,8 +2,9 @@
 
 Each is of one key, one salt, one name, one text and one activation: nothing else ever finds it. The
 engine writes a segment once, alone, from position 0 on; chains place it. What was used longest ago
-makes room, what is in use does not; then `spare`, which anchors answer. Bytes that the engine may
-still write or read are left alone until it has settled.
+makes room, what is in use does not; then `spare`, which anchors answer, as they do `outdate`, when
+what was kept for other weights goes. Bytes that the engine may still write or read are left alone
+until it has settled.
 
 Lives on one event loop.
 """
@@ -49,6 +50,7 @@ class SegmentStore:
         self._free = free
         self.reason: ReuseReason | None = "disabled"
         self.spare: Callable[[], bool] = lambda: False
+        self.outdate: Callable[[], object] = lambda: None
         self._arena: Arena | None = None
         self._extents = Extents(0)
         self._segments: OrderedDict[Key, Kept] = OrderedDict()
@@ -194,6 +196,7 @@ class SegmentStore:
         epoch = self._epoch()
         for key in [key for key in self._segments if key.epoch != epoch]:
             self.forget(self._segments[key])
+        self.outdate()
 
     def _drop_other_texts(self, key: Key) -> None:
         """Of its name, unless an anchor or a prompt under way has them."""

@@ -1,9 +1,13 @@
 """Between a group and what prepares its prompt."""
 
-from typing import Protocol
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from coppice.wire.reuse import ReuseReason
 from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest
+
+T = TypeVar("T")
 
 
 class Broken(Exception):
@@ -27,6 +31,18 @@ class Watch(Protocol):
     def entered(self, request_id: str) -> None: ...
 
     def left(self, request_id: str) -> None: ...
+
+
+async def unless_it_ends(watch: Watch, wait: Coroutine[Any, Any, T]) -> T | None:
+    """None, and the wait is cancelled, once nothing is wanted any more."""
+    waiting, over = asyncio.create_task(wait), asyncio.create_task(watch.until_end())
+    try:
+        await asyncio.wait((waiting, over), return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else None
+    finally:
+        waiting.cancel()
+        over.cancel()
+        await asyncio.gather(waiting, over, return_exceptions=True)
 
 
 class Preparation(Protocol):

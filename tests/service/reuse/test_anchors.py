@@ -32,12 +32,12 @@ def last(engine: FakeEngine) -> SampleRequest:
 
 
 async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Path) -> None:
-    """Its segments are computed alone beside it, and come after it."""
+    """Its segments are computed alone beside it, and do not delay it."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, predicted())
         assert served.server.segments.anchors.num_anchors == 1
-    first, second, tool, tale = engine.submitted
+    first, tool, tale, second = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
     assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
     assert second.export is None and first.load is None and second.load is None
@@ -253,7 +253,8 @@ async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_step
         await running_samples(served, 2 if num_steps < 2 else 4)
         if num_steps == 1:
             engine.step()
-            await running_samples(served, 2)
+            while engine.submitted[-1].load is None:
+                await asyncio.sleep(0.001)
         [rollout] = served.server.rollouts.in_flight()
         await served.server.rollouts.cancel(rollout)
         group = await asking
@@ -262,6 +263,24 @@ async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_step
         assert served.server.segments.anchors.num_anchors == 2
     assert group["outcome"] == "cancelled"
     assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
+
+
+async def test_anchors_that_are_dropped_meanwhile_stay_until_it_has_loaded(tmp_path: Path) -> None:
+    engine = engine_of()
+    async with reusing(engine, tmp_path) as served:
+        await two_anchors(served)
+        engine.instant = False
+        asking = asyncio.create_task(answered(served, predicted(7, 8)))
+        await running_samples(served, 2)
+        anchors = served.server.segments.anchors
+        anchors.forget([anchor for there in anchors._contexts.values() for anchor in there])
+        while not asking.done():
+            engine.step()
+            await asyncio.sleep(0.001)
+        group = await asking
+        served.server.segments.store.check()
+    assert [sample["finish_reason"] for sample in group["samples"]] == ["length"] * 2
+    assert last(engine).load is not None
 
 
 async def test_a_deadline_ends_it(tmp_path: Path) -> None:
@@ -288,7 +307,7 @@ async def test_a_context_has_so_many_anchors(tmp_path: Path) -> None:
 
 
 async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
-    """In four mebibytes there is room for a few contexts' anchors and segments."""
+    """In two mebibytes there is room for a few contexts' anchors and segments."""
     async with reusing(engine_of(), tmp_path, segments_bytes=2**21) as served:
         for i in range(12):
             group = await answered(served, predicted(7, 8, own=[i + 1] * 40))

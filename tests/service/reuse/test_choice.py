@@ -80,7 +80,9 @@ def test_entropy_is_that_of_a_plain_count() -> None:
         ([1.0, 9.0], 0.0, False),
         ([0.0, 1e4], 0.0, False),
         ([0.0, 1e4], 0.01, True),
-        ([5.0], 0.3, True),
+        ([5.0], 0.3, False),
+        ([5.0], 1.0, True),
+        ([0.0], 0.3, True),
     ],
 )
 def test_anchors_are_shareable_where_some_are_nearer(

@@ -1,9 +1,11 @@
 """Which anchors are kept, for whom and how long."""
 
+import asyncio
 from pathlib import Path
 
 from engine.protocol import ExportWord
 from service.reuse.anchors import MOST_ANCHORS, OLDEST, Anchor, least_used
+from service.reuse.distances import Distances
 from service.reuse.orders import Scope
 from service.reuse.spans import Part
 from tests.service.reuse.pool import SCOPE, a_pool, prompt_of, shape
@@ -40,6 +42,29 @@ async def test_its_segments_stay_with_it(tmp_path: Path) -> None:
         pool.anchors.forget([anchor])
         assert anchor.bases[1].pins == 0
         pool.check()
+
+
+async def test_segments_of_new_weights_find_the_room_of_old_anchors(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        pool.made(prompt_of(5))
+        pool.epoch = 1
+        for kept in pool.bases(prompt_of(6)).values():
+            pool.store.unpin(kept, settled=True)
+        assert pool.anchors.fates["outdated"] == 1
+        pool.check()
+
+
+async def test_what_was_known_may_be_forgotten_while_others_are_compared(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        one, two, three = (pool.bases(prompt_of(text))[1].slot for text in (5, 6, 7))
+        distances = Distances(pool.store)
+        known = await distances.between([(one, two)])
+        comparing = asyncio.create_task(distances.between([(one, two), (one, three)]))
+        await asyncio.sleep(0)
+        distances._known.clear()
+        assert set(await comparing) == {(one, two), (one, three)}
+        assert (await distances.between([(one, two)])) == known
+        distances.close()
 
 
 async def test_all_die_with_the_weights(tmp_path: Path) -> None:
