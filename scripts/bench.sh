@@ -13,7 +13,7 @@ main() {
         name=$(basename "$file" .py)
         case $name in
             speculation) compare_speculation ;;
-            cross_context) bench "$name" --model build/100m ;;
+            cross_context) bench "$name" --model build/100m --agents build/agents ;;
             *_gpu) if nvidia-smi -L >/dev/null 2>&1; then bench "$name"; fi ;;
             *) bench "$name" ;;
         esac
@@ -37,6 +37,7 @@ make_models() {
     for size in 25m 100m; do
         made "build/$size" examples.seedling.grow --to $size
     done
+    made build/agents examples.seedling.train_agents
     made build/drafter/fitted examples.seedling.drafter
     made build/drafter/other bench.harness.retaught
 }

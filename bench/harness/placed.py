@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
-from service.reuse.spans import Part, joined, spans_of
+from service.reuse.spans import Part, Span, joined, spans_of
 
 
 class Placed:
@@ -32,25 +32,35 @@ class Placed:
         self, parts: Sequence[Part], response: Sequence[int], *, first_tokens: int
     ) -> torch.Tensor:
         """As `dense`, of the prompt as a chain makes it."""
-        prompt, cache = joined(parts), DynamicCache(config=self._model.config)
-        *before, last = spans_of(parts, first_tokens=first_tokens, block=self._block)
+        cache = self.cache(parts, first_tokens=first_tokens)
+        tokens = torch.tensor([[joined(parts)[-1], *response]])
         with torch.inference_mode():
-            for span in before:
-                if span.part is None:
-                    self._model(
-                        torch.tensor([prompt[span.start : span.end]]), past_key_values=cache
-                    )
-                    continue
-                kept = self._alone(parts[span.part].token_ids)
-                taken = slice(span.start - span.origin, span.end - span.origin)
-                for layer, (keys, values) in enumerate(kept):
-                    moved = shift_keys(keys[:, :, taken], span.origin, self._rotary)
-                    cache.update(moved, values[:, :, taken], layer)
-            tail = [*prompt[last.start :], *response]
-            logits: torch.Tensor = self._model(torch.tensor([tail]), past_key_values=cache).logits[
-                0
-            ]
-        return logits[-len(response) - 1 : -1].log_softmax(-1)
+            logits: torch.Tensor = self._model(tokens, past_key_values=cache).logits[0]
+        return logits[:-1].log_softmax(-1)
+
+    def cache(self, parts: Sequence[Part], *, first_tokens: int) -> DynamicCache:
+        """Of all of a prompt's tokens but the last, as a chain makes it."""
+        prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            for span in spans_of(parts, first_tokens=first_tokens, block=self._block):
+                if span.part is not None:
+                    self._place(parts[span.part], span, cache)
+                elif tokens := prompt[span.start : span.end]:
+                    self._model(torch.tensor([tokens]), past_key_values=cache)
+        return cache
+
+    def computed_cache(self, parts: Sequence[Part]) -> DynamicCache:
+        """The exact one."""
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            self._model(torch.tensor([joined(parts)[:-1]]), past_key_values=cache)
+        return cache
+
+    def _place(self, part: Part, span: Span, cache: DynamicCache) -> None:
+        taken = slice(span.start - span.origin, span.end - span.origin)
+        for layer, (keys, values) in enumerate(self._alone(part.token_ids)):
+            moved = shift_keys(keys[:, :, taken], span.origin, self._rotary)
+            cache.update(moved, values[:, :, taken], layer)
 
     def _alone(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         key = tuple(token_ids)

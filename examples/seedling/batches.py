@@ -1,11 +1,11 @@
-"""The endless stream of training batches: prompts with their solutions, grouped by length.
+"""Endless streams of training batches: prompts with their solutions, grouped by length.
 
 Rows are padded on the right. Under a causal mask nothing that counts sees the padding, so a batch
 needs no attention mask. Shape suffixes: B rows, T tokens.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,12 @@ POOL_EXAMPLES = 2048
 
 class Batch(NamedTuple):
     tokens_BT: torch.Tensor
-    labels_BT: torch.Tensor  # IGNORED at the prompt and the padding
+    labels_BT: torch.Tensor  # IGNORED at what is not taught: the prompt, the padding
 
 
 class Example(NamedTuple):
     tokens: list[int]
-    num_prompt_tokens: int
+    labels: list[int]  # the same tokens where they are taught, else IGNORED
 
 
 def stream(
@@ -36,21 +36,30 @@ def stream(
 ) -> Iterator[Batch]:
     """Batches of at most `tokens_per_batch` tokens, padding counted, from problems not held out."""
     rng = random.Random(seed)
+    return pooled(
+        lambda: [_draw(rng, tokenizer, at_once_share) for _ in range(POOL_EXAMPLES)],
+        rng,
+        tokens_per_batch=tokens_per_batch,
+        pad=tokenizer.pad_token_id,
+    )
+
+
+def pooled(
+    draw: Callable[[], list[Example]], rng: random.Random, *, tokens_per_batch: int, pad: int
+) -> Iterator[Batch]:
+    """Batches of pool after pool; each pool's are shuffled."""
     while True:
-        pool = [_draw(rng, tokenizer, at_once_share) for _ in range(POOL_EXAMPLES)]
-        batches = _by_length(pool, tokens_per_batch)
+        batches = _by_length(draw(), tokens_per_batch)
         rng.shuffle(batches)
-        yield from (_pad(batch, tokenizer.pad_token_id) for batch in batches)
+        yield from (_pad(batch, pad) for batch in batches)
 
 
 def _draw(rng: random.Random, tokenizer: PreTrainedTokenizerFast, at_once_share: float) -> Example:
     problem = arithmetic.draw(rng, held_out=False)
     solve = arithmetic.at_once if rng.random() < at_once_share else arithmetic.written_out
     prompt = tokenizer.encode(problem.prompt)
-    return Example(
-        tokens=prompt + tokenizer.encode(solve(problem)) + [tokenizer.eos_token_id],
-        num_prompt_tokens=len(prompt),
-    )
+    response = [*tokenizer.encode(solve(problem)), tokenizer.eos_token_id]
+    return Example(tokens=prompt + response, labels=[IGNORED] * len(prompt) + response)
 
 
 def _by_length(pool: list[Example], tokens_per_batch: int) -> list[list[Example]]:
@@ -67,7 +76,7 @@ def _pad(examples: list[Example], pad: int) -> Batch:
     width = max(len(example.tokens) for example in examples)
     tokens_BT = torch.full((len(examples), width), pad, dtype=torch.int64)
     labels_BT = torch.full((len(examples), width), IGNORED, dtype=torch.int64)
-    for row, (tokens, num_prompt_tokens) in enumerate(examples):
+    for row, (tokens, labels) in enumerate(examples):
         tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
-        labels_BT[row, num_prompt_tokens : len(tokens)] = torch.tensor(tokens[num_prompt_tokens:])
+        labels_BT[row, : len(labels)] = torch.tensor(labels)
     return Batch(tokens_BT, labels_BT)

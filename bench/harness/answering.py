@@ -1,0 +1,71 @@
+"""Answers from a prompt's cache, token by token, with the right answer as their draft.
+
+What a model would say is verified many tokens at once, as in speculative decoding, so an answer
+costs a forward for every token that is not the right one. Whatever the draft, the tokens are those
+that would have come one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """`cache` is of all of a prompt's tokens but the `last`."""
+
+    cache: DynamicCache
+    last: int
+
+
+def log_probabilities(model: Any, prompted: Prompted, response: Sequence[int]) -> torch.Tensor:
+    """[T + 1, V], where the response's tokens were to come, and what follows them."""
+    tokens = torch.tensor([[prompted.last, *response]])
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens, past_key_values=_copied(prompted.cache)).logits[0]
+    return logits.log_softmax(-1)
+
+
+def answered(
+    model: Any,
+    prompted: Prompted,
+    noise: torch.Tensor,
+    *,
+    draft: Sequence[int],
+    end: int,
+) -> list[int]:
+    """Up to `end`, or as many tokens as `noise` [T, V] has rows.
+
+    A token is the largest of logits and noise: zeros make it greedy, Gumbel noise a sample at
+    temperature 1. The same noise makes the same choices wherever distributions are alike.
+    """
+    cache, last, said = _copied(prompted.cache), prompted.last, list[int]()
+    while len(said) < len(noise) and end not in said:
+        guess = draft[len(said) : len(noise) - 1]
+        chosen = _chosen(model, cache, [last, *guess], noise[len(said) :])
+        right = _num_equal(chosen, guess)
+        cache.crop(right - len(guess))
+        said += chosen[: right + 1]
+        last = said[-1]
+    return said[: said.index(end) + 1] if end in said else said
+
+
+def _chosen(
+    model: Any, cache: DynamicCache, tokens: Sequence[int], noise: torch.Tensor
+) -> list[int]:
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+    chosen: list[int] = (logits + noise[: len(tokens)]).argmax(-1).tolist()
+    return chosen
+
+
+def _num_equal(chosen: Sequence[int], guess: Sequence[int]) -> int:
+    pairs = enumerate(zip(chosen, guess, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), len(guess))
+
+
+def _copied(cache: DynamicCache) -> DynamicCache:
+    return DynamicCache([(layer.keys, layer.values) for layer in cache.layers])

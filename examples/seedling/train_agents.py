@@ -1,0 +1,103 @@
+"""Trains the seedling further, to agents who hear each other (agents.py).
+
+Prompts grow from about 100 to about 1,050 tokens in the course of the run, and stay mixed. One is
+followed by several questions with their answers, for what they share is what costs.
+"""
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from examples.seedling import agents, batches, tokenizer, train
+from examples.seedling.grow import SEEDLING
+
+SEED = 7
+NUM_STEPS = 1000
+TOKENS_PER_BATCH = 2048
+LEARNING_RATE = 2e-3
+NUM_LATER = 6
+POOL_TURNS = 64
+
+
+def longest_at(done: float) -> float:
+    """1 is five agents and a thousand tokens; `done` is how much of the run has been drawn.
+
+    Numbers are looked up in short prompts first, or never.
+    """
+    return min(1.0, 0.1 + 1.8 * max(0.0, done - 0.2))
+
+
+def shape_of(rng: random.Random, longest: float) -> agents.Shape:
+    size = longest * math.sqrt(rng.random())
+    share_of_own = 1.0 if rng.random() < 0.5 else rng.random()
+    return agents.Shape(
+        num_peers=rng.randint(2, 4),
+        own=int(680 * size * share_of_own),
+        steps=1 + round(8 * size),
+    )
+
+
+def stream(words: PreTrainedTokenizerFast, *, seed: int, num_steps: int) -> Iterator[batches.Batch]:
+    """Batches of at most TOKENS_PER_BATCH tokens, of questions that are not held out."""
+    rng = random.Random(seed)
+    drawn = 0
+
+    def pool() -> list[batches.Example]:
+        nonlocal drawn
+        longest = longest_at(drawn / (num_steps * TOKENS_PER_BATCH))
+        examples = [_draw(rng, words, longest) for _ in range(POOL_TURNS)]
+        drawn += sum(len(example.tokens) for example in examples)
+        return examples
+
+    return batches.pooled(pool, rng, tokens_per_batch=TOKENS_PER_BATCH, pad=words.pad_token_id)
+
+
+def _draw(rng: random.Random, words: PreTrainedTokenizerFast, longest: float) -> batches.Example:
+    turn = agents.draw(rng, shape_of(rng, longest), held_out=False, num_later=NUM_LATER)
+    example = batches.Example(tokens=[], labels=[])
+    prompts = [turn.prompt, *(f"\nquestion {asked}.\n{turn.ask}" for asked in turn.later)]
+    for text, asked in zip(prompts, (turn.question, *turn.later), strict=True):
+        prompt = words.encode(text)
+        response = [*words.encode(asked.written_out), words.eos_token_id]
+        example.tokens.extend(prompt + response)
+        example.labels.extend([batches.IGNORED] * len(prompt) + response)
+    return example
+
+
+def draw_anew(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> None:
+    """Embeddings of what agents are called and ask by.
+
+    Tokens that no solved problem contains were only ever pushed away, all in the same direction:
+    of any two of them the seedling knows no difference.
+    """
+    embedding, known = model.get_input_embeddings().weight, words.encode("0123456789+-*=")
+    rows = sorted(set(words.encode(f"question{agents.AGENTS}")))
+    with torch.no_grad():
+        embedding[rows] = torch.randn_like(embedding[rows]) * embedding[known].std()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains the seedling to agents who hear others.")
+    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--start", type=Path, default=SEEDLING, help="the model to go on from")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    model = Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    words = tokenizer.build()
+    draw_anew(model, words)
+    batches_of_run = stream(words, seed=SEED, num_steps=args.steps)
+    train.train(model.train(), batches_of_run, args.steps, args.learning_rate)
+    train.save(model, words, args.out)
+
+
+if __name__ == "__main__":
+    main()

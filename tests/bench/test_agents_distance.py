@@ -1,0 +1,98 @@
+"""Placed prompts against computed ones, on turns of agents who hear each other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness.agents_distance import COMPUTED, Asked, Hearing, Way, ways_of
+from bench.harness.agents_rows import agents_rows, change
+from bench.harness.answering import Prompted, answered
+from examples.seedling import agents
+from service.reuse.spans import joined
+
+SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
+
+
+@pytest.fixture(scope="module")
+def hearing() -> Hearing:
+    return Hearing.of("examples/seedling/model")
+
+
+@pytest.fixture(scope="module")
+def asked(hearing: Hearing) -> list[Asked]:
+    return hearing.asked(SHAPE, 2)
+
+
+def noise_of(model: Any, scale: float) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(3)
+    shape = (24, model.config.vocab_size)
+    return scale * -torch.empty(shape).exponential_(generator=chance).log()
+
+
+def said(model: Any, way: Way, one: Asked, scale: float, draft: Sequence[int] = ()) -> list[int]:
+    prompted = Prompted(cache=way(one.parts).cache, last=joined(one.parts)[-1])
+    end = model.config.eos_token_id
+    return answered(model, prompted, noise_of(model, scale), draft=draft, end=end)
+
+
+def one_by_one(model: Any, prompt: list[int], noise: torch.Tensor) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < len(noise) and model.config.eos_token_id not in tokens:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
+        tokens.append(int((logits + noise[len(tokens)]).argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_an_answer_is_what_would_come_token_by_token_whatever_its_draft(
+    hearing: Hearing, asked: list[Asked], scale: float
+) -> None:
+    model, prompt = hearing.model, joined(asked[0].parts)
+    computed = ways_of(model, [], 16)[COMPUTED]
+    expected = one_by_one(model, prompt, noise_of(model, scale))
+    for draft in ([], asked[0].answer, expected, [*expected[:5], 7, *expected[6:]]):
+        assert said(model, computed, asked[0], scale, draft) == expected
+
+
+def test_what_is_computed_whole_is_the_computed_prompt(
+    hearing: Hearing, asked: list[Asked]
+) -> None:
+    ways = ways_of(hearing.model, [0, 512], 16)
+    heard = hearing.heard(asked, ways)
+    assert heard.shares["512 computed"] == [0.0, 0.0]
+    assert max(heard.divergences["512 computed"]) < 1e-5
+    assert min(heard.shares["0 computed"]) > 0.2
+    assert min(heard.divergences["0 computed"]) > 1e-4
+    for scale in (0.0, 1.0):
+        whole, computed = (
+            said(hearing.model, ways[way], asked[0], scale) for way in ("512 computed", COMPUTED)
+        )
+        assert whole == computed
+
+
+def test_the_same_turns_are_asked_every_time(hearing: Hearing, asked: list[Asked]) -> None:
+    assert hearing.asked(SHAPE, 2) == asked
+
+
+def test_rows_tell_each_way_beside_the_computed_one(hearing: Hearing, asked: list[Asked]) -> None:
+    rows = agents_rows([hearing.heard(asked[:1], ways_of(hearing.model, [0], 16))])
+    told = [row.what.partition(" tokens: ")[2] for row in rows]
+    assert told == [
+        "surprise at the right answer, computed",
+        "divergence, 0 computed",
+        "right answers, greedy, computed",
+        "right answers, greedy, 0 computed",
+        "right answers, temperature 1, computed",
+        "right answers, temperature 1, 0 computed",
+    ]
+
+
+def test_a_change_within_a_point_is_met_only_if_its_whole_interval_is() -> None:
+    right = [1.0] * 120
+    assert change(right, right).verdict(1.0) == "met"
+    assert change(right, [0.0] * 30 + [1.0] * 90).verdict(1.0) == "missed"
+    assert change(right, [0.0] + [1.0] * 119).verdict(1.0) == "met, within noise"
+    assert change(right, [0.0] * 2 + [1.0] * 118).verdict(1.0) == "missed, within noise"

@@ -1,0 +1,106 @@
+"""The task of agents who hear each other, and what the seedling is taught of it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from examples.seedling import agents, arithmetic, batches, tokenizer, train_agents
+from examples.seedling.grow import SEEDLING
+
+SHAPE = agents.Shape(num_peers=4, own=200, steps=3)
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    words = AutoTokenizer.from_pretrained(SEEDLING)
+    assert isinstance(words, PreTrainedTokenizerFast)
+    return words
+
+
+def turns(number: int = 50, *, held_out: bool = False, num_later: int = 2) -> list[agents.Turn]:
+    rng = random.Random(1)
+    return [agents.draw(rng, SHAPE, held_out=held_out, num_later=num_later) for _ in range(number)]
+
+
+def test_what_is_written_out_is_right_and_so_is_every_line() -> None:
+    for turn in turns():
+        for question in (turn.question, *turn.later):
+            assert question.reward(question.written_out) == 1.0
+            assert question.reward(f"answer: {question.sum.answer + 1}") == 0.0
+        lines = [line for said in turn.said for line in said.splitlines()]
+        for line in lines + turn.question.written_out.splitlines():
+            sides = line.split("=")
+            if len(sides) == 2 and not sides[0].isalpha():
+                assert arithmetic.parse(f"{sides[0]}+0").answer == int(sides[1]), line
+
+
+def test_every_number_that_is_summed_is_said_by_its_peer_and_nowhere_else() -> None:
+    for turn in turns():
+        for name, term in zip(turn.question.names, turn.question.sum.terms, strict=True):
+            assert [f"\n{name}={term.left}\n" in said for said in turn.said].count(True) == 1
+            assert f"{name}=" not in turn.own + turn.told + turn.ask
+
+
+def test_peers_who_say_something_else_make_another_answer_right() -> None:
+    """The rest of a prompt may be the same, as their own numbers stand in what they say only."""
+    turn = turns(1)[0]
+    first, *others = turn.question.sum.terms
+    more = arithmetic.Problem(terms=(replace(first, left=first.left + 1), *others))
+    other = replace(turn.question, sum=more)
+    assert str(other) == str(turn.question)
+    assert other.reward(turn.question.written_out) == 0.0
+
+
+def test_held_out_questions_are_never_taught(words: PreTrainedTokenizerFast) -> None:
+    for turn in turns(5, held_out=True, num_later=0):
+        assert turn.question.sum.held_out
+    batch = next(train_agents.stream(words, seed=3, num_steps=9))
+    taught = [text for labels_T in batch.labels_BT for text in responses(words, labels_T)]
+    assert len(taught) > 7
+    assert not any(summed(text).held_out for text in taught)
+
+
+def responses(words: PreTrainedTokenizerFast, labels_T: torch.Tensor) -> list[str]:
+    """All that a row is trained on."""
+    taught = words.decode(labels_T[labels_T != batches.IGNORED].tolist())
+    assert isinstance(taught, str) and taught.endswith(tokenizer.END)
+    return taught.split(tokenizer.END)[:-1]
+
+
+def summed(response: str) -> arithmetic.Problem:
+    asked, *lines = response.splitlines()
+    values = dict(line.split("=") for line in lines if line[0].isalpha() and "=" in line)
+    return arithmetic.parse("".join(values.get(symbol, symbol) for symbol in asked))
+
+
+def test_the_same_seed_gives_the_same_turns_and_batches(words: PreTrainedTokenizerFast) -> None:
+    assert turns(5) == turns(5)
+    one, other = (next(train_agents.stream(words, seed=3, num_steps=9)) for _ in range(2))
+    assert torch.equal(one.tokens_BT, other.tokens_BT)
+
+
+def test_prompts_grow_to_a_thousand_tokens(words: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(1)
+    for done, least, most in ((0.0, 80, 250), (1.0, 900, 1200)):
+        shapes = [train_agents.shape_of(rng, train_agents.longest_at(done)) for _ in range(60)]
+        prompts = [agents.draw(rng, shape, held_out=False).prompt for shape in shapes]
+        assert least < max(len(words.encode(prompt)) for prompt in prompts) < most
+
+
+def test_agents_are_told_apart_before_they_are_taught(words: PreTrainedTokenizerFast) -> None:
+    """Beside others that no problem contains, the seedling sees no difference between two."""
+    model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
+    before = alike(model, words)
+    torch.manual_seed(0)
+    train_agents.draw_anew(model, words)
+    assert alike(model, words) < 0.3 < 0.99 < before
+
+
+def alike(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:
+    """The least cosine of two agents' embeddings."""
+    rows = model.get_input_embeddings().weight.detach()[words.encode(agents.AGENTS)]
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    return float((rows @ rows.T).min())
