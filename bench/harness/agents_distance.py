@@ -33,8 +33,8 @@ class PutTogether:
 Way = Callable[[Sequence[Part]], PutTogether]
 
 SHAPES = (
-    agents.Shape(num_peers=3, own=140, steps=3),
-    agents.Shape(num_peers=4, own=260, steps=5),
+    agents.Shape(num_peers=2, own=80, steps=7),
+    agents.Shape(num_peers=3, own=250, steps=8),
     agents.Shape(num_peers=4, own=640, steps=9),
 )
 NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 2, 72, 7
@@ -77,33 +77,38 @@ class Hearing:
         return [self._asked(agents.draw(draw, shape, held_out=True)) for _ in range(num_turns)]
 
     def heard(self, asked: Sequence[Asked], ways: Mapping[str, Way]) -> Heard:
-        """`COMPUTED` is among the ways, and the first: the others are compared with it."""
+        """`COMPUTED` is the first of the ways: the others are compared with it."""
         heard = Heard()
         for number, one in enumerate(asked):
             self._hear(one, ways, self._noise(number), heard)
         return heard
 
     def _hear(self, one: Asked, ways: Mapping[str, Way], noise: torch.Tensor, heard: Heard) -> None:
-        prompt, exact = joined(one.parts), None
+        prompt = joined(one.parts)
         heard.tokens.append(len(prompt))
+        exact, drafts = None, [one.answer] * len(noise)
         for name, way in ways.items():
             put = way(one.parts)
             prompted = Prompted(cache=put.cache, last=prompt[-1])
-            heard.shares.setdefault(name, []).append(put.num_placed / len(prompt))
             logs = log_probabilities(self.model, prompted, one.answer)[:-1]
+            answers = [self._answer(prompted, *drawn) for drawn in zip(noise, drafts, strict=True)]
             if exact is None:
-                exact = logs
+                # With the same noise the other ways' answers are mostly the same ones.
+                exact, drafts = logs, answers
                 heard.surprises.append(_surprise(logs, one.answer))
+            rewards = [self._reward(one.question, answer) for answer in answers]
+            heard.shares.setdefault(name, []).append(put.num_placed / len(prompt))
             heard.divergences.setdefault(name, []).append(divergence(exact, logs))
-            rewards = [self._reward(prompted, one, drawn) for drawn in noise]
             heard.greedy.setdefault(name, []).append(rewards[0])
             heard.sampled.setdefault(name, []).append(statistics.mean(rewards[1:]))
 
-    def _reward(self, prompted: Prompted, one: Asked, noise: torch.Tensor) -> float:
+    def _answer(self, prompted: Prompted, noise: torch.Tensor, draft: Sequence[int]) -> list[int]:
         end = self._words.eos_token_id
-        said = answered(self.model, prompted, noise, draft=one.answer, end=end)
-        text = self._words.decode(said, skip_special_tokens=True)
-        return one.question.reward(text) if said[-1] == end else 0.0
+        return answered(self.model, prompted, noise, draft=draft, end=end)
+
+    def _reward(self, question: agents.Question, answer: Sequence[int]) -> float:
+        text = self._words.decode(answer, skip_special_tokens=True)
+        return question.reward(text) if answer[-1] == self._words.eos_token_id else 0.0
 
     def _noise(self, number: int) -> torch.Tensor:
         """[1 + SAMPLES, T, V]: none, and Gumbel's."""

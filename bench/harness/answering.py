@@ -1,7 +1,7 @@
-"""Answers from a prompt's cache, token by token, with the right answer as their draft.
+"""Answers from a prompt's cache, token by token, with a draft of what they may be.
 
 What a model would say is verified many tokens at once, as in speculative decoding, so an answer
-costs a forward for every token that is not the right one. Whatever the draft, the tokens are those
+costs a forward for every token that is not the draft's. Whatever the draft, the tokens are those
 that would have come one by one.
 """
 

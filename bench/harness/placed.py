@@ -40,20 +40,25 @@ class Placed:
 
     def cache(self, parts: Sequence[Part], *, first_tokens: int) -> DynamicCache:
         """Of all of a prompt's tokens but the last, as a chain makes it."""
-        prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
-        with torch.inference_mode():
-            for span in spans_of(parts, first_tokens=first_tokens, block=self._block):
-                if span.part is not None:
-                    self._place(parts[span.part], span, cache)
-                elif tokens := prompt[span.start : span.end]:
-                    self._model(torch.tensor([tokens]), past_key_values=cache)
-        return cache
+        spans = spans_of(parts, first_tokens=first_tokens, block=self._block)
+        return self._filled(parts, spans)
 
     def computed_cache(self, parts: Sequence[Part]) -> DynamicCache:
         """The exact one."""
-        cache = DynamicCache(config=self._model.config)
+        return self._filled(parts, [Span(start=0, end=len(joined(parts)))])
+
+    def _filled(self, parts: Sequence[Part], spans: Sequence[Span]) -> DynamicCache:
+        prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
+        # What a prompt begins with is a true prefix, and costs most: it is kept as well.
+        begun = len(parts[0].token_ids) if len(parts) > 1 else 0
         with torch.inference_mode():
-            self._model(torch.tensor([joined(parts)[:-1]]), past_key_values=cache)
+            if begun:
+                self._place(parts[0], Span(start=0, end=begun), cache)
+            for span in spans:
+                if span.part is not None:
+                    self._place(parts[span.part], span, cache)
+                elif tokens := prompt[max(span.start, begun) : span.end]:
+                    self._model(torch.tensor([tokens]), past_key_values=cache)
         return cache
 
     def _place(self, part: Part, span: Span, cache: DynamicCache) -> None:
