@@ -10,6 +10,7 @@ from bench.harness.agents_distance import COMPUTED, Asked, Hearing, Way, ways_of
 from bench.harness.agents_rows import agents_rows, change
 from bench.harness.answering import Prompted, answered
 from examples.seedling import agents
+from examples.seedling.grow import SEEDLING
 from service.reuse.spans import joined
 
 SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
@@ -17,7 +18,7 @@ SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
 
 @pytest.fixture(scope="module")
 def hearing() -> Hearing:
-    return Hearing.of("examples/seedling/model")
+    return Hearing.of(str(SEEDLING))
 
 
 @pytest.fixture(scope="module")
