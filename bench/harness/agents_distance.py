@@ -5,7 +5,8 @@ the distributions diverge that the right answer's tokens come from.
 A way is a function from a prompt's parts to a cache of all of its tokens but the last, and how many
 of them were placed. It is called turn by turn, in the same order every time, so it may learn.
 Answers are drawn greedily and at temperature 1, with the same noise in every way: two ways differ
-by what they do to distributions and not by luck.
+by what they do to distributions and not by luck. The chance of the right answer as it is written
+out is what sampling comes to in the long run, but for answers that are right in other words.
 """
 
 import random
@@ -37,7 +38,7 @@ SHAPES = (
     agents.Shape(num_peers=3, own=250, steps=8),
     agents.Shape(num_peers=4, own=640, steps=9),
 )
-NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 2, 72, 7
+NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 1, 72, 7
 COMPUTED = "computed"
 
 
@@ -50,6 +51,8 @@ class Heard:
     shares: dict[str, list[float]] = field(default_factory=dict)
     """Of the prompt's tokens, which were placed."""
     divergences: dict[str, list[float]] = field(default_factory=dict)
+    chances: dict[str, list[float]] = field(default_factory=dict)
+    """Of the right answer as it is written out, at temperature 1."""
     greedy: dict[str, list[float]] = field(default_factory=dict)
     sampled: dict[str, list[float]] = field(default_factory=dict)
 
@@ -99,6 +102,7 @@ class Hearing:
             rewards = [self._reward(one.question, answer) for answer in answers]
             heard.shares.setdefault(name, []).append(put.num_placed / len(prompt))
             heard.divergences.setdefault(name, []).append(divergence(exact, logs))
+            heard.chances.setdefault(name, []).append(_chance(logs, one.answer))
             heard.greedy.setdefault(name, []).append(rewards[0])
             heard.sampled.setdefault(name, []).append(statistics.mean(rewards[1:]))
 
@@ -160,3 +164,7 @@ def ways_of(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Wa
 
 def _surprise(logs: torch.Tensor, answer: Sequence[int]) -> float:
     return float(-logs.gather(1, torch.tensor(answer)[:, None]).mean())
+
+
+def _chance(logs: torch.Tensor, answer: Sequence[int]) -> float:
+    return float(logs.gather(1, torch.tensor(answer)[:, None]).sum().exp())

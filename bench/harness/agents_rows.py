@@ -55,6 +55,7 @@ def _rows(heard: Heard) -> list[Row]:
         *(_divergence(what, way, heard) for way in ways),
         *_accuracy(f"{what}: right answers, greedy", heard.greedy, ways),
         *_accuracy(f"{what}: right answers, temperature 1", heard.sampled, ways),
+        *_accuracy(f"{what}: chance of the right answer", heard.chances, ways),
     ]
 
 

@@ -88,6 +88,8 @@ def test_rows_tell_each_way_beside_the_computed_one(hearing: Hearing, asked: lis
         "right answers, greedy, 0 computed",
         "right answers, temperature 1, computed",
         "right answers, temperature 1, 0 computed",
+        "chance of the right answer, computed",
+        "chance of the right answer, 0 computed",
     ]
 
 
