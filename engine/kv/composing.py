@@ -5,7 +5,7 @@ block with another piece, is put together first, so much at a time that it stays
 of all heads, so that every rank weighs alike; the rest is of this rank's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -81,9 +81,10 @@ def _weights(
 
 def runs_of(pieces: Sequence[Piece], block: int) -> Iterator[list[Piece]]:
     """Pieces one after the other, each run from where a block begins: those that share a block are
-    written together, and what is predicted in parts."""
+    written together, and what is predicted in parts. A run of several is as short as such a part;
+    what is as long as it likes is alone, and read where it lies."""
     run: list[Piece] = []
-    for part in (part for piece in pieces for part in _parts(piece, block)):
+    for part in _parts(pieces, block):
         if run and part.start % block == 0:
             yield run
             run = []
@@ -92,12 +93,20 @@ def runs_of(pieces: Sequence[Piece], block: int) -> Iterator[list[Piece]]:
         yield run
 
 
-def _parts(piece: Piece, block: int) -> Iterator[Piece]:
-    if not piece.observed:
-        yield piece
-        return
+def _parts(pieces: Sequence[Piece], block: int) -> Iterator[Piece]:
     step = max(1, MOST_TOKENS // block) * block
-    while piece.num_tokens:
-        cut = min((piece.start // step + 1) * step, piece.end)
-        yield piece.before(cut)
-        piece = piece.behind(cut)
+    for index, piece in enumerate(pieces):
+        if piece.observed:
+            yield from _cut(piece, range(piece.start // step * step, piece.end, step))
+        else:
+            last = piece.end if index + 1 == len(pieces) else piece.end // block * block
+            yield from _cut(piece, (-(-piece.start // block) * block, last))
+
+
+def _cut(piece: Piece, cuts: Iterable[int]) -> Iterator[Piece]:
+    """Where something of it is on both sides."""
+    for cut in cuts:
+        if piece.start < cut < piece.end:
+            yield piece.before(cut)
+            piece = piece.behind(cut)
+    yield piece

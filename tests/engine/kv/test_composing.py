@@ -1,9 +1,11 @@
 """Which pieces are written together, and by which rank what of them, by hand."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from engine.kv.composing import MOST_TOKENS, Composer, runs_of
@@ -36,7 +38,41 @@ def test_pieces_that_begin_with_a_block_are_written_alone() -> None:
 
 def test_pieces_that_share_a_block_are_written_together() -> None:
     pieces = (piece(0, 40), piece(40, 4), piece(44, 20), piece(64, 7))
-    assert spans(*pieces) == [[(0, 40), (40, 44), (44, 64)], [(64, 71)]]
+    assert spans(*pieces) == [[(0, 32)], [(32, 40), (40, 44), (44, 64)], [(64, 71)]]
+
+
+def test_of_long_pieces_only_the_blocks_that_they_share_are_put_together() -> None:
+    """Whatever is put together is held beside the cache."""
+    assert spans(piece(0, 4000), piece(4000, 7, predicted=True), piece(4007, 3000)) == [
+        [(0, 4000)],
+        [(4000, 4007), (4007, 4032)],
+        [(4032, 7007)],
+    ]
+    assert spans(piece(0, 4010), piece(4010, 7, predicted=True)) == [
+        [(0, 4000)],
+        [(4000, 4010), (4010, 4017)],
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 16, 32, 512])
+def test_pieces_of_any_lengths_come_in_short_runs_or_alone(block: int) -> None:
+    draw = random.Random(block)
+    for _ in range(100):
+        pieces, at = [], block * draw.randrange(3)
+        begin = at
+        for _ in range(draw.randrange(1, 7)):
+            pieces.append(
+                piece(at, draw.choice([1, 7, 40, 300, 1500]), predicted=draw.random() < 0.5)
+            )
+            at = pieces[-1].end
+        runs = list(runs_of(pieces, block))
+        parts = [part for run in runs for part in run]
+        assert [part.start for part in parts] == [begin, *(part.end for part in parts[:-1])]
+        assert parts[-1].end == at
+        assert all(run[0].start % block == 0 for run in runs)
+        for run in runs:
+            if len(run) > 1 or run[0].observed:
+                assert run[-1].end - run[0].start <= max(MOST_TOKENS, block)
 
 
 def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
