@@ -1,0 +1,69 @@
+"""Of which prompts a goal is met or missed, by hand."""
+
+from bench.cross_context import PREDICTED, Arm, Shape, placed, shapes_of, time_rows
+from bench.harness.by_threshold import FEWEST, Predictions, Tokens, prediction_rows
+from bench.harness.record import Row
+from service.reuse.spans import Part
+
+
+def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = ()) -> Arm:
+    return Arm(
+        seconds=seconds,
+        later=seconds[1:],
+        reused=[reused] * len(seconds),
+        computed=[100 - reused] * len(seconds),
+        round_trips=[1] * len(seconds),
+        predicted=list(predicted),
+    )
+
+
+def rows_of(way: str, measured: Arm) -> list[Row]:
+    whole = shapes_of(4, 1)[0]
+    shape = Shape(said=120, rounds=1, ways={name: whole.ways[name] for name in ("computed", way)})
+    return time_rows(shape, {"computed": arm([1.0] * 20), way: measured}, 4)
+
+
+def test_what_is_predicted_has_the_goals_of_what_is_placed_over_all_prompts() -> None:
+    [way], few = PREDICTED, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
+    for name in (way, placed(4)):
+        verdicts = [row.verdict for row in rows_of(name, few) if row.goal]
+        assert verdicts == ["missed", "missed", "missed"]
+
+
+def test_no_goal_is_met_by_prompts_that_were_chosen() -> None:
+    few = arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
+    chosen = [row for row in rows_of("anchors", few) if "what is predicted" in row.what]
+    assert len(chosen) == 2 and chosen[0].value.startswith("10.00 ")
+    assert all(not row.goal and not row.verdict for row in chosen)
+
+
+def told(values: list[float]) -> tuple[Row, Row]:
+    of = Predictions(num_prompts=48, num_tokens=250, divergences={0.3: values}, reused={0.3: 0.25})
+    all_prompts, predicted = prediction_rows([of])
+    return all_prompts, predicted
+
+
+def test_a_few_predicted_prompts_meet_no_goal() -> None:
+    assert [told([0.01] * num)[1].verdict for num in (0, 1, FEWEST - 1)] == ["", "", ""]
+    assert [told([value] * FEWEST)[1].verdict for value in (0.01, 0.1)] == ["met", "missed"]
+
+
+def test_computed_prompts_are_not_off_and_belong_to_the_mean() -> None:
+    [all_prompts, predicted] = told([0.24] * 12)
+    assert all_prompts.value.startswith("0.0600 nats") and "25 %" in all_prompts.value
+    assert predicted.value.startswith("0.2400 nats") and "12 of 48" in predicted.value
+    assert not all_prompts.goal
+
+
+def test_new_segments_of_what_is_predicted_count_as_computed() -> None:
+    parts = [
+        Part(token_ids=[1] * 10),
+        Part(token_ids=[2] * 20, name="a"),
+        Part(token_ids=[3] * 30, name="b"),
+        Part(token_ids=[4] * 5),
+    ]
+    tokens = Tokens()
+    tokens.count(parts, predicted=False)
+    assert (tokens.reused, tokens.computed) == (0, 65 + 50)
+    tokens.count([parts[0], Part(token_ids=[5] * 20, name="a"), *parts[2:]], predicted=True)
+    assert (tokens.reused, tokens.computed) == (60, 115 + 20 + 5)
