@@ -53,7 +53,7 @@ class Predicting:
         assert found is not None, "too few anchors"
         if not taken:
             found[1:] = [
-                replace(one, same=None, anchors=self.anchors, compared_by=max(1, i // 2 * 2 - 1))
+                replace(one, same=None, anchors=self.anchors, compared_by=i - 1 + i % 2)
                 for i, one in enumerate(found[1:], start=1)
             ]
         view = self.arena.bytes.data

@@ -13,6 +13,9 @@ import torch
 from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
 from engine.guard import features
+from engine.kv.composing import runs_of
+from engine.kv.place import Piece, Pieces, carrying
+from engine.protocol import Load
 from service.reuse.spans import Part, joined
 from tests.arena import TestArena
 from tests.engine.kv.exporting import EXPORTING, kv_format, reference, save_model, true_kv, worst
@@ -23,8 +26,9 @@ from tests.engine.live import Answer, LiveEngine
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 CLOSE = 1e-4
-TEXTS = {"a": (tokens(1, 70), tokens(21, 75)), "b": (tokens(2, 75), tokens(22, 75))}
-NEW = {"a": tokens(31, 66), "b": tokens(32, 71)}
+# The second is so long that it is predicted in parts.
+TEXTS = {"a": (tokens(1, 70), tokens(21, 75)), "b": (tokens(2, 300), tokens(22, 300))}
+NEW = {"a": tokens(31, 66), "b": tokens(32, 290)}
 
 
 def prompt_of(a: Sequence[int], b: Sequence[int], own: Sequence[int] = OWN) -> list[Part]:
@@ -60,6 +64,13 @@ class Scene:
     def computed(self, parts: Sequence[Part], answer: Answer, model: str = "v7") -> torch.Tensor:
         found = Placed(self.truth[model]).dense(joined(parts), answer.token_ids)
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+
+def runs(load: Load) -> list[list[Piece]]:
+    """What is written together."""
+    asked = Pieces.carried(carrying(None, load))
+    assert asked is not None
+    return list(runs_of(asked.pieces, 32))
 
 
 def assert_close(answer: Answer, expected: torch.Tensor) -> None:
@@ -123,8 +134,10 @@ def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
 
 def test_other_texts_are_predicted_as_meant(scene: Scene) -> None:
     """At any temperature; the first to come loads, and the others find most of it."""
-    answers = scene.predicting.sample(THIRD, chain="third", n=3, temperature=1.0)
-    for answer in answers:
+    load = scene.predicting.load(THIRD, chain="third", n=3)
+    assert [run[0].start for run in runs(load)] == [0, 32, 256]
+    names = scene.predicting.submit(THIRD, load, n=3, temperature=1.0)
+    for answer in scene.engine.finish(*names):
         assert answer.num_cached_tokens == NUM_TOKENS - 1
         assert_close(answer, scene.meant(THIRD, answer))
         far = (scene.computed(THIRD, answer) - torch.tensor(answer.logprobs)).abs().max()
@@ -185,11 +198,15 @@ def test_anchors_of_other_weights_are_not_loaded(scene: Scene) -> None:
         assert_close(answer, scene.computed(THIRD, answer, "v8"))
 
 
-@pytest.mark.parametrize("which", ["source", "real", "base"])
-def test_what_lies_outside_the_arena_is_computed(scene: Scene, which: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "which"), [(1, "source"), (1, "real"), (1, "base"), (-1, "source"), (-1, "real")]
+)
+def test_what_lies_outside_the_arena_is_computed(scene: Scene, at: int, which: str) -> None:
+    """Also where most of the prompt has been written by then: a place of the last run alone."""
     load = scene.predicting.load(THIRD, chain="gone")
     pieces = list(load.pieces)
-    [at] = [i for i, piece in enumerate(pieces) if piece.start == len(OWN)]
+    ends = [run[-1].end for run in runs(load)]
+    assert (pieces[at].start >= ends[-2]) == (at == -1)
     if which == "source":
         gone = replace(pieces[at].source, offset=2**40)
         pieces[at] = replace(pieces[at], source=gone)
