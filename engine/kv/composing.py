@@ -75,7 +75,8 @@ def _weights(
     if there:
         assert len(there) == len(bases), "some have a base"
         return token_weights(source, there)
-    flat = torch.tensor([seen.weight for seen in piece.observed], device="cpu")
+    shares = [seen.weight for seen in piece.observed]
+    flat = torch.tensor(shares, dtype=torch.float32, device="cpu")
     return flat[:, None, None].expand(-1, 2, piece.num_tokens)
 
 

@@ -39,7 +39,8 @@ def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.
     does not ask how large a model's values are. Nothing tells as much as what is as far as nought
     is: what is missing to one is no offset at all. A base that is the source itself tells all.
     """
-    squares = torch.zeros(len(bases) + 1, 2, source.shape[3], device=source.device)
+    shape = (len(bases) + 1, 2, source.shape[3])
+    squares = torch.zeros(shape, dtype=torch.float32, device=source.device)
     for layer, own in enumerate(source):
         ours = own.float()
         squares[-1] += torch.mul(ours, ours).sum((1, 3))
@@ -75,7 +76,7 @@ def turned(values: torch.Tensor, shift: int, rotary: Rotary | None) -> torch.Ten
 def _left(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
     """[2, H, T, D] of the source without the observed texts' own bases; nothing without those."""
     if any(seen.base is None for seen in observed):
-        return torch.zeros(source.shape[1:], device=source.device)
+        return _nothing(source)
     left = source[layer].to(torch.float32, copy=True)
     for seen in observed:
         if seen.base is not None:
@@ -84,10 +85,14 @@ def _left(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> 
 
 
 def _seen(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
-    total = torch.zeros(source.shape[1:], device=source.device)
+    total = _nothing(source)
     for seen in observed:
         total.addcmul_(seen.real[layer].float(), _spread(seen.weights))
     return total
+
+
+def _nothing(source: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(source.shape[1:], dtype=torch.float32, device=source.device)
 
 
 def _spread(weights: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,15 @@ def run(written: Written) -> list[Piece]:
     ]
 
 
+@pytest.fixture
+def other_default() -> Iterator[None]:
+    """As while vLLM loads a model."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(usual)
+
+
 def meant(written: Written, piece: Piece, rotary: Rotary) -> torch.Tensor:
     num = piece.num_tokens
     source = written.of(piece.source, piece.skip, num)
@@ -139,3 +148,12 @@ def test_ranks_weigh_alike(written: Written, rotary: Rotary, run: list[Piece]) -
         together(written, run, rotary, written.form.heads_held_by(rank)) for rank in range(HEADS)
     ]
     torch.testing.assert_close(torch.cat(ranks, dim=2), whole)
+
+
+def test_it_is_computed_in_float32_whatever_the_default(
+    written: Written, run: list[Piece], other_default: None
+) -> None:
+    rotary = rotary_of(ROPES["default"], HEAD_DIM)
+    found = together(written, run, rotary, range(HEADS))
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, together(written, run, rotary, range(HEADS)))
