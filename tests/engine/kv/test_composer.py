@@ -1,4 +1,4 @@
-"""What is put together, from exports in a file: by the slow way, and alike on every rank."""
+"""What is put together from exports in a file is what the slow way makes of them."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -44,7 +44,7 @@ class Written:
             head_dim=HEAD_DIM,
             dtype=dtype,
             block_size=16,
-            num_ranks=HEADS,
+            num_ranks=1,
         )
         self.values: dict[Place, torch.Tensor] = {}
 
@@ -66,9 +66,9 @@ class Written:
         return self.values[place][:, :, :, skip : skip + num_tokens].float()
 
 
-def together(written: Written, run: list[Piece], rotary: Rotary, heads: range) -> torch.Tensor:
+def together(written: Written, run: list[Piece], rotary: Rotary) -> torch.Tensor:
     exports = Exports(written.form)
-    found = Composer(written.form, exports, heads).together(run, rotary)
+    found = Composer(written.form, exports, range(HEADS)).together(run, rotary)
     exports.close()
     return found
 
@@ -134,26 +134,17 @@ def meant(written: Written, piece: Piece, rotary: Rotary) -> torch.Tensor:
 
 
 def test_a_run_is_that_of_the_slow_way(written: Written, rotary: Rotary, run: list[Piece]) -> None:
-    found = together(written, run, rotary, range(HEADS))
+    found = together(written, run, rotary)
     expected = torch.cat([meant(written, piece, rotary) for piece in run], dim=3)
     assert found.dtype == written.form.dtype
     bound = 1e-5 if found.dtype == torch.float32 else 2**-5
     assert (found - expected).abs().max() < bound
 
 
-def test_ranks_weigh_alike(written: Written, rotary: Rotary, run: list[Piece]) -> None:
-    """Side by side what each has of its heads is what one has of all."""
-    whole = together(written, run, rotary, range(HEADS))
-    ranks = [
-        together(written, run, rotary, written.form.heads_held_by(rank)) for rank in range(HEADS)
-    ]
-    torch.testing.assert_close(torch.cat(ranks, dim=2), whole)
-
-
 def test_it_is_computed_in_float32_whatever_the_default(
     written: Written, run: list[Piece], other_default: None
 ) -> None:
     rotary = rotary_of(ROPES["default"], HEAD_DIM)
-    found = together(written, run, rotary, range(HEADS))
+    found = together(written, run, rotary)
     torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, together(written, run, rotary, range(HEADS)))
+    assert torch.equal(found, together(written, run, rotary))
