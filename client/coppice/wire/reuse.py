@@ -33,10 +33,11 @@ class Reuse(RequestModel):
     and those up to where a cache block begins, their keys and values are those of the segment
     alone, moved to where it stands.
 
-    `anchors` is approximate: keys and values of all but the last token are predicted from prompts
-    that differ from this one in what their named segments say, and were computed. Where too few
-    are kept, or none is near enough, this one is computed, exactly, and kept for others. They are
-    near enough where the entropy of how near they are is `threshold` of the most that it may be.
+    `anchors` is approximate: keys and values of all but the last token, and but for what follows
+    the last name where that differs, are predicted from prompts that differ from this one in what
+    their named segments say, and were computed. Where too few are kept, or none is near enough,
+    this one is computed, exactly, and kept for others. They are near enough where the entropy of
+    how near they are is at most `threshold` of the most that it may be.
     """
 
     mode: ReuseMode
@@ -58,11 +59,11 @@ class Reuse(RequestModel):
 class ReuseAnswer(AnswerModel):
     """What became of a prompt in segments. Counts are of prompt tokens.
 
-    `tokens_reused` were cached or placed, `tokens_computed` computed, before the first sample;
-    `tokens_prepared` of segments alone, because they were not kept yet. `round_trips` are the
-    requests that followed one another until there was a first token: 1, or 2 where segments had to
-    be computed before. From so many `anchors` the prompt was predicted. `order` are the segments'
-    indices in the order that was, or would be, most of a prefix.
+    `tokens_reused` were cached, placed or predicted, `tokens_computed` computed, before the first
+    sample; `tokens_prepared` of segments alone, because they were not kept yet. `round_trips` are
+    the requests that followed one another until there was a first token: 1, or 2 where segments had
+    to be computed before. From so many `anchors` the prompt was predicted. `order` are the
+    segments' indices in the order that was, or would be, most of a prefix.
     """
 
     mode: ReuseMode
