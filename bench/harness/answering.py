@@ -47,7 +47,8 @@ def answered(
         guess = draft[len(said) : len(noise) - 1]
         chosen = _chosen(model, cache, [last, *guess], noise[len(said) :])
         right = _num_equal(chosen, guess)
-        cache.crop(right - len(guess))
+        if right < len(guess):
+            cache.crop(right - len(guess))
         said += chosen[: right + 1]
         last = said[-1]
     return said[: said.index(end) + 1] if end in said else said

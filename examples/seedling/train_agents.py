@@ -1,6 +1,6 @@
 """Trains the seedling further, to agents who hear each other (agents.py).
 
-Prompts grow from about 100 to about 1,050 tokens in the course of the run, and stay mixed. One is
+Prompts grow from about 70 to about 1,050 tokens in the course of the run, and stay mixed. One is
 followed by several questions with their answers, for what they share is what costs.
 """
 

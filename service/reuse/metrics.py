@@ -39,7 +39,9 @@ class ReuseMetrics:
             "coppice_reuse_segments", "Segments whose keys and values are kept", registry=registry
         )
         self._bytes = Gauge(
-            "coppice_reuse_bytes", "Bytes that they and prompts under way take", registry=registry
+            "coppice_reuse_bytes",
+            "Bytes that segments, anchors and prompts under way take",
+            registry=registry,
         )
         self._anchors = Gauge(
             "coppice_reuse_anchors", "Prompts that others are predicted from", registry=registry

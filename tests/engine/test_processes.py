@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = 3.0
-SOON_SECONDS = 20.0  # beside others
+SOON_SECONDS = 60.0  # beside others
 
 
 @asynccontextmanager
@@ -110,7 +110,8 @@ async def test_two_ranks_answer_and_an_idle_stopped_worker_is_noticed() -> None:
     async with started(tensor_parallel_size=2, cpu_threads=1) as engine:
         infos = await engine.llm.collective_rpc("coppice_info")
         assert [info["num_threads"] for info in infos] == [1, 1]
-        assert infos[0]["affinity"] != infos[1]["affinity"]
+        takes_all = len(os.sched_getaffinity(0)) == 2
+        assert (infos[0]["affinity"] != infos[1]["affinity"]) == takes_all
         assert len((await one_sample(engine, 5)).token_ids) == 5
         worker = processes("Worker")[-1]
         worker.send_signal(signal.SIGSTOP)

@@ -99,7 +99,6 @@ class ServiceProcess:
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """To the service, or as a terminal does it, to its whole process group."""
-        self.note_held()
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def wait(self, seconds: float) -> int:
@@ -109,6 +108,7 @@ class ServiceProcess:
             raise AssertionError(f"still running after {seconds} s:\n{self.log[-4000:]}") from None
 
     def note_held(self) -> None:
+        """What it leaves can be told from what others do. Takes some time."""
         for pid in (self.process.pid, *(child.pid for child in self.descendants)):
             self.home.held.update(held_by(pid))
 
@@ -132,9 +132,8 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
     environment["TMPDIR"] = str(place.temporary)
     environment.setdefault("COPPICE_ENGINE__CPU_THREADS", "1")  # another test computes beside it
-    environment.pop(
-        "TORCHDYNAMO_DISABLE", None
-    )  # which makes other engines start sooner (Makefile)
+    # With it other engines of the tests start sooner (Makefile).
+    environment.pop("TORCHDYNAMO_DISABLE", None)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED))
     with place.log.open("wb") as log:
         process = subprocess.Popen(

@@ -63,6 +63,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
             load(server.url, max_tokens=450, num_threads=1) as long,
         ):
             warm(long, 1)
+            server.note_held()
             until(lambda: rollouts_running(server) == 4, seconds=60, what="all are back")
             num_answered = len(running.calls) + len(long.calls)
             num_admitted = rollouts_running(server)
@@ -91,6 +92,7 @@ def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
                 seconds=60,
                 what="samples run",
             )
+            server.note_held()
             server.signal(signal.SIGINT, group=True)
             until(lambda: probe(server, "/readyz") == 503, seconds=60, what="it drains")
             assert probe(server, "/livez") == 200
@@ -109,12 +111,13 @@ def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home
         assert upload.json()["state"] == "incomplete"
         with load(server.url, max_tokens=200) as running:
             warm(running, 2)
+            server.note_held()
             server.signal(signal.SIGKILL)
             until(lambda: not server.living(), seconds=60, what="the engine ends with its service")
     time.sleep(MIN_AGE_SECONDS)
     assert place.left()
 
-    flags = ("--engine.step-seconds", "3", "--engine.hang-seconds", "5")
+    flags = ("--engine.step-seconds", "8", "--engine.hang-seconds", "5")
     with service(place, *FRUGAL, *flags) as next_one:
         with load(next_one.url, max_tokens=200) as running:
             warm(running, 2)

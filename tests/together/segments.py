@@ -92,7 +92,8 @@ def said(own: list[int], number: int) -> list[Part]:
 
 def ask(rollouts: AsyncRollouts, parts: list[Part], reuse: Reuse) -> Any:
     prompt = [PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts]
-    return rollouts.rollout([prompt], n=3, max_tokens=20, temperature=1.0, reuse=reuse)
+    how: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    return rollouts.rollout([prompt], n=3, reuse=reuse, **how)
 
 
 def assert_placed(model: Any, parts: list[Part], result: RolloutResult) -> None:
