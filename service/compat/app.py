@@ -55,12 +55,19 @@ def create_compat(shapes: Sequence[Shape], audience: Audience = "everybody") -> 
         redirect_slashes=False,
     )
     problems.install(app, with_message)
-    wanted = [router for shape in shapes for router in ROUTERS[shape]]
-    for router in {id(router): router for router in wanted}.values():
-        app.include_router(router)
-    app.router.routes = [route for route in app.routes if _is_for(audience, route)]
+    app.router.routes = [route for route in _routes(tuple(shapes)) if _is_for(audience, route)]
     _describe(app)
     return app
+
+
+@cache
+def _routes(shapes: tuple[Shape, ...]) -> Sequence[BaseRoute]:
+    """They find their server in the request, so all apps share them."""
+    wanted = [router for shape in shapes for router in ROUTERS[shape]]
+    together = APIRouter(dependencies=[Depends(authorised)])
+    for router in {id(router): router for router in wanted}.values():
+        together.include_router(router)
+    return together.routes
 
 
 def _is_for(audience: Audience, route: BaseRoute) -> bool:
