@@ -17,11 +17,9 @@ from service.reuse.borrowed import Borrowed
 from service.reuse.choice import Candidates, Choice, candidates_of, choose, compared
 from service.reuse.distances import Distances
 from service.reuse.kept import Kept
-from service.reuse.orders import Scope
 from service.reuse.prediction import pieces_of
 from service.reuse.shape import Shape, shape_of
 from service.reuse.spans import Part
-from service.reuse.store import SegmentStore
 from service.reuse.watch import Broken, Watch, unless_it_ends
 
 MOST_STRETCHES = 128
@@ -32,53 +30,39 @@ MOST_STRETCHES = 128
 class Anchored:
     """A Preparation for `num_samples` samples."""
 
-    store: SegmentStore
+    borrowed: Borrowed
     anchors: Anchors
     distances: Distances
-    scope: Scope
     parts: Sequence[Part]
     threshold: float
-    priority: int
     num_samples: int
     links: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
     reason: ReuseReason | None = None
     num_computed: int = 0
     num_anchors: int = 0
-    _borrowed: Borrowed = field(init=False)
     _writes: dict[str, Kept] = field(default_factory=dict)
     _makes: Anchor | None = None
     _loads_from: list[Anchor] = field(default_factory=list)
     _exact_tokens: int = 0
     _end: int = 0
 
-    def __post_init__(self) -> None:
-        self._borrowed = Borrowed(store=self.store, scope=self.scope, priority=self.priority)
-
-    @property
-    def num_prepared(self) -> int:
-        return self._borrowed.num_prepared
-
-    @property
-    def round_trips(self) -> int:
-        return self._borrowed.round_trips
-
     async def prepare(self, engine: Engine, watch: Watch) -> Load | None:
-        if self.store.reason is not None:
-            raise Broken(self.store.reason)
+        if self.borrowed.store.reason is not None:
+            raise Broken(self.borrowed.store.reason)
         shape = shape_of(self.parts)
         if shape.num_shared == 0 or not 2 <= len(shape.stretches) <= MOST_STRETCHES:
             raise Broken("nothing_placed")
         if watch.ends:
             raise Broken("not_written")
         bases = self._bases(shape)
-        there = self.anchors.of(self.scope, shape)
+        there = self.anchors.of(self.borrowed.scope, shape)
         found = candidates_of(shape, there)
         if found is None:
             self._compute(shape, bases, "no_anchor")
             return None
         with self._held(there):
-            await self._borrowed.write(engine, watch)
+            await self.borrowed.write(engine, watch)
             choice = await unless_it_ends(watch, self._choice(shape, bases, found))
             if watch.ends:
                 raise Broken("not_written")
@@ -88,7 +72,7 @@ class Anchored:
         return None
 
     async def heard(self, link: SampleRequest, done: Completion) -> None:
-        await self._borrowed.heard(self._writes.pop(link.id), link, done)
+        await self.borrowed.heard(self._writes.pop(link.id), link, done)
 
     def is_placed(self, num_cached: int) -> bool:
         return num_cached > self._exact_tokens
@@ -98,19 +82,19 @@ class Anchored:
 
     def forget(self) -> None:
         self.anchors.forget(self._loads_from)
-        self._borrowed.forget()
+        self.borrowed.forget()
 
     def release(self, *, settled: bool) -> None:
         if self._makes is not None:
             self.anchors.end(self._makes)
             self._makes = None
-        self._borrowed.release(settled=settled)
+        self.borrowed.release(settled=settled)
 
     def _bases(self, shape: Shape) -> dict[int, Kept]:
         """Of every named stretch."""
         named = {part.name: part for part in self.parts if part.name is not None}
         stretches = enumerate(shape.stretches)
-        return self._borrowed.take({i: named[s.name] for i, s in stretches if s.name is not None})
+        return self.borrowed.take({i: named[s.name] for i, s in stretches if s.name is not None})
 
     @contextmanager
     def _held(self, anchors: Sequence[Anchor]) -> Iterator[None]:
@@ -122,7 +106,7 @@ class Anchored:
             yield
         finally:
             for kept in held:
-                self.store.unpin(kept, settled=True)
+                self.borrowed.store.unpin(kept, settled=True)
 
     async def _choice(
         self, shape: Shape, bases: Mapping[int, Kept], found: Sequence[Candidates]
@@ -138,12 +122,12 @@ class Anchored:
     def _compute(self, shape: Shape, bases: Mapping[int, Kept], reason: ReuseReason) -> None:
         """Its first sample writes the anchor, if there is no such one yet."""
         self.reason = reason
-        for request, kept in self._borrowed.writers():
+        for request, kept in self.borrowed.writers():
             self.links.append(request)
             self._writes[request.id] = kept
-        if not self.anchors.lacks(self.scope, shape, bases):
+        if not self.anchors.lacks(self.borrowed.scope, shape, bases):
             return
-        self._makes = self.anchors.begin(self.scope, shape, bases)
+        self._makes = self.anchors.begin(self.borrowed.scope, shape, bases)
         if self._makes is None:
             self.reason = "store_full"
         else:
@@ -160,7 +144,7 @@ class Anchored:
         self.anchors.used(list(choice.used))
         self.num_anchors = len(self._loads_from)
         for kept in {kept for anchor in self._loads_from for kept in anchor.kept()}:
-            self._borrowed.pin(kept)
+            self.borrowed.pin(kept)
         pieces = pieces_of(shape, bases, found, choice)
         self._exact_tokens = choice.exact_tokens
         self._end = pieces[-1].start + pieces[-1].num_tokens

@@ -15,9 +15,7 @@ from coppice.wire.reuse import ReuseReason
 from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest
 from service.reuse.borrowed import Borrowed
 from service.reuse.chain_links import ends_of, load_of
-from service.reuse.orders import Scope
 from service.reuse.spans import Part, joined, spans_of
-from service.reuse.store import SegmentStore
 from service.reuse.watch import Broken, Watch
 
 
@@ -25,11 +23,9 @@ from service.reuse.watch import Broken, Watch
 class Chain:
     """A Preparation for `num_samples` samples."""
 
-    store: SegmentStore
-    scope: Scope
+    borrowed: Borrowed
     parts: Sequence[Part]
     first_tokens: int
-    priority: int
     num_samples: int
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     links: list[SampleRequest] = field(default_factory=list)
@@ -37,25 +33,13 @@ class Chain:
     reason: ReuseReason | None = None
     num_anchors: int = 0
     num_computed: int = 0
-    _borrowed: Borrowed = field(init=False)
     _any_placed: bool = False
     _reached: int = 0
 
-    def __post_init__(self) -> None:
-        self._borrowed = Borrowed(store=self.store, scope=self.scope, priority=self.priority)
-
-    @property
-    def num_prepared(self) -> int:
-        return self._borrowed.num_prepared
-
-    @property
-    def round_trips(self) -> int:
-        return self._borrowed.round_trips
-
     async def prepare(self, engine: Engine, watch: Watch) -> Load:
         """What its links and the samples are to load."""
-        if self.store.reason is not None:
-            raise Broken(self.store.reason)
+        if self.borrowed.store.reason is not None:
+            raise Broken(self.borrowed.store.reason)
         spans = spans_of(self.parts, first_tokens=self.first_tokens, block=engine.facts.block_size)
         ends = ends_of(spans)
         if not ends:
@@ -63,13 +47,13 @@ class Chain:
         if watch.ends:
             raise Broken("not_written")
         placed = {span.part for span in spans if span.part is not None}
-        segments = self._borrowed.take({index: self.parts[index] for index in placed})
-        await self._borrowed.write(engine, watch)
+        segments = self.borrowed.take({index: self.parts[index] for index in placed})
+        await self.borrowed.write(engine, watch)
         sources = {part: kept.slot for part, kept in segments.items()}
         num_requests = len(ends) + self.num_samples
         load = load_of(spans, sources, chain=self.name, num_requests=num_requests)
         prompt = joined(self.parts)
-        self.links = [self._borrowed.request(prompt[:end], load=load) for end in ends]
+        self.links = [self.borrowed.request(prompt[:end], load=load) for end in ends]
         return load
 
     async def heard(self, link: SampleRequest, done: Completion) -> None:
@@ -90,7 +74,7 @@ class Chain:
         return self.is_placed(num_cached)
 
     def forget(self) -> None:
-        self._borrowed.forget()
+        self.borrowed.forget()
 
     def release(self, *, settled: bool) -> None:
-        self._borrowed.release(settled=settled)
+        self.borrowed.release(settled=settled)

@@ -8,7 +8,8 @@ from coppice.wire.rollouts import GroupAnswer, SampleAnswer
 from engine.protocol import Completion, Engine, SampleRequest
 from service.group import Ending, Group, PartDone
 from service.reuse.group_reuse import GroupReuse
-from service.reuse.watch import Broken, Preparation
+from service.reuse.preparation import Preparation
+from service.reuse.watch import Broken
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,8 +63,8 @@ class ChainedGroup(Group):
             self._unfinished.clear()
             self.reuse.reason = broken.reason
             self.chain.release(settled=False)
-        self.reuse.num_prepared = self.chain.num_prepared
-        self.reuse.round_trips = self.chain.round_trips + 1
+        self.reuse.num_prepared = self.chain.borrowed.num_prepared
+        self.reuse.round_trips = self.chain.borrowed.round_trips + 1
 
     def _requests(self) -> list[SampleRequest]:
         """Links that samples stand on come first: who comes later finds what they leave. Others
@@ -97,7 +98,7 @@ class ChainedGroup(Group):
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         """What the engine did not load, because it has forgotten what it wrote, was computed."""
         self.reuse.num_computed = self.chain.num_computed
-        self.reuse.num_prepared = self.chain.num_prepared
+        self.reuse.num_prepared = self.chain.borrowed.num_prepared
         if self.load is not None:
             first, num_cached = finished[0]
             self.reuse.exact = not self.chain.is_placed(num_cached)

@@ -11,14 +11,15 @@ from service.group import Group, GroupFields
 from service.reuse.anchored import Anchored
 from service.reuse.anchors import Anchors
 from service.reuse.asked import APPROXIMATE, FIRST_TOKENS, OFF, THRESHOLD, parts_of
+from service.reuse.borrowed import Borrowed
 from service.reuse.chain import Chain
 from service.reuse.chained_group import ChainedGroup
 from service.reuse.distances import Distances
 from service.reuse.group_reuse import GroupReuse
 from service.reuse.orders import Orders, Scope
+from service.reuse.preparation import Preparation
 from service.reuse.spans import Part, joined
 from service.reuse.store import SegmentStore
-from service.reuse.watch import Preparation
 
 
 class Segments:
@@ -75,23 +76,20 @@ class Segments:
     ) -> Preparation:
         parts = parts_of(request.groups[given["index"]].prompt)
         assert parts is not None, "checked with the request"
+        borrowed = Borrowed(store=self.store, scope=_scope(given), priority=given["priority"])
         if asked.mode == "anchors":
             return Anchored(
-                store=self.store,
+                borrowed=borrowed,
                 anchors=self.anchors,
                 distances=self._distances,
-                scope=_scope(given),
                 parts=parts,
                 threshold=THRESHOLD if asked.threshold is None else asked.threshold,
-                priority=given["priority"],
                 num_samples=given["n"],
             )
         return Chain(
-            store=self.store,
-            scope=_scope(given),
+            borrowed=borrowed,
             parts=parts,
             first_tokens=FIRST_TOKENS if asked.first_tokens is None else asked.first_tokens,
-            priority=given["priority"],
             num_samples=given["n"],
         )
 

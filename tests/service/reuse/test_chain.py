@@ -13,7 +13,7 @@ ENDS = (16, 240)
 async def chain_that_heard(*cached: int) -> Chain:
     """Of links that end at these places, each of which had so many tokens cached."""
     nothing = cast(Any, None)
-    chain = Chain(store=nothing, scope=nothing, parts=[], first_tokens=4, priority=0, num_samples=1)
+    chain = Chain(borrowed=nothing, parts=[], first_tokens=4, num_samples=1)
     for end, num_cached in zip(ENDS, cached, strict=False):
         sampling = Sampling(max_tokens=1)
         link = SampleRequest(id=str(end), prompt_token_ids=[1] * end, sampling=sampling)
