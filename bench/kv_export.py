@@ -23,7 +23,8 @@ import uvloop
 
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from engine.protocol import Completion, ExportSlot, ExportWord, SampleRequest, Sampling
+from engine.exported import ExportSlot, ExportWord
+from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 

@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.calls import answered
-from engine.protocol import EngineFacts, KvFormat, KvReason
+from engine.exported import KvFormat
+from engine.protocol import EngineFacts, KvReason
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)

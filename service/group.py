@@ -23,7 +23,8 @@ from coppice.wire.rollouts import (
     VersionSpan,
 )
 from coppice.wire.spans import cut_spans, joined_spans
-from engine.protocol import Completion, Engine, Load, Place, SampleRequest, Sampling
+from engine.exported import Load
+from engine.protocol import Completion, Engine, Place, SampleRequest, Sampling
 from service.continued import Started, spans_of
 from service.enough import Enough
 from service.kv.group_exports import GroupExports

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import CheckpointRefused, EngineDead, EngineError, RequestRefused
+from engine.exported import ExportWord
 from engine.protocol import (
     AdapterForm,
     Completion,
@@ -20,7 +21,6 @@ from engine.protocol import (
     EngineFacts,
     EngineFinish,
     EngineStage,
-    ExportWord,
     GraphCounts,
     PauseMode,
     Place,

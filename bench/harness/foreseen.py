@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from engine.protocol import ExportSlot
+from engine.exported import ExportSlot
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
 from service.kv.extents import Extent

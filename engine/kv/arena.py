@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from engine.protocol import ExportWord
+from engine.exported import ExportWord
 
 ALIGNMENT: Final = 64
 WORD_BYTES: Final = 8

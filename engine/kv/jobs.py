@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from engine.exported import ExportWord
 from engine.kv.place import Piece, Place
-from engine.protocol import ExportWord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from engine.protocol import ExportSlot, Load, LoadPiece, Observed
+from engine.exported import ExportSlot, Load, LoadPiece, Observed
 
 PARAMETER: Final = "coppice_export"
 LOAD_PARAMETER: Final = "coppice_load"

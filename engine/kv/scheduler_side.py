@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from engine.exported import ExportWord
 from engine.kv.form import CacheForm
 from engine.kv.jobs import ExportJob
 from engine.kv.place import Place
-from engine.protocol import ExportWord
 
 
 @dataclass(slots=True)

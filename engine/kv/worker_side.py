@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from engine.exported import ExportWord
 from engine.guard import Failure, Feature, attempt, feature
 from engine.kv.arena import WORD_BYTES, ArenaRefused, MappedArena
 from engine.kv.copying import Copier, CudaCopier, PackedCopier
 from engine.kv.form import CacheForm
 from engine.kv.jobs import ExportJob
 from engine.kv.packing import packed_order
-from engine.protocol import ExportWord
 
 PROMPT_KV = feature("prompt_kv")
 

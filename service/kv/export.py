@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from coppice.wire.kv import KvReason
-from engine.protocol import ExportSlot
+from engine.exported import ExportSlot
 from service.kv.handles import Handle
 from service.kv.slots import Slot
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineError
-from engine.protocol import Engine, ExportSlot, ExportWord
+from engine.exported import ExportSlot, ExportWord
+from engine.protocol import Engine
 from service.kv.arena import Arena
 from service.kv.checksums import checksums, etag
 from service.kv.export import Export, Pending

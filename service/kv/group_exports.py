@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from coppice.wire.kv import KvHandle, KvReason
-from engine.protocol import ExportSlot
+from engine.exported import ExportSlot
 from service.kv.export import Export
 from service.kv.prompt_kv import PromptKv
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.protocol import KvFormat
+from engine.exported import KvFormat
 from service.kv.extents import PAGE_BYTES, whole_pages
 
 NO_CHECKSUM = "0" * 16

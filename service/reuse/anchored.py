@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
-from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest
+from engine.exported import ExportSlot, Load
+from engine.protocol import Completion, Engine, SampleRequest
 from service.reuse.anchors import Anchor, Anchors
 from service.reuse.borrowed import Borrowed
 from service.reuse.choice import Candidates, Choice, candidates_of, choose, compared

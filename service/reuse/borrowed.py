@@ -5,7 +5,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest, Sampling
+from engine.exported import ExportSlot, Load
+from engine.protocol import Completion, Engine, SampleRequest, Sampling
 from service.reuse.kept import Kept
 from service.reuse.orders import Scope
 from service.reuse.spans import Part

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
-from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest
+from engine.exported import ExportSlot, Load
+from engine.protocol import Completion, Engine, SampleRequest
 from service.reuse.borrowed import Borrowed
 from service.reuse.chain_links import ends_of, load_of
 from service.reuse.spans import Part, joined, spans_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from engine.protocol import ExportSlot, Load, LoadPiece
+from engine.exported import ExportSlot, Load, LoadPiece
 from service.reuse.spans import Span
 
 

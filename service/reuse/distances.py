@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from engine.protocol import ExportSlot, KvFormat
+from engine.exported import ExportSlot, KvFormat
 from service.reuse.store import SegmentStore
 
 MOST_PAIRS = 2**16

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.protocol import ExportSlot
+from engine.exported import ExportSlot
 from service.kv.extents import Extent
 from service.reuse.orders import Scope
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.protocol import LoadPiece, Observed
+from engine.exported import LoadPiece, Observed
 from service.reuse.anchors import Anchor
 from service.reuse.choice import Candidates, Choice
 from service.reuse.kept import Kept

@@ -3,7 +3,8 @@
 from typing import Protocol
 
 from coppice.wire.reuse import ReuseReason
-from engine.protocol import Completion, Engine, ExportSlot, Load, SampleRequest
+from engine.exported import ExportSlot, Load
+from engine.protocol import Completion, Engine, SampleRequest
 from service.reuse.borrowed import Borrowed
 from service.reuse.watch import Watch
 

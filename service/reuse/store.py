@@ -19,7 +19,8 @@ from pathlib import Path
 
 from coppice.wire.reuse import ReuseReason
 from engine.errors import EngineError
-from engine.protocol import Engine, ExportSlot, ExportWord, KvFormat
+from engine.exported import ExportSlot, ExportWord, KvFormat
+from engine.protocol import Engine
 from service.kv.arena import Arena, FreeBytes, free_bytes
 from service.kv.extents import PAGE_BYTES, Extents
 from service.reuse.kept import Kept, Key

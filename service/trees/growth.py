@@ -15,7 +15,8 @@ from coppice.wire.rollouts import (
     GroupAnswer,
     SegmentFinish,
 )
-from engine.protocol import Completion, Engine, ExportSlot, SampleRequest
+from engine.exported import ExportSlot
+from engine.protocol import Completion, Engine, SampleRequest
 from service.group import Group, PartDone, stream
 from service.trees.answer import WHOLE, outcome_of, row_answer
 from service.trees.budget import Budget

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from engine import core_methods
+from engine.exported import ExportSlot, Load
 from engine.kv.place import carrying
 from engine.patches.installed import install_patches
-from engine.protocol import ExportSlot, Load, VersionSpan
+from engine.protocol import VersionSpan
 
 EXTENSION = "engine.worker.WorkerExtension"
 FAULTY = "tests.engine.faults.FaultyExtension"

@@ -10,18 +10,8 @@ import pytest
 import pytest_asyncio
 
 from engine.errors import RequestRefused
-from engine.protocol import (
-    Completion,
-    Conversation,
-    Engine,
-    ExportSlot,
-    ExportWord,
-    Load,
-    LoadPiece,
-    PauseMode,
-    SampleRequest,
-    Sampling,
-)
+from engine.exported import ExportSlot, ExportWord, Load, LoadPiece
+from engine.protocol import Completion, Conversation, Engine, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
 from tests.engine.adapters.trained import saved
 from tests.fake_engine import FakeEngine

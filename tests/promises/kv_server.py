@@ -19,7 +19,8 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from engine.protocol import EngineFacts, ExportWord, KvFormat
+from engine.exported import ExportWord, KvFormat
+from engine.protocol import EngineFacts
 from service.app import create_app
 from service.bounded_protocol import bounded_by
 from service.settings import Settings

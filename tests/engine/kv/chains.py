@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.protocol import ExportSlot, Load
+from engine.exported import ExportSlot, Load
 from service.reuse.chain_links import ends_of, load_of
 from service.reuse.spans import Part, Span, joined, spans_of
 from tests.arena import TestArena

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.protocol import ExportSlot, Load
+from engine.exported import ExportSlot, Load
 from service.kv.extents import Extent
 from service.reuse.anchors import Anchor, Context
 from service.reuse.choice import candidates_of, choose, compared

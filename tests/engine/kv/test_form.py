@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.protocol import KvFormat
+from engine.exported import KvFormat
 from service.kv.layout import Layouts
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

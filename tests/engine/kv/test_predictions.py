@@ -12,10 +12,10 @@ import torch
 
 from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
+from engine.exported import Load
 from engine.guard import features
 from engine.kv.composing import runs_of
 from engine.kv.place import Piece, Pieces, carrying
-from engine.protocol import Load
 from service.reuse.spans import Part, joined
 from tests.arena import TestArena
 from tests.engine.kv.exporting import EXPORTING, kv_format, reference, save_model, true_kv, worst

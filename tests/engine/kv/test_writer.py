@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.exported import ExportSlot, ExportWord
 from engine.guard import Feature
 from engine.kv.place import Place, carrying
-from engine.protocol import ExportSlot, ExportWord
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED, exported
 from tests.fake_export import FORMAT

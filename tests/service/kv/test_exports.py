@@ -11,7 +11,8 @@ from safetensors.numpy import load, save
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
-from engine.protocol import EngineFacts, ExportWord
+from engine.exported import ExportWord
+from engine.protocol import EngineFacts
 from service.kv.slots import State
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv

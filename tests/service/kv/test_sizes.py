@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol import KvFormat
+from engine.exported import KvFormat
 from service.kv.layout import Layouts
 
 OPERATION = Path(__file__).parents[3] / "docs" / "operation.md"

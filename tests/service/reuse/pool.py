@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from engine.protocol import ExportWord
+from engine.exported import ExportWord
 from service.reuse.anchors import Anchor, Anchors
 from service.reuse.kept import Kept
 from service.reuse.orders import Scope

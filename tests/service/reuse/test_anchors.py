@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import ExportWord, SampleRequest
+from engine.exported import ExportWord
+from engine.protocol import SampleRequest
 from service.reuse.anchors import MOST_ANCHORS
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import ExportSlot, KvFormat
+from engine.exported import ExportSlot, KvFormat
 from service.kv.extents import Extent
 from service.reuse.anchors import Anchor, Context
 from service.reuse.choice import (

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from engine.protocol import ExportWord
+from engine.exported import ExportWord
 from service.reuse.anchors import MOST_ANCHORS, OLDEST, Anchor, least_used
 from service.reuse.distances import Distances
 from service.reuse.orders import Scope

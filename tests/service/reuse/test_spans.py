@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import ExportSlot
+from engine.exported import ExportSlot
 from service.reuse.chain_links import ends_of, load_of
 from service.reuse.spans import Part, Span, spans_of
 
