@@ -24,6 +24,7 @@ INSTRUCTIONS = {
     "avx2.cpp": ["-mavx2", "-mfma"],
     "avx512.cpp": [
         *["-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
+        "-mavx512vbmi",
     ],
 }
 

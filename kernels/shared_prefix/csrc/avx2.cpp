@@ -1,6 +1,8 @@
 // For processors with AVX2 and FMA. bfloat16 is widened to float as it is packed.
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "run.h"
 #include "worker.h"
 
@@ -20,24 +22,19 @@ struct Avx2 {
   static INLINE Vector mul(Vector x, Vector y) { return _mm256_mul_ps(x, y); }
   static INLINE Vector max(Vector x, Vector y) { return _mm256_max_ps(x, y); }
   static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm256_fmadd_ps(x, y, z); }
-  static INLINE Vector less(Vector x, Vector y, Vector z) { return _mm256_fmsub_ps(x, y, z); }
   static INLINE float sum(Vector x) {
     alignas(32) float all[kWidth];
     store(all, x);
     return ((all[0] + all[4]) + (all[1] + all[5])) + ((all[2] + all[6]) + (all[3] + all[7]));
   }
-  static INLINE float highest(Vector x) {
-    alignas(32) float all[kWidth];
-    store(all, x);
-    return *std::max_element(all, all + kWidth);
-  }
-  static INLINE bool any_above(Vector x, float least) {
-    return _mm256_movemask_ps(_mm256_cmp_ps(x, set(least), _CMP_GT_OQ));
+  // Also what is no number.
+  static INLINE bool any_above(Vector x, float most) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, set(most), _CMP_NLE_UQ));
   }
   // 2^x by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0.
   static INLINE Vector exp2(Vector x) {
     const Vector magic = set(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-    x = max(x, set(-126.f));
+    x = _mm256_min_ps(set(127.f), max(set(-126.f), x));
     const Vector whole = add(x, magic), part = sub(x, sub(whole, magic));
     Vector p = fma(part, set(1.3264727e-3f), set(9.671513e-3f));
     p = fma(p, part, set(5.5507336e-2f));
@@ -58,10 +55,13 @@ struct Avx2 {
   static INLINE void put(Operand* to, Operand x) { *to = x; }
   static INLINE Operand spread(const Weight* from) { return set(*from); }
   static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
-  static INLINE int token_of(int step) { return step; }
-  static INLINE void weights(Weight* to, Vector low, Vector high) {
+  static float unit(float factor) { return factor; }
+  static float top(float maximum) { return -maximum; }
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
+    const Vector low = exp2(fma(scores[0], unit, top)), high = exp2(fma(scores[1], unit, top));
     store(to, low);
     store(to + kWidth, high);
+    store(sum, add(load(sum), add(low, high)));
   }
 };
 

@@ -1,6 +1,8 @@
 // For processors with AVX-512 and its bfloat16 products.
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "run.h"
 #include "worker.h"
 
@@ -14,15 +16,13 @@ struct Avx512 {
   static INLINE Vector load(const float* from) { return _mm512_loadu_ps(from); }
   static INLINE void store(float* to, Vector x) { _mm512_storeu_ps(to, x); }
   static INLINE Vector add(Vector x, Vector y) { return _mm512_add_ps(x, y); }
-  static INLINE Vector sub(Vector x, Vector y) { return _mm512_sub_ps(x, y); }
   static INLINE Vector mul(Vector x, Vector y) { return _mm512_mul_ps(x, y); }
   static INLINE Vector max(Vector x, Vector y) { return _mm512_max_ps(x, y); }
   static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm512_fmadd_ps(x, y, z); }
-  static INLINE Vector less(Vector x, Vector y, Vector z) { return _mm512_fmsub_ps(x, y, z); }
   static INLINE float sum(Vector x) { return _mm512_reduce_add_ps(x); }
-  static INLINE float highest(Vector x) { return _mm512_reduce_max_ps(x); }
-  static INLINE bool any_above(Vector x, float least) {
-    return _mm512_cmp_ps_mask(x, set(least), _CMP_GT_OQ);
+  // Also what is no number.
+  static INLINE bool any_above(Vector x, float most) {
+    return _mm512_cmp_ps_mask(x, set(most), _CMP_NLE_UQ);
   }
   // 2^x by a polynomial of what is above the next lower whole number, within 3e-7 of it.
   static INLINE Vector exp2(Vector x) {
@@ -41,9 +41,22 @@ struct Avx512 {
   }
 };
 
+// Powers of 2 are nearly straight between whole exponents, and so are bfloat16's bits as numbers: by how
+// much the straight line is too high, in half units of their last place, at each of its places.
+struct Bends {
+  alignas(64) uint8_t at[128];
+
+  constexpr Bends() : at() {
+    double power = 1;
+    for (int place = 0; place < 128; place++, power *= 1.0054299011128029)  // 2^(1 / 128)
+      at[place] = uint8_t(2 * place - 256 * (power - 1) + .5);
+  }
+};
+constexpr Bends kBends;
+
 // Pairs of neighbours along the summed dimension, 16 pairs to an operand. Interleaving two rows of 32
-// leaves them out of order, [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]: tokens are weighed in
-// that order, and dimensions put back in theirs as the output is written.
+// leaves them out of order, [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]: narrowing two vectors of
+// weights to one puts tokens back in theirs, and dimensions are put back as the output is written.
 struct Bfloat16 : Avx512 {
   using Element = uint16_t;
   using Weight = uint16_t;
@@ -72,16 +85,25 @@ struct Bfloat16 : Avx512 {
   static INLINE void values(const Element* one, const Element* other, Operand* to) {
     UNROLL for (int c = 0; c < C; c += 2) interleave(one + 16 * c, other + 16 * c, to[c], to[c + 1]);
   }
-  // The first token of the pair that the probabilities at 2 * step belong to.
-  static INLINE int token_of(int step) {
-    return 8 * ((step & 7) >> 1) + 2 * (step & 1) + (step >= 8 ? 4 : 0);
-  }
   static INLINE Vector within(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
     return kept(x, tokens, low - 4 * half, high - 4 * half);
   }
-  static INLINE void weights(Weight* to, Vector low, Vector high) {
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  // Exponents are counted in half units of the last place, from that of the smallest number.
+  static float unit(float factor) { return factor * 256; }
+  static float top(float maximum) { return 127 * 256 + .5f - maximum * 256; }
+  // The sum is that of the rounded weights, by which the outputs are divided: they weigh what they weigh.
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
+    // What is below the smallest number becomes nothing here.
+    const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], unit, top)),
+                                             _mm512_cvtps_epi32(fma(scores[1], unit, top)));
+    const __m512i* const bends = reinterpret_cast<const __m512i*>(kBends.at);
+    const __m512i bend = _mm512_maskz_permutex2var_epi8(
+        0x5555555555555555, _mm512_load_si512(bends), _mm512_srli_epi16(line, 1), _mm512_load_si512(bends + 1));
+    const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, bend), 1);
+    _mm512_storeu_si512(to, weights);
+    const __m512i one = _mm512_set1_epi16(0x3f80);
+    store(sum, dot(load(sum), weights, one));
   }
   static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
   static void outputs(const float* from, float factor, Element* to, int size) {
@@ -90,8 +112,9 @@ struct Bfloat16 : Avx512 {
         _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
     for (int d = 0; d < size; d += 32) {
       const Vector low = mul(set(factor), load(from + d)), high = mul(set(factor), load(from + d + 16));
-      weights(to + d, _mm512_permutex2var_ps(low, first, high),
-              _mm512_permutex2var_ps(low, second, high));
+      const Vector one = _mm512_permutex2var_ps(low, first, high);
+      const Vector other = _mm512_permutex2var_ps(low, second, high);
+      _mm512_storeu_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(other, one));
     }
   }
 };
@@ -114,14 +137,17 @@ struct Float32 : Avx512 {
   static INLINE void values(const Element* from, const Element*, Operand* to) {
     UNROLL for (int c = 0; c < C; c++) to[c] = load(from + 16 * c);
   }
-  static INLINE int token_of(int step) { return step; }
   static INLINE Vector within(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return kept(x, tokens, low - 16 * half, high - 16 * half);
   }
-  static INLINE void weights(Weight* to, Vector low, Vector high) {
+  static float unit(float factor) { return factor; }
+  static float top(float maximum) { return -maximum; }
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
+    const Vector low = exp2(fma(scores[0], unit, top)), high = exp2(fma(scores[1], unit, top));
     store(to, low);
-    store(to + 16, high);
+    store(to + kWidth, high);
+    store(sum, add(load(sum), add(low, high)));
   }
   static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
   static void outputs(const float* from, float factor, Element* to, int size) {

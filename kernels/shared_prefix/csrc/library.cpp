@@ -52,7 +52,8 @@ int coppice_shared_prefix_version() { return 1; }
 // The best instruction set of this processor and its operating system; 0: none that will do.
 int coppice_shared_prefix_isa() {
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vbmi"))
     return kAvx512Bfloat16;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : 0;
 }

@@ -38,20 +38,6 @@ class Prefetch {
     lines.at += lines.stride;
   }
 
-  // As many as are asked for at each of so many times.
-  void spread(int times) {
-    int all = 0;
-    for (int i = 0; i < num_; i++) all += lists_[i].count;
-    some_ = (all + times - 1) / times;
-  }
-
-  void ask_for_some() {
-    if (i_ == num_) return;
-    const int count = std::min(some_, lists_[i_].count);
-    Lines lines = take(count);
-    for (int i = 0; i < count; i++) ask(lines);
-  }
-
   void ask_for_the_rest() {
     for (; i_ < num_; i_++) {
       Lines lines{lists_[i_].at, lists_[i_].stride};
@@ -67,7 +53,7 @@ class Prefetch {
   };
 
   List lists_[16];
-  int i_ = 0, num_ = 0, some_ = 0;
+  int i_ = 0, num_ = 0;
 };
 
 }  // namespace
