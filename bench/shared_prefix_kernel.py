@@ -149,17 +149,14 @@ class Inputs:
             )
 
     def ours(self) -> None:
+        step = cpu.Decoding(
+            self.plan,
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+        )
         for cache in self.caches:
-            cpu.decode(
-                self.plan,
-                query=self.query,
-                cache=cache,
-                block_table=self.block_table,
-                seq_lens=self.seq_lens,
-                query_start_loc=self.query_start_loc,
-                scale=SCALE,
-                out=self.our_out,
-            )
+            step.layer(query=self.query, cache=cache, scale=SCALE, out=self.our_out)
 
     def errors(self) -> tuple[float, float]:
         """Of some rows, stock and ours, against float64: root mean squares, relative."""

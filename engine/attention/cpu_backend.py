@@ -6,7 +6,6 @@ steps and layers that the kernel does not do, go to stock attention. So does eve
 anything here has failed.
 """
 
-import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +52,7 @@ class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
     """Stock's for the whole step, what is shared, and stock's for the rows behind the shared."""
 
     sharing: Sharing
+    decoding: cpu.Decoding
     rest: CPUAttentionMetadata | None
 
 
@@ -135,10 +135,15 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         )
         if sharing is None:
             return metadata
-        rest = None
-        if sharing.num_rows < common.num_reqs:
-            rest = super().build(0, behind(common, sharing))
-        return SharedPrefixMetadata(**vars(metadata), sharing=sharing, rest=rest)
+        rows = sharing.num_rows
+        decoding = cpu.Decoding(
+            sharing.plan,
+            block_table=metadata.block_table[:rows],
+            seq_lens=metadata.seq_lens[:rows],
+            query_start_loc=metadata.query_start_loc[: rows + 1],
+        )
+        rest = super().build(0, behind(common, sharing)) if rows < common.num_reqs else None
+        return SharedPrefixMetadata(**vars(metadata), sharing=sharing, decoding=decoding, rest=rest)
 
 
 class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -180,33 +185,12 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         *scales: torch.Tensor | None,
         **named_scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        stock = functools.partial(super().forward, layer)
-        if not (self._supported and isinstance(attn_metadata, SharedPrefixMetadata)):
-            given = (query, key, value, kv_cache, attn_metadata, output)
-            stock(*given, *scales, **named_scales)
+        stock, step = super().forward, attn_metadata
+        if not (self._supported and isinstance(step, SharedPrefixMetadata)):
+            stock(layer, query, key, value, kv_cache, step, output, *scales, **named_scales)
             return output
-        if attn_metadata.rest is not None:
-            behind = slice(attn_metadata.sharing.num_tokens, attn_metadata.num_actual_tokens)
-            stock(query[behind], key, value, kv_cache, attn_metadata.rest, output[behind])
-        self._decode(query, kv_cache, attn_metadata, output)
+        if step.rest is not None:
+            behind = slice(step.sharing.num_tokens, step.num_actual_tokens)
+            stock(layer, query[behind], key, value, kv_cache, step.rest, output[behind])
+        step.decoding.layer(query=query, cache=kv_cache, scale=self.scale, out=output)
         return output
-
-    def _decode(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        step: SharedPrefixMetadata,
-        output: torch.Tensor,
-    ) -> None:
-        sharing = step.sharing
-        rows, tokens = sharing.num_rows, sharing.num_tokens
-        cpu.decode(
-            sharing.plan,
-            query=query[:tokens],
-            cache=kv_cache,
-            block_table=step.block_table[:rows],
-            seq_lens=step.seq_lens[:rows],
-            query_start_loc=step.query_start_loc[: rows + 1],
-            scale=self.scale,
-            out=output[:tokens],
-        )

@@ -152,16 +152,13 @@ class _Step:
         )
 
     def _shared(self, cache: torch.Tensor) -> None:
-        cpu.decode(
+        step = cpu.Decoding(
             self._plan,
-            query=self._query,
-            cache=cache,
             block_table=self._table,
             seq_lens=self._lens,
             query_start_loc=self._starts,
-            scale=0.1,
-            out=self._out,
         )
+        step.layer(query=self._query, cache=cache, scale=0.1, out=self._out)
 
 
 def _rows(shape: Shape) -> int:

@@ -6,6 +6,7 @@ a query, a token of cache packed), fitted to the times of a dozen small steps at
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -30,11 +31,11 @@ class Work:
     def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
         """Rows are taken to have equally many query tokens, as those of a decode step do."""
         queries = num_queries / len(seq_lens)
-        prefix = int(plan.suffix_starts.sum())
+        prefix, node_tokens = _tokens(plan)
         return cls(
             num_queries=num_queries,
             num_nodes=len(plan.node_tokens),
-            node_tokens=int(plan.node_tokens.sum()),
+            node_tokens=node_tokens,
             prefix_pairs=round(queries * prefix),
             suffix_pairs=round(queries * (int(seq_lens.sum()) - prefix)),
         )
@@ -73,6 +74,12 @@ class Crossover:
 
     def pays(self, work: Work) -> bool:
         return _total(self.shared, work.shared_terms()) < _total(self.stock, work.stock_terms())
+
+
+@lru_cache(maxsize=4)
+def _tokens(plan: SharingPlan) -> tuple[int, int]:
+    """Of all rows' prefixes, and of the nodes. A plan serves many steps."""
+    return int(plan.suffix_starts.sum()), int(plan.node_tokens.sum())
 
 
 def _total(costs: Sequence[float], terms: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ what comes behind them is prefill and stays with stock attention.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Sharer:
         decided = self._unsupported or self._decide(table, seq_lens, query_starts)
         if isinstance(decided, Sharing):
             self._counts.grouped(
-                num_rows=int(np.count_nonzero(decided.plan.suffix_starts)),
+                num_rows=rows_sharing(decided.plan),
                 bytes_not_read=self._bytes_per_token * tokens_not_read(decided.plan),
             )
             return decided
@@ -86,6 +87,13 @@ def leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
     return len(wanted) if wanted.all() else int(wanted.argmin())
 
 
+# Of one plan many times over: it serves many steps.
+@lru_cache(maxsize=4)
+def rows_sharing(plan: SharingPlan) -> int:
+    return int(np.count_nonzero(plan.suffix_starts))
+
+
+@lru_cache(maxsize=4)
 def tokens_not_read(plan: SharingPlan) -> int:
     """All rows of a node but one are spared its tokens."""
     return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

@@ -36,17 +36,19 @@ def decoded(
     """The compiled kernel's answer to a step."""
     query = step.query.to(dtype)
     result = Result(torch.full_like(query, torch.nan), torch.empty(query.shape[:2]))
-    cpu.decode(
+    decoding = cpu.Decoding(
         plan,
-        query=query,
-        cache=packed(step.keys.to(dtype), step.values.to(dtype)),
         block_table=step.block_table,
         seq_lens=step.seq_lens,
         query_start_loc=step.query_start_loc,
+        isa=isa,
+        num_threads=num_threads,
+    )
+    decoding.layer(
+        query=query,
+        cache=packed(step.keys.to(dtype), step.values.to(dtype)),
         scale=step.scale,
         out=result.out,
         lse=result.lse,
-        isa=isa,
-        num_threads=num_threads,
     )
     return result

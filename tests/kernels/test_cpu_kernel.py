@@ -137,7 +137,9 @@ def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: c
     want, want_lse = reference.whole(step)
     got = decoded(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
-    torch.testing.assert_close(got.lse.double(), want_lse, atol=max(1e-4, CLOSE_LSE[dtype]), rtol=1e-6)
+    torch.testing.assert_close(
+        got.lse.double(), want_lse, atol=max(1e-4, CLOSE_LSE[dtype]), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -154,7 +156,9 @@ def test_scores_that_rise_all_the_way(rise: int, dtype: torch.dtype, isa: cpu.Is
     want, want_lse = reference.whole(step)
     got = decoded(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
-    torch.testing.assert_close(got.lse.double(), want_lse, atol=max(1e-4, CLOSE_LSE[dtype]), rtol=1e-6)
+    torch.testing.assert_close(
+        got.lse.double(), want_lse, atol=max(1e-4, CLOSE_LSE[dtype]), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -205,16 +209,14 @@ def test_a_slice_of_a_step_can_be_served_alone() -> None:
     want, _ = reference.whole(step)
     query = step.query.float()
     out = torch.full_like(query, 7.0)
-    cpu.decode(
+    decoding = cpu.Decoding(
         nothing_shared(2),
-        query=query,
-        cache=packed(step.keys.float(), step.values.float()),
         block_table=step.block_table[2:4],
         seq_lens=step.seq_lens[2:4],
         query_start_loc=step.query_start_loc[2:5],
-        scale=step.scale,
-        out=out,
     )
+    cache = packed(step.keys.float(), step.values.float())
+    decoding.layer(query=query, cache=cache, scale=step.scale, out=out)
     torch.testing.assert_close(out[2:4].double(), want[2:4], atol=3e-6, rtol=0)
     assert out[:2].eq(7).all() and out[4:].eq(7).all()
 

@@ -44,7 +44,7 @@ class Attend {
   }
 
   Gathered<F> some_of(const Gathered<F>& all, int first) const {
-    return {all.queries + first * kQueryStride, all.outputs + first * size_, all.maxima + first,
+    return {all.queries + first * kQueryStride, all.outputs + first * size_, all.bases + first,
             all.sums + first * F::kWidth};
   }
 

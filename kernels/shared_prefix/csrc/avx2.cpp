@@ -27,14 +27,10 @@ struct Avx2 {
     store(all, x);
     return ((all[0] + all[4]) + (all[1] + all[5])) + ((all[2] + all[6]) + (all[3] + all[7]));
   }
-  // Also what is no number.
-  static INLINE bool any_above(Vector x, float most) {
-    return _mm256_movemask_ps(_mm256_cmp_ps(x, set(most), _CMP_NLE_UQ));
-  }
   // 2^x by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0.
   static INLINE Vector exp2(Vector x) {
     const Vector magic = set(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-    x = _mm256_min_ps(set(127.f), max(set(-126.f), x));
+    x = max(x, set(-126.f));
     const Vector whole = add(x, magic), part = sub(x, sub(whole, magic));
     Vector p = fma(part, set(1.3264727e-3f), set(9.671513e-3f));
     p = fma(p, part, set(5.5507336e-2f));
@@ -56,12 +52,18 @@ struct Avx2 {
   static INLINE Operand spread(const Weight* from) { return set(*from); }
   static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
   static float unit(float factor) { return factor; }
-  static float top(float maximum) { return -maximum; }
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
-    const Vector low = exp2(fma(scores[0], unit, top)), high = exp2(fma(scores[1], unit, top));
-    store(to, low);
-    store(to + kWidth, high);
-    store(sum, add(load(sum), add(low, high)));
+  static float top(float base) { return -base; }
+  using Highest = Vector;
+  static INLINE Highest lowest() { return set(-INFINITY); }
+  static INLINE bool is_above(Highest x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, set(0), _CMP_GT_OQ)); }
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
+                           Highest& highest) {
+    const Vector low = fma(scores[0], unit, top), high = fma(scores[1], unit, top);
+    highest = max(highest, max(low, high));
+    const Vector one = exp2(low), other = exp2(high);
+    store(to, one);
+    store(to + kWidth, other);
+    store(sum, add(load(sum), add(one, other)));
   }
 };
 

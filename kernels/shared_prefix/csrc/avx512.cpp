@@ -20,10 +20,6 @@ struct Avx512 {
   static INLINE Vector max(Vector x, Vector y) { return _mm512_max_ps(x, y); }
   static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm512_fmadd_ps(x, y, z); }
   static INLINE float sum(Vector x) { return _mm512_reduce_add_ps(x); }
-  // Also what is no number.
-  static INLINE bool any_above(Vector x, float most) {
-    return _mm512_cmp_ps_mask(x, set(most), _CMP_NLE_UQ);
-  }
   // 2^x by a polynomial of what is above the next lower whole number, within 3e-7 of it.
   static INLINE Vector exp2(Vector x) {
     const Vector part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
@@ -42,14 +38,14 @@ struct Avx512 {
 };
 
 // Powers of 2 are nearly straight between whole exponents, and so are bfloat16's bits as numbers: by how
-// much the straight line is too high, in half units of their last place, at each of its places.
+// much the straight line is too high, in quarters of their last place, at each of its places.
 struct Bends {
   alignas(64) uint8_t at[128];
 
   constexpr Bends() : at() {
     double power = 1;
     for (int place = 0; place < 128; place++, power *= 1.0054299011128029)  // 2^(1 / 128)
-      at[place] = uint8_t(2 * place - 256 * (power - 1) + .5);
+      at[place] = uint8_t(4 * place - 512 * (power - 1) + .5);
   }
 };
 constexpr Bends kBends;
@@ -89,18 +85,24 @@ struct Bfloat16 : Avx512 {
     const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
     return kept(x, tokens, low - 4 * half, high - 4 * half);
   }
-  // Exponents are counted in half units of the last place, from that of the smallest number.
-  static float unit(float factor) { return factor * 256; }
-  static float top(float maximum) { return 127 * 256 + .5f - maximum * 256; }
+  // Exponents are counted in quarters of the last place, from that of the smallest number.
+  static constexpr int kOne = 127 * 512;
+  static float unit(float factor) { return factor * 512; }
+  static float top(float base) { return kOne + 1.5f - base * 512; }
+  using Highest = __m512i;
+  static INLINE Highest lowest() { return _mm512_setzero_si512(); }
+  static INLINE bool is_above(Highest x) { return _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(short(kOne + 2))); }
   // The sum is that of the rounded weights, by which the outputs are divided: they weigh what they weigh.
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
+                           Highest& highest) {
     // What is below the smallest number becomes nothing here.
     const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], unit, top)),
                                              _mm512_cvtps_epi32(fma(scores[1], unit, top)));
     const __m512i* const bends = reinterpret_cast<const __m512i*>(kBends.at);
     const __m512i bend = _mm512_maskz_permutex2var_epi8(
-        0x5555555555555555, _mm512_load_si512(bends), _mm512_srli_epi16(line, 1), _mm512_load_si512(bends + 1));
-    const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, bend), 1);
+        0x5555555555555555, _mm512_load_si512(bends), _mm512_srli_epi16(line, 2), _mm512_load_si512(bends + 1));
+    const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, bend), 2);
+    highest = _mm512_max_epu16(highest, line);
     _mm512_storeu_si512(to, weights);
     const __m512i one = _mm512_set1_epi16(0x3f80);
     store(sum, dot(load(sum), weights, one));
@@ -142,12 +144,18 @@ struct Float32 : Avx512 {
     return kept(x, tokens, low - 16 * half, high - 16 * half);
   }
   static float unit(float factor) { return factor; }
-  static float top(float maximum) { return -maximum; }
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to) {
-    const Vector low = exp2(fma(scores[0], unit, top)), high = exp2(fma(scores[1], unit, top));
-    store(to, low);
-    store(to + kWidth, high);
-    store(sum, add(load(sum), add(low, high)));
+  static float top(float base) { return -base; }
+  using Highest = Vector;
+  static INLINE Highest lowest() { return set(-INFINITY); }
+  static INLINE bool is_above(Highest x) { return _mm512_cmp_ps_mask(x, set(0), _CMP_GT_OQ); }
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
+                           Highest& highest) {
+    const Vector low = fma(scores[0], unit, top), high = fma(scores[1], unit, top);
+    highest = max(highest, max(low, high));
+    const Vector one = exp2(low), other = exp2(high);
+    store(to, one);
+    store(to + kWidth, other);
+    store(sum, add(load(sum), add(one, other)));
   }
   static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
   static void outputs(const float* from, float factor, Element* to, int size) {

@@ -14,18 +14,18 @@
 
 namespace {
 
-// The maximum of no score. Finite, because the difference of two infinities is none.
+// The base of no score. Finite, because the difference of two infinities is none.
 constexpr float kNothing = -1e30f;
 
 // Queries lie this far apart whatever their size, up to 256: a loop over some of them needs one address.
 constexpr int kQueryStride = 256 + 32;
 
-// What the queries of a unit have gathered so far, relative to maxima of the exponents of 2.
+// What the queries of a unit have gathered so far, relative to 2 to the power of their bases.
 template <class F>
 struct Gathered {
   typename F::Weight* queries;  // [M, kQueryStride]
   float* outputs;               // [M, size], in the order of the format's lanes
-  float* maxima;                // [M]
+  float* bases;                 // [M]
   float* sums;                  // [M, kWidth], a part of the sum in each
 };
 

@@ -33,7 +33,7 @@ class Schedule {
     return piece.ending == kEveryRow || (piece.ending >= 0 && last_node_[row] == piece.ending);
   }
   int num_units(const Call& call) const { return int(pieces.size()) * call.num_kv_heads; }
-  // The outputs of a piece's queries, then the maximum and the sum of each.
+  // The outputs of a piece's queries, then the base and the sum of each.
   size_t partial_of(const Piece& piece, const Call& call, int kv_head) const {
     return piece.partial + size_t(kv_head) * piece.num_queries * (call.head_size + 2);
   }

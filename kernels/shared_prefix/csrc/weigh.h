@@ -1,4 +1,4 @@
-// From keys to weights: what each token counts for each query of a pass, relative to the query's maximum.
+// From keys to weights: what each token counts for each query of a pass, relative to the query's base.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -7,9 +7,10 @@
 
 namespace {
 
-// Weights are relative to 1 until the scores are seen to be far from it, and then to their maximum: in
-// between, floating point costs no precision, and what is gathered need not be scaled.
-constexpr float kMostWeight = 65536, kLeastWeight = 1 / 65536.f;
+// What scores are relative to is this far above the highest one, in exponents of 2, that was seen when it
+// was chosen, and at first this far above 0: floating point loses no precision by it, and what is gathered
+// need not be scaled until a score is higher, or all are lower than the least sum tells.
+constexpr float kSlack = 16, kLeastSum = 1 / 4294967296.f;
 
 template <class F>
 class Weigh {
@@ -29,14 +30,14 @@ class Weigh {
   template <int M, Source kSource, int kAsked>
   void run(const Pass<F>& pass, Weight* weights, float* decay) {
     alignas(64) float sums[M * F::kWidth];
-    float* const maxima = pass.to.maxima;
+    float* const bases = pass.to.bases;
     UNROLL for (int m = 0; m < M; m++) decay[m] = 1;
-    const bool first = std::find(maxima, maxima + M, kNothing) != maxima + M;
-    if (first) std::replace(maxima, maxima + M, kNothing, 0.f);
-    weigh_all<M, kSource, kAsked>(pass, weights, sums);
-    if (are_above<M>(sums) || (first && are_below<M>(sums))) {
+    const bool first = std::find(bases, bases + M, kNothing) != bases + M;
+    if (first) std::replace(bases, bases + M, kNothing, kSlack);
+    const bool above = weigh_all<M, kSource, kAsked>(pass, weights, sums);
+    if (above || (first && are_below<M>(sums))) {
       constexpr Source kAgain = kSource == kPacking ? kPacked : kSource;
-      raise<M, kAgain>(pass, decay);
+      rebase<M, kAgain>(pass, decay);
       weigh_all<M, kAgain, 0>(pass, weights, sums);
     }
     UNROLL for (int m = 0; m < M; m++) {
@@ -47,33 +48,28 @@ class Weigh {
 
  private:
   template <int M>
-  static bool are_above(const float* sums) {
-    bool above = false;
-    UNROLL for (int m = 0; m < M; m++) above |= F::any_above(F::load(sums + m * F::kWidth), kMostWeight);
-    return above;
-  }
-
-  template <int M>
   static bool are_below(const float* sums) {
     bool below = false;
-    for (int m = 0; m < M; m++) below |= F::sum(F::load(sums + m * F::kWidth)) < kLeastWeight;
+    for (int m = 0; m < M; m++) below |= F::sum(F::load(sums + m * F::kWidth)) < kLeastSum;
     return below;
   }
 
   // The functions with the products are not inlined and hold what they use in variables of their own:
-  // everything that a product needs has to stay in a register.
+  // everything that a product needs has to stay in a register. Whether a score is above what it is relative to.
   template <int M, Source kSource, int kAsked>
-  __attribute__((noinline)) void weigh_all(const Pass<F>& pass, Weight* weights, float* sums) {
+  __attribute__((noinline)) bool weigh_all(const Pass<F>& pass, Weight* weights, float* sums) {
     const Vector unit = F::set(F::unit(factor_));
     float tops[M];
-    UNROLL for (int m = 0; m < M; m++) tops[m] = F::top(pass.to.maxima[m]);
+    UNROLL for (int m = 0; m < M; m++) tops[m] = F::top(pass.to.bases[m]);
     UNROLL for (int m = 0; m < M; m++) F::store(sums + m * F::kWidth, F::set(0.f));
+    typename F::Highest highest = F::lowest();
     for (int token = 0; token < pass.tile.tokens; token += kChunk) {
       Vector scores[M][2];
       score<M, kSource, kAsked>(pass, token, scores);
       UNROLL for (int m = 0; m < M; m++)
-        F::weigh(scores[m], unit, F::set(tops[m]), sums + m * F::kWidth, weights + m * kTile + token);
+        F::weigh(scores[m], unit, F::set(tops[m]), sums + m * F::kWidth, weights + m * kTile + token, highest);
     }
+    return F::is_above(highest);
   }
 
   template <int M, Source kSource, int kAsked>
@@ -131,9 +127,9 @@ class Weigh {
     }
   }
 
-  // Maxima to the highest scores of all tokens up to this tile's, and what is relative to them.
+  // Bases anew from the highest scores of this tile, and what is relative to them.
   template <int M, Source kSource>
-  __attribute__((noinline)) void raise(const Pass<F>& pass, float* decay) {
+  __attribute__((noinline)) void rebase(const Pass<F>& pass, float* decay) {
     alignas(64) float highest[M][F::kWidth];
     for (int m = 0; m < M; m++) F::store(highest[m], F::set(-INFINITY));
     for (int token = 0; token < pass.tile.tokens; token += kChunk) {
@@ -144,11 +140,11 @@ class Weigh {
     }
     for (int m = 0; m < M; m++) {
       float* const sums = pass.to.sums + m * F::kWidth;
-      float& maximum = pass.to.maxima[m];
-      const float before = F::sum(F::load(sums)) > 0 ? maximum : kNothing;
+      float& base = pass.to.bases[m];
+      const float before = F::sum(F::load(sums)) > 0 ? base : kNothing;
       const float here = *std::max_element(highest[m], highest[m] + F::kWidth) * factor_;
-      maximum = here <= before ? before : here;  // a query that is no number has no maximum either
-      decay[m] = std::exp2(before - maximum);
+      base = here <= before ? before : here + kSlack;  // or no number, as a query that is none
+      decay[m] = std::exp2(before - base);
       F::store(sums, F::mul(F::load(sums), F::set(decay[m])));
     }
   }

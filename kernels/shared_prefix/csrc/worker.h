@@ -38,8 +38,8 @@ class Worker {
     const int most = most_queries();
     all_.outputs = reinterpret_cast<float*>(memory_ + Attend<F>::packed_bytes(size_));
     all_.queries = reinterpret_cast<Weight*>(all_.outputs + size_t(most) * size_);
-    all_.maxima = reinterpret_cast<float*>(all_.queries + size_t(most) * kQueryStride);
-    all_.sums = all_.maxima + most;
+    all_.bases = reinterpret_cast<float*>(all_.queries + size_t(most) * kQueryStride);
+    all_.sums = all_.bases + most;
   }
 
   void run() {
@@ -128,7 +128,7 @@ class Worker {
           F::queries(from + head * size_, to, size_);
       }
     std::fill_n(all_.outputs, size_t(piece.num_queries) * size_, 0.f);
-    std::fill_n(all_.maxima, piece.num_queries, kNothing);
+    std::fill_n(all_.bases, piece.num_queries, kNothing);
     std::fill_n(all_.sums, size_t(piece.num_queries) * F::kWidth, 0.f);
   }
 
@@ -151,10 +151,10 @@ class Worker {
 
   void leave(const Piece& piece, int kv_head, int query, int num_queries) {
     float* to = shared_.partials + schedule_.partial_of(piece, call_, kv_head);
-    float* maxima = to + size_t(piece.num_queries) * size_;
+    float* bases = to + size_t(piece.num_queries) * size_;
     std::copy_n(all_.outputs + query * size_, num_queries * size_, to + query * size_);
-    std::copy_n(all_.maxima + query, num_queries, maxima + query);
-    for (int m = query; m < query + num_queries; m++) maxima[piece.num_queries + m] = sum_of(m);
+    std::copy_n(all_.bases + query, num_queries, bases + query);
+    for (int m = query; m < query + num_queries; m++) bases[piece.num_queries + m] = sum_of(m);
   }
 
   void add(const Share& share, int kv_head, int query, int num_queries) {
@@ -162,22 +162,22 @@ class Worker {
     for (int times = 0; !done.load(std::memory_order_acquire); times++) wait_a_little(times);
     const Piece& piece = schedule_.pieces[share.piece];
     const float* from = shared_.partials + schedule_.partial_of(piece, call_, kv_head);
-    const float* maxima = from + size_t(piece.num_queries) * size_ + share.query;
-    const float* sums = maxima + piece.num_queries;
+    const float* bases = from + size_t(piece.num_queries) * size_ + share.query;
+    const float* sums = bases + piece.num_queries;
     from += share.query * size_;
     for (int m = 0; m < num_queries; m++)
-      merge(query + m, from + m * size_, maxima[m], sums[m]);
+      merge(query + m, from + m * size_, bases[m], sums[m]);
   }
 
-  void merge(int query, const float* outputs, float maximum, float sum) {
-    const float highest = std::max(all_.maxima[query], maximum);
-    const float ours = std::exp2(all_.maxima[query] - highest), theirs = std::exp2(maximum - highest);
+  void merge(int query, const float* outputs, float base, float sum) {
+    const float highest = std::max(all_.bases[query], base);
+    const float ours = std::exp2(all_.bases[query] - highest), theirs = std::exp2(base - highest);
     float* to = all_.outputs + query * size_;
     for (int d = 0; d < size_; d++) to[d] = to[d] * ours + outputs[d] * theirs;
     float* const sums = all_.sums + query * F::kWidth;
     for (int i = 0; i < F::kWidth; i++) sums[i] *= ours;
     sums[0] += sum * theirs;
-    all_.maxima[query] = highest;
+    all_.bases[query] = highest;
   }
 
   float sum_of(int query) const { return F::sum(F::load(all_.sums + query * F::kWidth)); }
@@ -185,13 +185,13 @@ class Worker {
   void write(int row, int kv_head, int query) {
     for (int t = call_.query_starts[row]; t < call_.query_starts[row + 1]; t++)
       for (int head = kv_head * heads_; head < (kv_head + 1) * heads_; head++, query++) {
-        const bool empty = all_.maxima[query] == kNothing;
+        const bool empty = all_.bases[query] == kNothing;
         const float sum = sum_of(query);
         Element* to = static_cast<Element*>(call_.out) + t * call_.out_stride + head * size_;
         F::outputs(all_.outputs + query * size_, empty ? 0 : 1 / sum, to, size_);
         if (call_.lse)
           call_.lse[int64_t(t) * call_.num_heads + head] =
-              empty ? -INFINITY : (all_.maxima[query] + std::log2(sum)) * kLn2;
+              empty ? -INFINITY : (all_.bases[query] + std::log2(sum)) * kLn2;
       }
   }
 

@@ -29,18 +29,26 @@ def test_in_bfloat16_the_distributions_stay_close(sharp_model: Path, tmp_path: P
         for one, other in zip(stock, shared, strict=True)
         for theirs, ours in zip(*common(one, other), strict=True)
     ]
-    assert len(divergences) > 200
+    assert len(divergences) > 1000
     assert 0 < sum(divergences) / len(divergences) < 1e-3
     not_worth_it = decided["steps_skipped"].get("not_worth_it", 0)  # this machine may find none
     assert decided["steps_grouped"] + not_worth_it > 0
 
+
+# Prompts of other tokens: of a thousand draws the mean is known within 3 %.
+OTHERS = 4
 
 Drawn = tuple[list[int], torch.Tensor]
 
 
 def distributions(engine: SharedEngine) -> list[Drawn]:
     """Tokens drawn with a seed for each sample, and what each was drawn from."""
-    prompts = [prompt for prompt in GROUPS for _ in range(GROUP_SIZE)]
+    prompts = [
+        [token + other for token in prompt]
+        for other in range(OTHERS)
+        for prompt in GROUPS
+        for _ in range(GROUP_SIZE)
+    ]
     drawn = []
     for output in engine.live.generate(
         prompts, max_tokens=24, temperature=1.0, logprobs=VOCAB, ignore_eos=True, detokenize=False
