@@ -55,7 +55,9 @@ struct Avx2 {
   static float top(float base) { return -base; }
   using Highest = Vector;
   static INLINE Highest lowest() { return set(-INFINITY); }
-  static INLINE bool is_above(Highest x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, set(0), _CMP_GT_OQ)); }
+  static INLINE bool is_above(Highest x) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, set(0), _CMP_GT_OQ));
+  }
   static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
                            Highest& highest) {
     const Vector low = fma(scores[0], unit, top), high = fma(scores[1], unit, top);

@@ -91,7 +91,9 @@ struct Bfloat16 : Avx512 {
   static float top(float base) { return kOne + 1.5f - base * 512; }
   using Highest = __m512i;
   static INLINE Highest lowest() { return _mm512_setzero_si512(); }
-  static INLINE bool is_above(Highest x) { return _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(short(kOne + 2))); }
+  static INLINE bool is_above(Highest x) {
+    return _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(short(kOne + 2)));
+  }
   // The sum is that of the rounded weights, by which the outputs are divided: they weigh what they weigh.
   static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
                            Highest& highest) {
@@ -99,8 +101,9 @@ struct Bfloat16 : Avx512 {
     const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], unit, top)),
                                              _mm512_cvtps_epi32(fma(scores[1], unit, top)));
     const __m512i* const bends = reinterpret_cast<const __m512i*>(kBends.at);
-    const __m512i bend = _mm512_maskz_permutex2var_epi8(
-        0x5555555555555555, _mm512_load_si512(bends), _mm512_srli_epi16(line, 2), _mm512_load_si512(bends + 1));
+    const __m512i place = _mm512_srli_epi16(line, 2);
+    const __m512i bend = _mm512_maskz_permutex2var_epi8(0x5555555555555555, _mm512_load_si512(bends), place,
+                                                        _mm512_load_si512(bends + 1));
     const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, bend), 2);
     highest = _mm512_max_epu16(highest, line);
     _mm512_storeu_si512(to, weights);

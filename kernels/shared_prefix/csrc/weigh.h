@@ -55,7 +55,7 @@ class Weigh {
   }
 
   // The functions with the products are not inlined and hold what they use in variables of their own:
-  // everything that a product needs has to stay in a register. Whether a score is above what it is relative to.
+  // everything that a product needs has to stay in a register. Whether any score is above its base.
   template <int M, Source kSource, int kAsked>
   __attribute__((noinline)) bool weigh_all(const Pass<F>& pass, Weight* weights, float* sums) {
     const Vector unit = F::set(F::unit(factor_));
@@ -67,7 +67,8 @@ class Weigh {
       Vector scores[M][2];
       score<M, kSource, kAsked>(pass, token, scores);
       UNROLL for (int m = 0; m < M; m++)
-        F::weigh(scores[m], unit, F::set(tops[m]), sums + m * F::kWidth, weights + m * kTile + token, highest);
+        F::weigh(scores[m], unit, F::set(tops[m]), sums + m * F::kWidth, weights + m * kTile + token,
+                 highest);
     }
     return F::is_above(highest);
   }
