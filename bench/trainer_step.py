@@ -152,7 +152,8 @@ def record(measured: Cells, machine: str = "idle") -> Record:
         claim=f"One optimiser step of a 25M-parameter Qwen3 on one group, {MACHINES[machine]}: "
         "seconds of others over ours. Repeated rows are SDPA causal at their fastest micro-batch, "
         "one micro-batch timed and multiplied; PrefixGrouper has SDPA too, and all compute logits "
-        "of response tokens only. The output head is tied to the embedding.",
+        "of response tokens only. The output head is tied to the embedding. Peaks are of what "
+        "tensors hold: what is freed goes back at once.",
         rows=rows,
         raw={"measured": measured},
     )
