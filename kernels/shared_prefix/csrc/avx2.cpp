@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "floats.h"
 #include "run.h"
 #include "worker.h"
 
@@ -10,9 +11,7 @@ namespace {
 
 struct Avx2 {
   using Vector = __m256;
-  using Operand = __m256;
-  using Weight = float;
-  static constexpr int kWidth = 8, kMostRows = 4, kColumns = 2, kStep = 1;
+  static constexpr int kWidth = 8, kMostRows = 4, kColumns = 2;
 
   static INLINE Vector set(float x) { return _mm256_set1_ps(x); }
   static INLINE Vector load(const float* from) { return _mm256_loadu_ps(from); }
@@ -47,29 +46,12 @@ struct Avx2 {
                                              _mm256_cmpgt_epi32(_mm256_set1_epi32(high), tokens));
     return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(mask));
   }
-  static INLINE Operand get(const Operand* from) { return *from; }
-  static INLINE void put(Operand* to, Operand x) { *to = x; }
-  static INLINE Operand spread(const Weight* from) { return set(*from); }
-  static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
-  static float unit(float factor) { return factor; }
-  static float top(float base) { return -base; }
-  using Highest = Vector;
-  static INLINE Highest lowest() { return set(-INFINITY); }
-  static INLINE bool is_above(Highest x) {
+  static INLINE bool any_positive(Vector x) {
     return _mm256_movemask_ps(_mm256_cmp_ps(x, set(0), _CMP_GT_OQ));
-  }
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
-                           Highest& highest) {
-    const Vector low = fma(scores[0], unit, top), high = fma(scores[1], unit, top);
-    highest = max(highest, max(low, high));
-    const Vector one = exp2(low), other = exp2(high);
-    store(to, one);
-    store(to + kWidth, other);
-    store(sum, add(load(sum), add(one, other)));
   }
 };
 
-struct Float32 : Avx2 {
+struct Float32 : Floats<Avx2> {
   using Element = float;
 
   static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
@@ -86,7 +68,7 @@ struct Float32 : Avx2 {
   }
 };
 
-struct Bfloat16 : Avx2 {
+struct Bfloat16 : Floats<Avx2> {
   using Element = uint16_t;
 
   static INLINE Vector widened(const Element* from) {

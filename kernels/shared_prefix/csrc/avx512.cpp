@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "floats.h"
 #include "run.h"
 #include "worker.h"
 
@@ -30,6 +31,7 @@ struct Avx512 {
     p = fma(p, part, set(1.f));
     return _mm512_scalef_ps(p, x);
   }
+  static INLINE bool any_positive(Vector x) { return _mm512_cmp_ps_mask(x, set(0), _CMP_GT_OQ); }
   static INLINE Vector kept(Vector x, __m512i tokens, int low, int high) {
     const __mmask16 mask = _mm512_cmpge_epi32_mask(tokens, _mm512_set1_epi32(low)) &
                            _mm512_cmplt_epi32_mask(tokens, _mm512_set1_epi32(high));
@@ -124,16 +126,9 @@ struct Bfloat16 : Avx512 {
   }
 };
 
-struct Float32 : Avx512 {
+struct Float32 : Floats<Avx512> {
   using Element = float;
-  using Weight = float;
-  using Operand = __m512;
-  static constexpr int kStep = 1;
 
-  static INLINE Operand get(const Operand* from) { return *from; }
-  static INLINE void put(Operand* to, Operand x) { *to = x; }
-  static INLINE Operand spread(const Weight* from) { return set(*from); }
-  static INLINE Vector dot(Vector sum, Operand x, Operand y) { return fma(x, y, sum); }
   static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
     low = load(from);
     high = load(from + 16);
@@ -145,20 +140,6 @@ struct Float32 : Avx512 {
   static INLINE Vector within(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return kept(x, tokens, low - 16 * half, high - 16 * half);
-  }
-  static float unit(float factor) { return factor; }
-  static float top(float base) { return -base; }
-  using Highest = Vector;
-  static INLINE Highest lowest() { return set(-INFINITY); }
-  static INLINE bool is_above(Highest x) { return _mm512_cmp_ps_mask(x, set(0), _CMP_GT_OQ); }
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
-                           Highest& highest) {
-    const Vector low = fma(scores[0], unit, top), high = fma(scores[1], unit, top);
-    highest = max(highest, max(low, high));
-    const Vector one = exp2(low), other = exp2(high);
-    store(to, one);
-    store(to + kWidth, other);
-    store(sum, add(load(sum), add(one, other)));
   }
   static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
   static void outputs(const float* from, float factor, Element* to, int size) {

@@ -142,7 +142,7 @@ class Weigh {
     for (int m = 0; m < M; m++) {
       float* const sums = pass.to.sums + m * F::kWidth;
       float& base = pass.to.bases[m];
-      const float before = F::sum(F::load(sums)) > 0 ? base : kNothing;
+      const float before = F::sum(F::load(sums)) >= kLeastSum ? base : kNothing;
       const float here = *std::max_element(highest[m], highest[m] + F::kWidth) * factor_;
       base = here <= before ? before : here + kSlack;  // or no number, as a query that is none
       decay[m] = std::exp2(before - base);

@@ -1,0 +1,36 @@
+// Products of floats, and weights as floats: what is the same for vectors of any width.
+#pragma once
+#include <cmath>
+
+#include "pass.h"
+
+namespace {
+
+template <class V>
+struct Floats : V {
+  using Vector = typename V::Vector;
+  using Weight = float;
+  using Operand = Vector;
+  using Highest = Vector;
+  static constexpr int kStep = 1;
+
+  static INLINE Operand get(const Operand* from) { return *from; }
+  static INLINE void put(Operand* to, Operand x) { *to = x; }
+  static INLINE Operand spread(const Weight* from) { return V::set(*from); }
+  static INLINE Vector dot(Vector sum, Operand x, Operand y) { return V::fma(x, y, sum); }
+  static float unit(float factor) { return factor; }
+  static float top(float base) { return -base; }
+  static INLINE Highest lowest() { return V::set(-INFINITY); }
+  static INLINE bool is_above(Highest x) { return V::any_positive(x); }
+  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
+                           Highest& highest) {
+    const Vector low = V::fma(scores[0], unit, top), high = V::fma(scores[1], unit, top);
+    highest = V::max(highest, V::max(low, high));
+    const Vector one = V::exp2(low), other = V::exp2(high);
+    V::store(to, one);
+    V::store(to + V::kWidth, other);
+    V::store(sum, V::add(V::load(sum), V::add(one, other)));
+  }
+};
+
+}  // namespace
