@@ -68,6 +68,7 @@ async def measure(model: Path, adapter: Path, rounds: int) -> dict[str, list[flo
         VllmEngine(
             EngineSettings(
                 model=str(model),
+                seed=0,
                 max_adapters=places,
                 max_adapter_rank=RANK,
                 max_sequences=GROUPS * SAMPLES,

@@ -86,7 +86,12 @@ class Arm:
 
 async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[dict[str, Arm]]:
     settings = EngineSettings(
-        model=model, max_context_tokens=4096, cache_bytes=2**31, prompt_kv=True, block_size=block
+        model=model,
+        seed=0,
+        max_context_tokens=4096,
+        cache_bytes=2**31,
+        prompt_kv=True,
+        block_size=block,
     )
     kv = KvSettings(segments_bytes=2**29)
     async with served(settings, kv=kv) as (engine, url), AsyncRollouts(url, timeout=600) as asking:

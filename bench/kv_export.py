@@ -114,6 +114,7 @@ async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
     engine = VllmEngine(
         EngineSettings(
             model=str(model),
+            seed=0,
             prompt_kv=True,
             max_sequences=GROUPS * SAMPLES,
             max_context_tokens=PROMPT_TOKENS + TOKENS,

@@ -44,7 +44,7 @@ class Arm:
 async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
     http, direct = Arm(), Arm()
     numbers = iter(range(1, 10**6))
-    settings = EngineSettings(model=model, max_sequences=GROUPS * SAMPLES)
+    settings = EngineSettings(model=model, seed=0, max_sequences=GROUPS * SAMPLES)
     async with served(settings) as (engine, url), caller(url) as trainer:
 
         async def over_http() -> None:

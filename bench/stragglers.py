@@ -114,7 +114,7 @@ def _group(prompt: str, n: int) -> GroupRequest:
 
 
 async def measure(model: str, rounds: int) -> tuple[Waits, float, Run, Run]:
-    settings = EngineSettings(model=model, max_sequences=GROUPS * N)
+    settings = EngineSettings(model=model, seed=0, max_sequences=GROUPS * N)
     async with served(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
         waits = await wait_times(rollouts, rounds)
         deadline = DEADLINE_SHARE * statistics.median(waits.whole)

@@ -69,7 +69,9 @@ def prompts(number: int) -> list[list[int]]:
 
 
 async def measure(model: str, rounds: int) -> list[Measured]:
-    settings = EngineSettings(model=model, max_sequences=GROUPS * LEAVES, cache_bytes=CACHE_BYTES)
+    settings = EngineSettings(
+        model=model, seed=0, max_sequences=GROUPS * LEAVES, cache_bytes=CACHE_BYTES
+    )
     found = [Measured(attention=mode, tree=Arm(), flat=Arm()) for mode in MODES]
     numbers = iter(range(1, 10**6))
     async with AsyncExitStack() as stack:

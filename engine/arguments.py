@@ -1,5 +1,6 @@
 """From our settings to vLLM's engine arguments, field by field."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.speculation.configured import speculate
 DEFAULT_CPU_CACHE_BYTES = GIB
 MOST_FOR_ENTROPY = 20
 WORKER_EXTENSION = "engine.worker.WorkerExtension"
+RANDOM_SEED_BITS = 31
 
 
 def engine_arguments(
@@ -32,6 +34,7 @@ def engine_arguments(
         load_format="safetensors",
         trust_remote_code=False,
         dtype=settings.dtype,
+        seed=_seed(settings),
         max_model_len=settings.max_context_tokens,
         block_size=settings.block_size,
         max_num_seqs=settings.max_sequences,
@@ -58,6 +61,11 @@ def engine_arguments(
     if speculation.mode != "off":
         speculate(arguments, speculation, graphs)
     return arguments
+
+
+def _seed(settings: EngineSettings) -> int:
+    """vLLM's default is 0 at every start, so replicas and restarts would repeat each other."""
+    return secrets.randbits(RANDOM_SEED_BITS) if settings.seed is None else settings.seed
 
 
 def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Starting vLLM, finding what it has started, and ending that."""
 
+import logging
 import multiprocessing
 import os
 from contextlib import suppress
@@ -17,6 +18,8 @@ from engine.environment import spawning
 from engine.errors import StartFailed
 from engine.graphs.planner import Plan
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+
+log = logging.getLogger(__name__)
 
 
 def launch(
@@ -40,6 +43,7 @@ def launch(
             graphs=graphs,
             worker_extension=worker_extension,
         )
+        log.info("engine.seed is %d", arguments.seed)
         with spawning(
             settings,
             attention=attention,

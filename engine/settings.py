@@ -168,6 +168,15 @@ class EngineSettings(BaseModel):
     dtype: Annotated[DType, Field(description="type of weights and cache; auto: as stored")] = (
         "auto"
     )
+    seed: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=2**32 - 1,
+            description="vLLM's random seed, for samples without a seed of their own; none: a "
+            "random one at each start, which is logged",
+        ),
+    ] = None
     tensor_parallel_size: Annotated[int, Field(ge=1, description="ranks a layer is split over")] = 1
     pipeline_parallel_size: Annotated[int, Field(ge=1, description="ranks layers are dealt to")] = 1
     block_size: Annotated[

@@ -32,7 +32,7 @@ async def drafted(*, training: bool) -> AsyncIterator[AsyncRollouts]:
             drafter_training=training,
             drafter_busy_share=1.0,
         )
-        settings = EngineSettings(cpu_threads=1, max_sequences=64)
+        settings = EngineSettings(seed=0, cpu_threads=1, max_sequences=64)
         async with (
             served(settings, speculation=speculation) as (_, url),
             AsyncRollouts(url, timeout=600) as rollouts,

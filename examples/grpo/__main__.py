@@ -63,7 +63,7 @@ def _train(options: argparse.Namespace) -> list[Step]:
     learner = Learner(options.learning_rate)
     print("starting the server", file=sys.stderr)
     with (
-        serving(options.out, cpu_threads=max(1, cores - cores // 2)) as url,
+        serving(options.out, cpu_threads=max(1, cores - cores // 2), seed=options.seed) as url,
         Rollouts(url) as rollouts,
         tqdm(total=options.steps, unit="step") as bar,
     ):

@@ -14,12 +14,13 @@ _READY = re.compile(r"ready: serving .* on (http://\S+)")
 
 
 @contextmanager
-def serving(folder: Path, *, cpu_threads: int) -> Iterator[str]:
+def serving(folder: Path, *, cpu_threads: int, seed: int) -> Iterator[str]:
     """Its URL, once it serves. Its log and the weights that it is sent lie in the folder."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(folder / "weights")]
     command += ["--engine.cpu-threads", str(cpu_threads)]
+    command += ["--engine.seed", str(seed)]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
     try:

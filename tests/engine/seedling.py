@@ -16,6 +16,7 @@ def settings(model: Path = MODEL, **changes: Any) -> EngineSettings:
     small: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
+        "seed": 0,
         "block_size": BLOCK,
         "cache_bytes": 2**27,
         "max_context_tokens": 1024,

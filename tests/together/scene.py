@@ -34,6 +34,7 @@ async def scene(
     settings = EngineSettings(
         model=str(models["v7"]),
         dtype="float32",
+        seed=0,
         max_context_tokens=512,
         max_sequences=48,
         max_batched_tokens=128,
