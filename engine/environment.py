@@ -21,7 +21,10 @@ ATTENTION = "COPPICE_ENGINE_ATTENTION"
 SPECULATION = "COPPICE_ENGINE_SPECULATION"
 GRAPHS = "COPPICE_ENGINE_GRAPHS"
 _OPENMP = re.compile(r"lib(g|i)?omp\d*[.-]")
-LAST_RESORT_STEP_SECONDS = 60
+NO_STEP_DEADLINE_SECONDS = 10**6
+"""Effectively none. The heartbeat finds hangs; vLLM's deadline counts time in which the machine was
+suspended, and ends a healthy engine of several ranks at the first step after it.
+"""
 NO_SPECULATION = SpeculationSettings(mode="off")
 
 
@@ -84,7 +87,7 @@ def _shared() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "0",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(LAST_RESORT_STEP_SECONDS),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         # What vLLM and torch warn of among themselves in the processes that they start.
         "PYTHONWARNINGS": "ignore::FutureWarning",

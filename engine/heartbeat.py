@@ -4,6 +4,9 @@ A ping goes through EngineCore's own loop, so an answer means that steps are bei
 that hangs in a step holds EngineCore up and is seen the same way. A stopped or dead worker is seen
 in its process state, also when nothing runs. While the engine starts or loads weights its loop is
 busy for long: those stages have bounds of their own.
+
+The bounds count the time in which the watch was awake. While the service is suspended or its event
+loop is blocked no ping can be read, and the silence is not the engine's.
 """
 
 import asyncio
@@ -14,6 +17,8 @@ from pathlib import Path
 from engine.protocol import EngineStage, Pulse
 
 INTERVAL_SECONDS = 1.0
+MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS
+"""Time between two wake-ups of the watch that is counted at most."""
 _STOPPED = "TtZX"
 
 
@@ -26,7 +31,9 @@ class Heartbeat:
         self._bounds = bounds
         self._clock = clock
         self._stage: EngineStage = "starting"
-        self._last_sign = clock()
+        self._woken_at: float | None = None
+        self._stalled_seconds = 0.0
+        self._last_sign = self._now()
         self._dead: str | None = None
 
     @property
@@ -35,21 +42,43 @@ class Heartbeat:
 
     def enter(self, stage: EngineStage) -> None:
         self._stage = stage
-        self._last_sign = self._clock()
+        self._last_sign = self._now()
 
     def died(self, reason: str) -> None:
         self._dead = self._dead or reason
 
     def pulse(self) -> Pulse:
-        age = self._clock() - self._last_sign
+        age = self._now() - self._last_sign
         late = age > self._bounds.get(self._stage, float("inf"))
         reason = self._dead or (f"no sign of life for {age:.1f} s" if late else None)
         return Pulse(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
 
-    def hopeless(self, seconds: float) -> bool:
-        """Whether the engine has counted as dead for so long without a sign of life."""
+    async def watch(
+        self, hang_seconds: float, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """Returns when the engine has been late for `hang_seconds`."""
+        self._wake()
+        while not self._is_hung(hang_seconds):
+            await sleep(INTERVAL_SECONDS)
+            self._wake()
+
+    def _is_hung(self, seconds: float) -> bool:
         pulse = self.pulse()
         return pulse.age_seconds > self._bounds.get(pulse.stage, float("inf")) + seconds
+
+    def _wake(self) -> None:
+        self._stalled_seconds += self._stall()
+        self._woken_at = self._clock()
+
+    def _stall(self) -> float:
+        """Seconds that the watch is overdue; zero before it runs."""
+        if self._woken_at is None:
+            return 0.0
+        return max(0.0, self._clock() - self._woken_at - MAX_GAP_SECONDS)
+
+    def _now(self) -> float:
+        """The clock without the time that the watch stood still."""
+        return self._clock() - self._stalled_seconds - self._stall()
 
     async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
         """Until cancelled. Each beat counts only if every process of the engine is running."""
@@ -57,7 +86,7 @@ class Heartbeat:
             await ping()
             stopped = [name for name, state in _states(processes).items() if state in _STOPPED]
             if not stopped:
-                self._last_sign = self._clock()
+                self._last_sign = self._now()
             await asyncio.sleep(INTERVAL_SECONDS)
 
 

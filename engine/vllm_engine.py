@@ -35,7 +35,7 @@ from engine.facts import gather_facts, kv_support
 from engine.graphs.counts import over_ranks as graphs_over_ranks
 from engine.graphs.planned import plan_for_start
 from engine.graphs.planner import Plan
-from engine.heartbeat import INTERVAL_SECONDS, Heartbeat
+from engine.heartbeat import Heartbeat
 from engine.launch import engine_processes, kill_processes, launch
 from engine.model_files import locate
 from engine.protocol import (
@@ -261,8 +261,7 @@ class VllmEngine:
 
     async def _watch(self) -> None:
         """A hang that goes on is made a death, so that whoever waits for the engine is told."""
-        while not self._heart.hopeless(self._settings.hang_seconds):
-            await asyncio.sleep(INTERVAL_SECONDS)
+        await self._heart.watch(self._settings.hang_seconds)
         log.error("%s: the engine is killed", self._heart.pulse().reason)
         self._heart.died(f"it hung: {self._heart.pulse().reason}")
         self.kill()

@@ -126,3 +126,9 @@ def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
         assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_vllm_itself_gives_up_on_no_step() -> None:
+    """Its deadline would count the time in which a machine is suspended."""
+    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+        assert int(os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) > 24 * 3600

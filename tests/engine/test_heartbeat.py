@@ -49,6 +49,56 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
     assert (beating.pulse().stage, beating.pulse().reason) == ("dead", "first")
 
 
+async def watch(beating: Heartbeat, clock: Clock, *gaps: float, hang_seconds: float) -> bool:
+    """True if the watch ended, over wake-ups that are `gaps` seconds apart."""
+    left = list(gaps)
+
+    async def sleep(seconds: float) -> None:
+        if not left:
+            await asyncio.Event().wait()
+        clock.now += left.pop(0)
+
+    task = asyncio.create_task(beating.watch(hang_seconds, sleep=sleep))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    return task.done() and not task.cancelled()
+
+
+async def test_a_hang_ends_the_watch_after_its_bounds() -> None:
+    clock = Clock()
+    beating = heart(clock)
+    beating.enter("serving")
+    assert not await watch(beating, clock, *[1.0] * 70, hang_seconds=60)
+    assert not beating.pulse().alive
+    assert await watch(beating, clock, 1.0, hang_seconds=60)
+
+
+async def test_time_in_which_the_watch_stood_still_is_not_held_against_the_engine() -> None:
+    clock = Clock()
+    beating = heart(clock)
+    beating.enter("serving")
+    assert not await watch(beating, clock, 76.0, 1.0, 3600.0, 1.0, hang_seconds=60)
+    assert beating.pulse().alive
+
+
+async def test_a_pulse_is_fair_before_the_watch_has_woken_up() -> None:
+    clock = Clock()
+    beating = heart(clock)
+    beating.enter("serving")
+    task = asyncio.create_task(beating.watch(60))
+    await asyncio.sleep(0.01)
+    clock.now += 76
+    assert beating.pulse().alive
+    task.cancel()
+
+
+async def test_a_watch_that_is_always_late_still_finds_a_hang() -> None:
+    clock = Clock()
+    beating = heart(clock)
+    beating.enter("serving")
+    assert await watch(beating, clock, *[5.0] * 60, hang_seconds=60)
+
+
 async def beat_once(beating: Heartbeat, processes: dict[int, str]) -> None:
     async def ping() -> None:
         pass
