@@ -1,12 +1,15 @@
 """From our settings to vLLM's engine arguments, field by field."""
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.adapters.check import PROJECTIONS
+from engine.cpu_dtype import cpu_dtype
 from engine.environment import NO_SPECULATION
 from engine.graphs.planner import Plan
 from engine.kv.loading import CONNECTOR
@@ -27,13 +30,17 @@ def engine_arguments(
     on_cpu: bool,
     graphs: Plan | None = None,
     worker_extension: str = WORKER_EXTENSION,
+    capabilities: Mapping[str, object] | None = None,
 ) -> AsyncEngineArgs:
+    """`capabilities` are torch.cpu.get_capabilities(), unless a test names others."""
+    if capabilities is None:
+        capabilities = torch.cpu.get_capabilities()
     arguments = AsyncEngineArgs(
         model=str(model),
         served_model_name=settings.model,
         load_format="safetensors",
         trust_remote_code=False,
-        dtype=settings.dtype,
+        dtype=cpu_dtype(settings.dtype, capabilities) if on_cpu else settings.dtype,
         seed=_seed(settings),
         max_model_len=settings.max_context_tokens,
         block_size=settings.block_size,

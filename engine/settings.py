@@ -165,9 +165,13 @@ class EngineSettings(BaseModel):
     revision: Annotated[
         str | None, Field(description="commit of the hub's repository; needed with an id")
     ] = None
-    dtype: Annotated[DType, Field(description="type of weights and cache; auto: as stored")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        DType,
+        Field(
+            description="type of weights and cache; auto: bfloat16, or float16 where the model is "
+            "stored so; float32 on a CPU without bfloat16 instructions"
+        ),
+    ] = "auto"
     seed: Annotated[
         int | None,
         Field(

@@ -1,5 +1,6 @@
 """Adapters in a real engine: whose tokens they are, and what their prefixes may be found by."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.adapters.check import check_adapter
 from engine.adapters.loaded import LoadedAdapters
 from engine.arguments import adapters
+from engine.weights.checkpoint import read_served
 from tests.engine.adapters.trained import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 from tests.engine.live import Answer, LiveEngine
@@ -91,6 +94,17 @@ def test_groups_side_by_side_are_each_its_own_adapters(
         assert_drawn_from(under(path), drawn)
     for request in requests[1:]:
         engine.rpc("coppice_unload_adapter", request.lora_int_id)
+
+
+def test_an_adapter_in_bfloat16_is_served_in_float32(
+    engine: LiveEngine, made: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(made["all"], tmp_path / "bf16")
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: values.bfloat16() for name, values in load_file(file).items()}, file)
+    check_adapter(read_served(MODEL), adapter, max_rank=16, dtype="float32")
+    [answer] = engine.ask(PROMPT, adapter=load(engine, "policy", adapter), max_tokens=12)
+    assert_drawn_from(under(adapter), [answer])
 
 
 def test_what_takes_an_adapters_place_never_meets_its_prefixes(
