@@ -30,6 +30,7 @@ from service.directory.fleet import Fleet
 from service.drafter_metrics import DrafterMetrics
 from service.fleet_weights.fleet_weights import FleetWeights
 from service.fleet_weights.pull import Way
+from service.kv.sending import TransferOutcome
 from service.reuse.metrics import ReuseMetrics
 from service.speculation import SpeculationMetrics
 
@@ -129,13 +130,16 @@ class Metrics:
             "kv_exports", "Prompts and paths that were asked for: a handle, or why not", "outcome"
         )
         self.kv_sent_bytes = self._counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
+        self.kv_transfers_ended = self._counter(
+            "kv_transfers_ended", "Downloads of prompt KV by how they ended", "outcome"
+        )
         self.kv_bytes = Gauge(
             "coppice_kv_bytes", "Bytes of the arena", ["state"], registry=self.registry
         )
         self.kv_handles = self._gauge("kv_handles", "Handles whose lease runs or is to begin")
-        self.kv_transfers = self._gauge("kv_transfers", "Downloads under way or waiting")
+        self.kv_transfers = self._gauge("kv_transfers", "Downloads under way, waiting, or not read")
         self.kv_transfers_limit = self._gauge(
-            "kv_transfers_limit", "Downloads that may be under way at once"
+            "kv_transfers_limit", "Downloads that are sent at a time"
         )
         self.reuse = ReuseMetrics(self.registry)
         self.lag_seconds = Histogram(
@@ -278,6 +282,8 @@ class Metrics:
             self.samples.labels(reason)
         for kv_outcome in ("handle", *get_args(KvReason)):
             self.kv_exports.labels(kv_outcome)
+        for transfer_outcome in get_args(TransferOutcome):
+            self.kv_transfers_ended.labels(transfer_outcome)
         for finish in get_args(SegmentFinish):
             self.segments.labels(finish)
         for kind in ("dropped", "unknown"):

@@ -87,10 +87,9 @@ class Server:
             epoch=lambda: self.versions.epoch,
         )
         self.sending = Sending(
-            max_transfers=settings.kv.max_transfers,
-            max_bytes_per_second=settings.kv.max_bytes_per_second,
-            stall_seconds=settings.limits.write_seconds,
+            settings.kv,
             sent=self.metrics.kv_sent_bytes.inc,
+            ended=lambda outcome: self.metrics.kv_transfers_ended.labels(outcome).inc(),
         )
         self.adapters = Adapters(
             engine,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from service.directory.names import new_handle_id
 from service.errors import KvGone, KvNotFound
 from service.kv.leases import Leases
+from service.kv.reading import Reading
 from service.kv.slots import Slot, Slots
 
 NUM_REMEMBERED = 16_384
@@ -36,6 +37,7 @@ class Handles:
         self._replica_id = replica_id
         self._handles: dict[str, Handle] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
+        self._readings: set[Reading] = set()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -102,15 +104,19 @@ class Handles:
             self._drop(handle, expired=False)
 
     @contextmanager
-    def reading(self, handle: Handle) -> Iterator[Slot]:
-        """Its bytes stay as they are, however long the read takes and whatever the lease does."""
-        self._slots.pin(handle.slot)
+    def reading(self, handle: Handle) -> Iterator[Reading]:
+        """Its bytes stay as they are until the lease ends, however long the read takes."""
+        reading = Reading(handle.slot, self._slots, self._leases, handle.id)
+        self._readings.add(reading)
         try:
-            yield handle.slot
+            yield reading
         finally:
-            self._slots.unpin(handle.slot)
+            self._readings.discard(reading)
+            reading.close()
 
     def sweep(self) -> None:
+        for reading in self._readings:
+            reading.sweep()
         for handle_id in self._leases.over():
             self._drop(self._handles[handle_id], expired=True)
 

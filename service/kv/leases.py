@@ -71,6 +71,15 @@ class Leases:
         left = lease.deadline - self._clock()
         return left if left > 0 else None
 
+    def deadline(self, handle: str) -> float | None:
+        """When it ends; of what is held, the latest end that it can begin with. None: it is over,
+        or was never granted."""
+        left = self.remaining(handle)
+        return None if left is None else self._clock() + left
+
+    def is_past(self, deadline: float | None) -> bool:
+        return deadline is None or deadline <= self._clock()
+
     def has_begun(self, handle: str) -> bool:
         lease = self._leases.get(handle)
         return lease is not None and lease.deadline is not None

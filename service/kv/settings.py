@@ -39,8 +39,29 @@ class KvSettings(BaseModel):
         Field(ge=0, description="seconds that bytes are left alone after a lease has run out"),
     ] = 5.0
     max_transfers: Annotated[
-        int, Field(ge=1, description="downloads at a time; others wait their turn")
+        int,
+        Field(ge=1, description="downloads that are sent at a time; others wait for short turns"),
     ] = 4
+    max_open_transfers: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="downloads that are open at a time, those of slow readers included; one "
+            "key may have half of them; more are refused",
+        ),
+    ] = 256
+    min_bytes_per_second: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="least bytes a second that a reader takes while it is waited for; a slower "
+            "one is cut off, and can continue with a range",
+        ),
+    ] = 2**18
+    slow_reader_seconds: Annotated[
+        float,
+        Field(gt=0, description="seconds of waiting over which kv.min_bytes_per_second counts"),
+    ] = 10.0
     nixl: Annotated[
         bool, Field(description="one-sided reads over NIXL are offered; needs the extra nixl")
     ] = False

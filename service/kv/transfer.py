@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from service.bounded_protocol import HANDOFF, HandOff
 from service.kv.handles import Handle
+from service.kv.pace import PIECE_BYTES
 from service.kv.prompt_kv import PromptKv
 from service.kv.ranges import wanted_part
-from service.kv.sending import PIECE_BYTES, Sending
+from service.kv.reading import Reading
+from service.kv.sending import Sending
 
 MEDIA_TYPE = "application/octet-stream"
 Chosen = tuple[int, dict[str, str], memoryview]
@@ -43,14 +45,17 @@ class KvData(Response):
         handle = self._look_up()
         status, headers, data = self._chosen(handle)
         self.init_headers({**headers, "Content-Length": str(len(data))})
-        with self._prompt_kv.handles.reading(handle):
-            await send(
-                {"type": "http.response.start", "status": status, "headers": self.raw_headers}
-            )
-            if scope["method"] != "HEAD":
-                await self._send_body(scope, send, data)
-            else:
-                await send({"type": "http.response.body", "body": b""})
+        start = {"type": "http.response.start", "status": status, "headers": self.raw_headers}
+        if scope["method"] == "HEAD":
+            await send(start)
+            await send({"type": "http.response.body", "body": b""})
+            return
+        with (
+            self._sending.admitted(handle.owner),
+            self._prompt_kv.handles.reading(handle) as reading,
+        ):
+            await send(start)
+            await self._send_body(scope, send, data, handle.owner, reading)
 
     def _chosen(self, handle: Handle) -> Chosen:
         file, etag = self._prompt_kv.file(handle), handle.slot.etag
@@ -61,12 +66,21 @@ class KvData(Response):
         headers["Content-Range"] = f"bytes {part.start}-{part.end - 1}/{part.num_bytes}"
         return 206, headers, file[part.start : part.end]
 
-    async def _send_body(self, scope: Scope, send: Send, data: memoryview) -> None:
+    async def _send_body(
+        self, scope: Scope, send: Send, data: memoryview, owner: str, reading: Reading
+    ) -> None:
         hand_off: HandOff | None = scope.get("extensions", {}).get(HANDOFF)
         if hand_off is not None:
-            await hand_off(lambda connection: self._sending.send(connection, data))
+            await hand_off(
+                lambda connection: self._sending.send(
+                    connection, data, owner=owner, reading=reading
+                )
+            )
         else:
             for start in range(0, len(data), PIECE_BYTES):
-                piece = data[start : start + PIECE_BYTES]
+                with reading.turn() as is_leased:
+                    if not is_leased:
+                        return  # an answer that ends early breaks the connection
+                    piece = bytes(data[start : start + PIECE_BYTES])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

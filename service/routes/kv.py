@@ -14,6 +14,8 @@ from service.errors import (
     KvGone,
     KvNotFound,
     KvVersionConflict,
+    Overloaded,
+    QuotaExceeded,
     RangeNotSatisfiable,
 )
 from service.kv.transfer import MEDIA_TYPE, KvData
@@ -24,7 +26,13 @@ router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_HERE])
 
 HELD = (*WITH_KEY, KvNotFound, KvGone, Draining, DirectoryUnavailable)
 OK = {200: JSON, **ELSEWHERE}
-DATA = answers({200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **ELSEWHERE}, *HELD, RangeNotSatisfiable)
+DATA = answers(
+    {200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **ELSEWHERE},
+    *HELD,
+    RangeNotSatisfiable,
+    QuotaExceeded,
+    Overloaded,
+)
 
 
 @router.get("", responses=answers(OK, *HELD, KvVersionConflict, InvalidRequest))

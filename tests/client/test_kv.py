@@ -163,6 +163,20 @@ def test_a_broken_connection_is_taken_up_where_it_broke(tmp_path: Path) -> None:
             assert_right(fetched(handle, source))
 
 
+def test_a_download_that_is_longer_than_its_lease_renews_it(tmp_path: Path) -> None:
+    with server(tmp_path, max_bytes_per_second=2e6) as url:
+        handle, source = handle_from(url, lease_seconds=1.0), KvSource(url, transports=["http"])
+        assert_right(fetched(handle, source))
+
+
+def test_a_download_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> None:
+    with server(tmp_path, max_bytes_per_second=2e6, max_open_transfers=1) as url:
+        handle, source = handle_from(url), KvSource(url, transports=["http"])
+        first = fetched(handle, source, wait=False)
+        assert_right(fetched(handle, source))
+        assert_right(first)
+
+
 def test_a_connection_that_never_brings_a_byte_is_given_up(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)

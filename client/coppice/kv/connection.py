@@ -3,15 +3,25 @@ client copies every byte several times, which is most of a fetch.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
 from coppice.core.call import Reply
-from coppice.errors import ConnectionFailed, KvLost, TimedOut
+from coppice.errors import (
+    ConnectionFailed,
+    KvLost,
+    Overloaded,
+    ProblemError,
+    QuotaExceeded,
+    TimedOut,
+)
 from coppice.http.address import Address
 from coppice.http.trust import MAX_HOPS, Trust
+
+RETRY_SECONDS = 1.0
 
 
 @contextmanager
@@ -85,7 +95,7 @@ class Endpoint:
 class Download:
     """A file of known length, read in order; taken up again where a connection broke.
 
-    `attempts` connections in a row may end without a byte.
+    `attempts` connections in a row may end without a byte, or be refused because too many are open.
     """
 
     def __init__(self, endpoint: Endpoint, path: str, num_bytes: int, *, attempts: int = 4) -> None:
@@ -105,11 +115,13 @@ class Download:
             try:
                 with translated():
                     count = self._read_some(room)
-            except (ConnectionFailed, TimedOut):
+            except (ConnectionFailed, TimedOut, Overloaded, QuotaExceeded) as error:
                 count, failures = 0, failures + 1
                 self.close()
                 if failures >= self._attempts:
                     raise
+                if isinstance(error, ProblemError):
+                    time.sleep(error.problem.retry_after_seconds or RETRY_SECONDS)
             if count:
                 self._at += count
                 room = room[count:]

@@ -1,9 +1,11 @@
 """A prompt's keys and values in this process: fetched, or mapped where they lie."""
 
+import math
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.errors import CoppiceError, KvLost
+from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
 from coppice.kv.arrival import Arrival
 from coppice.kv.connection import Download
 from coppice.kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of
@@ -120,6 +122,7 @@ class PromptKV:
     def _downloaded(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
+        """The server sends for as long as the lease runs, so it is renewed on the way."""
         began = time.monotonic()
         room = _room(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
@@ -135,8 +138,13 @@ class PromptKV:
         arrival = Arrival(room, start)
 
         def read() -> None:
+            lease_seconds, renewed_at = handle.lease_seconds or 1.0, -math.inf
             try:
                 for end in _ends(layout):
+                    if time.monotonic() - renewed_at > lease_seconds / 2:
+                        renewed_at = time.monotonic()
+                        with suppress(ConnectionFailed, TimedOut):  # the download tries again
+                            source.renew(handle.handle, lease_seconds)
                     download.readinto(room[arrival.num_arrived : end])
                     arrival.grown(end)
                 source.fetched("http", handle.num_bytes, began)

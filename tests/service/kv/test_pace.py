@@ -1,6 +1,6 @@
 import pytest
 
-from service.kv.pace import BURST_SECONDS, Pace
+from service.kv.pace import BURST_SECONDS, LEAST_PIECE_BYTES, PIECE_BYTES, Pace, ReaderRate
 
 
 class Time:
@@ -37,3 +37,30 @@ def test_without_a_bound_nobody_waits() -> None:
     time = Time()
     Pace(None, clock=time.clock, sleep=time.sleep).spend(2**60)
     assert time.now == 100.0
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "expected"),
+    [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, LEAST_PIECE_BYTES)],
+)
+def test_a_piece_is_worth_a_short_time(bytes_per_second: float | None, expected: int) -> None:
+    assert Pace(bytes_per_second).piece_bytes == expected
+
+
+def test_a_reader_that_takes_too_little_over_a_window_is_too_slow() -> None:
+    rate = ReaderRate(100.0, 10.0)
+    rate.took(1000)
+    rate.waited(10.0)
+    assert not rate.too_slow
+    rate.took(999)
+    rate.waited(9.5)
+    assert (rate.too_slow, rate.seconds_left) == (False, 0.5)
+    rate.waited(0.5)
+    assert (rate.too_slow, rate.seconds_left) == (True, 10.0)
+
+
+def test_a_reader_that_is_never_waited_for_is_not_too_slow() -> None:
+    rate = ReaderRate(100.0, 10.0)
+    for _ in range(100):
+        rate.took(1)
+    assert not rate.too_slow

@@ -1,8 +1,7 @@
-"""Bytes on real sockets: past the event loop and through it, whole, slow, broken off."""
+"""Bytes on real sockets: past the event loop and through it, whole, released, broken off."""
 
 import asyncio
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,20 @@ import uvloop
 
 from service.bounded_protocol import HANDOFF
 from service.kv.sending import Sending
-from tests.fake_engine import FakeEngine
-from tests.service.kv.asked import handle
-from tests.serving import Served, serving
+from service.kv.settings import KvSettings
+from tests.service.kv.readers import (
+    CAPACITY,
+    NUM_BYTES,
+    exporting,
+    large,
+    read_to_end,
+    silent_reader,
+    until,
+)
+from tests.service.kv.test_slots import Clock, sealed
+from tests.serving import serving
 
 pytestmark = pytest.mark.slow
-
-
-def exporting() -> FakeEngine:
-    return FakeEngine(prompt_kv=True, max_context_tokens=20_000)
-
-
-async def large(served: Served) -> str:
-    """Sixteen megabytes: more than sockets buffer without a reader."""
-    known = await handle(served, [*range(256)] * 64)
-    assert known.num_bytes > NUM_BYTES
-    return known.handle
-
-
-NUM_BYTES = 16 * 10**6
-CAPACITY = {"capacity_bytes": 20 * 2**20}
 
 
 class Plain:
@@ -84,15 +77,6 @@ async def test_a_reader_that_leaves_leaves_no_pin_behind(tmp_path: Path) -> None
         assert status.free_bytes == status.capacity_bytes
 
 
-async def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
-    limits = {"write_seconds": 0.3}
-    async with serving(exporting(), tmp_path, kv=CAPACITY, limits=limits) as served:
-        known = await large(served)
-        with silent_reader(served, known):
-            await until(lambda: served.server.sending.num_transfers > 0)
-            await until(lambda: not served.server.sending.num_transfers)
-
-
 async def test_what_is_being_read_is_not_freed_by_its_release(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
@@ -130,13 +114,14 @@ async def test_a_stop_breaks_off_what_is_being_sent(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_transfer_has_ended_when_it_returns() -> None:
-    sending = Sending(
-        max_transfers=1, max_bytes_per_second=None, stall_seconds=60, sent=lambda _: None
-    )
+    sending = Sending(KvSettings(), sent=lambda _: None, ended=lambda _: None)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    with theirs:
-        work = asyncio.create_task(sending.send(ours, memoryview(bytes(2**24))))
+    slots, handles, held = sealed(Clock())
+    handles.begin(held)
+    with theirs, handles.reading(held) as reading:
+        data = memoryview(bytes(2**24))
+        work = asyncio.create_task(sending.send(ours, data, owner="me", reading=reading))
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -157,38 +142,3 @@ def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(read())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.01)
-
-
-class silent_reader:
-    """Asks, and reads the head only."""
-
-    def __init__(self, served: Served, handle_id: str) -> None:
-        host, port = served.url.removeprefix("http://").split(":")
-        self._address = (host, int(port))
-        self._request = f"GET /v1/kv/{handle_id}/data HTTP/1.1\r\nHost: x\r\n\r\n".encode()
-
-    def __enter__(self) -> socket.socket:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self._socket.connect(self._address)
-        self._socket.sendall(self._request)
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-
-def read_to_end(reader: socket.socket, num_bytes: int) -> bytes:
-    received = bytearray()
-    while b"\r\n\r\n" not in received:
-        received += reader.recv(4096)
-    body = received.partition(b"\r\n\r\n")[2]
-    while len(body) < num_bytes:
-        body += reader.recv(2**16)
-    return bytes(body)

@@ -37,6 +37,7 @@ class Books(RuleBasedStateMachine):
         self.named = Handles(self.table, self.leases, replica_id=REPLICA)
         self.alive: set[Handle] = set()
         self.readings: list[tuple[Handle, Any]] = []
+        self.until: dict[Handle, float] = {}
 
     def clock(self) -> float:
         return self.now
@@ -86,6 +87,7 @@ class Books(RuleBasedStateMachine):
         reading = self.named.reading(self.named.get(handle.id, "me"))
         reading.__enter__()
         self.readings.append((handle, reading))
+        self.note_deadlines()
 
     @rule(data=st.data())
     def end_a_read(self, data: st.DataObject) -> None:
@@ -95,7 +97,9 @@ class Books(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 40))
     def time_passes(self, seconds: int) -> None:
+        self.note_deadlines()
         self.now += seconds
+        self.note_deadlines()
         self.named.sweep()
         self.alive = {handle for handle in self.alive if self.leases.alive(handle.id)}
 
@@ -105,11 +109,19 @@ class Books(RuleBasedStateMachine):
         self.named.check()
         assert len(self.named) == len(self.alive)
 
+    def note_deadlines(self) -> None:
+        """A read lasts until the last deadline of its handle that was known."""
+        for handle in self.alive:
+            if (deadline := self.leases.deadline(handle.id)) is not None:
+                self.until[handle] = deadline
+
     @invariant()
     def what_is_read_or_held_is_not_free(self) -> None:
+        reading = [handle for handle, _ in self.readings if self.until[handle] > self.now]
         for slot in {handle.slot for handle, _ in self.readings}:
-            assert slot.pins == sum(handle.slot is slot for handle, _ in self.readings)
-            assert slot in self.table._slots
+            assert slot.pins == sum(handle.slot is slot for handle in reading)
+        for handle in reading:
+            assert handle.slot in self.table._slots
         for handle in self.alive:
             assert handle.slot.state is State.LEASED
 
@@ -181,19 +193,36 @@ def test_what_is_released_is_free_at_once() -> None:
     assert slots.free_bytes == CAPACITY_BYTES
 
 
-def test_a_read_in_progress_outlives_the_lease() -> None:
+def test_a_read_in_progress_keeps_the_bytes_until_the_lease_ends() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
     handles.begin(handle)
-    with handles.reading(handle):
-        clock.now = 1000.0
-        handles.sweep()
-        slots.sweep()
+    with handles.reading(handle) as reading:
+        clock.now = 29.0
+        handles.release(handle.id, "me")
+        with reading.turn() as is_leased:
+            assert is_leased
         assert slots.free_bytes < CAPACITY_BYTES
+        clock.now = 30.0
+        handles.sweep()
+        assert slots.free_bytes == CAPACITY_BYTES
+        with reading.turn() as is_leased:
+            assert not is_leased
         slots.check()
-    clock.now = 2000.0
-    slots.sweep()
-    assert slots.free_bytes == CAPACITY_BYTES
+
+
+def test_a_turn_that_has_begun_keeps_the_bytes_until_its_end() -> None:
+    clock = Clock()
+    slots, handles, handle = sealed(clock)
+    handles.begin(handle)
+    with handles.reading(handle) as reading:
+        with reading.turn():
+            clock.now = 1000.0
+            handles.sweep()
+            clock.now = 2000.0
+            slots.sweep()
+            assert slots.free_bytes < CAPACITY_BYTES
+        assert slots.free_bytes == CAPACITY_BYTES
 
 
 def test_a_forgotten_handle_never_was() -> None:

@@ -1,0 +1,63 @@
+"""Turns at a bounded number of threads, handed out fairly between keys."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Turns:
+    """`num_turns` at a time. A free one goes to the waiting key that has the fewest; of several, to
+    the one that has waited for its last one the longest. Lives on one event loop."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_free = num_turns
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, key: str) -> AsyncIterator[None]:
+        await self._take(key)
+        try:
+            yield
+        finally:
+            self._give_back(key)
+
+    async def _take(self, key: str) -> None:
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(granted)
+        self._hand_out()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                self._forget(key, granted)
+            else:
+                self._give_back(key)
+            raise
+
+    def _give_back(self, key: str) -> None:
+        self._num_free += 1
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._num_free and self._waiting:
+            key = min(self._waiting, key=lambda waiting: self._held[waiting])
+            waiting = self._waiting.pop(key)
+            granted = waiting.popleft()
+            if waiting:
+                self._waiting[key] = waiting  # behind the other keys
+            if not granted.done():
+                self._num_free -= 1
+                self._held[key] += 1
+                granted.set_result(None)
+
+    def _forget(self, key: str, granted: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(key)
+        if waiting is not None and granted in waiting:
+            waiting.remove(granted)
+            if not waiting:
+                del self._waiting[key]

@@ -1,0 +1,140 @@
+"""Readers that read nothing or little: what they may hold, and for how long."""
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from coppice.http.address import address_of
+from coppice.http.trust import Trust
+from coppice.kv.connection import Download, Endpoint
+from tests.service.keyfile import bearer, write_keys
+from tests.service.kv.asked import handle
+from tests.service.kv.readers import (
+    CAPACITY,
+    HASTE,
+    NUM_BYTES,
+    arena_is_free,
+    exporting,
+    large,
+    read_to_end,
+    silent_reader,
+    until,
+)
+from tests.serving import serving
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
+        known = await large(served)
+        with silent_reader(served, known):
+            await until(lambda: served.server.sending.num_transfers > 0)
+            await until(lambda: not served.server.sending.num_transfers)
+
+
+async def test_readers_that_do_not_read_keep_no_other_key_waiting(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", slow="rollout,kv", quick="rollout,kv")
+    kv = {"capacity_bytes": 40 * 2**20, "max_transfers": 2}
+    server = {"keys_file": tmp_path / "keys.yaml"}
+    async with serving(exporting(), tmp_path, kv=kv, server=server) as served:
+        slow, quick = [await large(served, bearer(keys[name])) for name in ("slow", "quick")]
+        with ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(silent_reader(served, slow, keys["slow"]))
+            await until(lambda: served.server.sending.num_transfers == 4)
+            async with asyncio.timeout(10):
+                path, headers = f"/v1/kv/{quick}/data", bearer(keys["quick"])
+                answer = await served.http.get(path, headers=headers)
+        assert len(answer.content) > NUM_BYTES
+
+
+async def test_readers_that_do_not_read_keep_their_own_key_going(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv={**CAPACITY, "max_transfers": 1}) as served:
+        known = await large(served)
+        with silent_reader(served, known), silent_reader(served, known):
+            await until(lambda: served.server.sending.num_transfers == 2)
+            async with asyncio.timeout(10):
+                answer = await served.http.get(f"/v1/kv/{known}/data")
+        assert len(answer.content) > NUM_BYTES
+
+
+async def test_a_slow_reader_gives_the_memory_back_when_its_lease_ends(tmp_path: Path) -> None:
+    kv = {**CAPACITY, "grace_seconds": 0.0}
+    async with serving(exporting(), tmp_path, kv=kv) as served:
+        known = await large(served, lease_seconds=1.0)
+        with silent_reader(served, known):
+            await until(lambda: served.server.sending.num_transfers > 0)
+            await until(lambda: arena_is_free(served))
+            assert served.server.sending.num_transfers == 1
+            served.server.prompt_kv.check()
+
+
+async def test_a_read_goes_on_while_its_lease_is_renewed(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
+        known = await large(served, lease_seconds=1.0)
+        whole = (await served.http.get(f"/v1/kv/{known}/data")).content
+        with silent_reader(served, known) as reader:
+            await until(lambda: served.server.sending.num_transfers > 0)
+            await served.http.post(f"/v1/kv/{known}/lease", json={"seconds": 60})
+            await asyncio.sleep(1.5)
+            assert await asyncio.to_thread(read_to_end, reader, len(whole)) == whole
+
+
+async def test_a_reader_is_cut_off_when_its_lease_ends(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
+        known = await large(served, lease_seconds=1.0)
+        with silent_reader(served, known) as reader:
+            await until(lambda: served.server.prompt_kv.status().handles == 0)
+            with pytest.raises(ConnectionError):
+                await asyncio.to_thread(read_to_end, reader, NUM_BYTES)
+        text = (await served.http.get("/metrics")).text
+        assert 'coppice_kv_transfers_ended_total{outcome="lease_over"} 1.0' in text
+
+
+async def test_a_reader_below_the_least_rate_continues_with_a_range(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
+        known = await handle(served, [*range(256)] * 64)
+        download = Download(
+            Endpoint(address_of(served.url, None), 60.0, Trust(served.url)),
+            f"/v1/kv/{known.handle}/data",
+            known.num_bytes,
+        )
+        room = memoryview(bytearray(known.num_bytes))
+        await asyncio.to_thread(download.readinto, room[:1000])
+        await until(lambda: not served.server.sending.num_transfers)
+        await asyncio.to_thread(download.readinto, room[1000:])
+        download.close()
+        whole = (await served.http.get(f"/v1/kv/{known.handle}/data")).content
+        text = (await served.http.get("/metrics")).text
+        assert bytes(room) == whole
+        assert 'coppice_kv_transfers_ended_total{outcome="too_slow"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("held_by", "expected"), [("quick", (429, "quota_exceeded")), ("slow", (503, "overloaded"))]
+)
+async def test_more_downloads_than_may_be_open_are_refused(
+    tmp_path: Path, held_by: str, expected: tuple[int, str]
+) -> None:
+    """A key may have two of four."""
+    names = ("quick", "slow", "other")
+    keys = write_keys(tmp_path / "keys.yaml", **dict.fromkeys(names, "rollout,kv"))
+    kv = {"capacity_bytes": 60 * 2**20, "max_open_transfers": 4}
+    server = {"keys_file": tmp_path / "keys.yaml"}
+    async with serving(exporting(), tmp_path, kv=kv, server=server) as served:
+        known = {name: await large(served, bearer(keys[name])) for name in names}
+        holders = {"quick": ["quick"] * 2, "slow": ["slow"] * 2 + ["other"] * 2}[held_by]
+        with ExitStack() as stack:
+            for name in holders:
+                stack.enter_context(silent_reader(served, known[name], keys[name]))
+            await until(lambda: served.server.sending.num_transfers == len(holders))
+            path, headers = f"/v1/kv/{known['quick']}/data", bearer(keys["quick"])
+            answer = await served.http.get(path, headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == expected
+            assert int(answer.headers["retry-after"]) > 0
+            assert (await served.http.head(path, headers=headers)).status_code == 200
+        await until(lambda: not served.server.sending.num_transfers)
+        assert (await served.http.get(path, headers=headers)).status_code == 200
