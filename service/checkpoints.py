@@ -198,5 +198,9 @@ def missing_files(home: Path, present: dict[str, str]) -> tuple[str, ...]:
 
 
 def num_bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
+    """WeightsRefused if their owner has removed them since they were checked."""
+    try:
+        files = [path] if not path.is_dir() else path.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise WeightsRefused("the files have changed while they were read") from error

@@ -5,6 +5,7 @@ wrong is CheckpointRefused; messages name files and tensors, never directories.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ SHARD_INDEX: Final = "model.safetensors.index.json"
 HEAD: Final = "lm_head.weight"
 EMBEDDING: Final = "embed_tokens.weight"
 MAX_JSON_BYTES: Final = 100_000_000  # as much as safetensors allows a header
+LENGTH_BYTES: Final = 8  # of the header's length, which begins a safetensors file
 NUM_SHOWN: Final = 3
 
 
@@ -138,10 +140,12 @@ def _inside(directory: Path, name: str, follow_links: bool) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object out of a stranger's file."""
-    if path.stat().st_size > MAX_JSON_BYTES:
+    with path.open("rb") as stream:
+        content = stream.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
         raise CheckpointRefused(f"{path.name} is too large")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError):
         raise CheckpointRefused(f"{path.name} is not JSON") from None
     if not isinstance(value, dict):
@@ -151,18 +155,40 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_file(file: Path) -> dict[str, StoredTensor]:
     """The library checks the format (sizes, gaps, overlaps, bytes left over); we want offsets."""
+    head, num_bytes = _read_head(file)
     try:
-        with safe_open(file, framework="numpy"):
-            pass
-        with file.open("rb") as stream:
-            num_header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(num_header_bytes))
+        _check_format(head, num_bytes)
+        header = json.loads(head[LENGTH_BYTES:])
     except (SafetensorError, ValueError) as error:
         reason = shown(str(error))
         raise CheckpointRefused(f"{shown(file.name)} is no safetensors file: {reason}") from None
     header.pop("__metadata__", None)
-    base = 8 + num_header_bytes
-    return {name: _stored(file, name, entry, base) for name, entry in header.items()}
+    return {name: _stored(file, name, entry, len(head)) for name, entry in header.items()}
+
+
+def _read_head(file: Path) -> tuple[bytes, int]:
+    """Everything before the first tensor, and the size of the file."""
+    with file.open("rb") as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(LENGTH_BYTES)
+        header = stream.read(min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES))
+    head = prefix + header
+    if len(head) < min(num_bytes, LENGTH_BYTES + int.from_bytes(prefix, "little"), MAX_JSON_BYTES):
+        raise CheckpointRefused(f"{shown(file.name)} has changed while it was read")
+    return head, num_bytes
+
+
+def _check_format(head: bytes, num_bytes: int) -> None:
+    """SafetensorError unless a file with this head and size is whole.
+
+    The library maps what it opens, and a mapping of a file that its owner cuts is a SIGBUS. It is
+    given a sparse file in memory, of the same size, that nobody else can reach.
+    """
+    with os.fdopen(os.memfd_create("safetensors-head"), "wb") as copy:
+        copy.write(head)
+        copy.truncate(num_bytes)  # flushes
+        with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy"):
+            pass
 
 
 def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:

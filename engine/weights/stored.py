@@ -65,7 +65,10 @@ def _fill(buffer: memoryview, stream: FileIO, tensor: StoredTensor) -> None:
     while buffer:
         num_read = stream.readinto(buffer)
         if not num_read:
-            raise CheckpointRefused(f"{shown(tensor.file.name)} ends within {shown(tensor.name)}")
+            raise CheckpointRefused(
+                f"{shown(tensor.file.name)} ends within {shown(tensor.name)}: it has changed since "
+                "its header was read"
+            )
         buffer = buffer[num_read:]
 
 

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,12 +40,9 @@ class Intake:
     async def copied(self, path: str) -> Incoming:
         """PathRefused unless both files lie where weights may be taken from."""
         directory = self._checkpoints.allowed(path)
-        files: dict[str, Path] = {}
-        for name, limit in ((CONFIG_FILE, MAX_CONFIG_BYTES), (TENSORS_FILE, self._max_bytes)):
-            files[name] = file = self._checkpoints.allowed(str(directory / name))
-            if not file.is_file() or file.stat().st_size > limit:
-                raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
-        return await self._made(lambda home: _copy(files, home))
+        limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._max_bytes}
+        files = {name: self._checkpoints.allowed(str(directory / name)) for name in limits}
+        return await self._made(lambda home: _copy(files, limits, home))
 
     async def uploaded(self, chunks: AsyncIterator[bytes], announced: str | None) -> Incoming:
         upload = await self._checkpoints.receive(chunks, announced)
@@ -70,22 +67,31 @@ class Intake:
         return Incoming(home=home, digest=digest)
 
 
-def _copy(files: Mapping[str, Path], home: Path) -> str:
+def _copy(files: Mapping[str, Path], limits: Mapping[str, int], home: Path) -> str:
     """By the names that they have there: behind links they may have others."""
     sha256 = hashlib.sha256()
     for name, file in files.items():
-        with _opened(file) as source, (home / name).open("wb") as target:
-            while chunk := source.read(COPY_BYTES):
+        with (home / name).open("wb") as target:
+            for chunk in _chunks(name, file, limits[name]):
                 sha256.update(chunk)
                 target.write(chunk)
     return sha256.hexdigest()
 
 
-def _opened(file: Path) -> BinaryIO:
+def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
+    """The limit holds while it is read: its owner may write to it."""
+    left = limit
     try:
-        return file.open("rb")
+        if not file.is_file() or file.stat().st_size > limit:
+            raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+        with file.open("rb") as source:
+            while chunk := source.read(min(COPY_BYTES, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+                yield chunk
     except OSError as error:
-        raise WeightsRefused(f"{file.name} cannot be read: {error.strerror}") from error
+        raise WeightsRefused(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _unpack(upload: Upload, home: Path) -> str:

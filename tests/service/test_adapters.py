@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from engine.errors import LoadFailed
+from service.adapters.intake import _copy
 from service.directory.embedded import EmbeddedDirectory
+from service.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet
@@ -239,6 +241,13 @@ async def test_adapters_are_taken_from_configured_directories_alone(tmp_path: Pa
         link.symlink_to(outside / "adapter_model.safetensors")
         for path in (str(outside), str(link.parent), str(tmp_path / "sources" / "none")):
             assert refusal(await load(served, "policy", path)) == (422, "path_refused")
+
+
+def test_a_file_that_is_longer_than_it_says_is_copied_up_to_its_limit(tmp_path: Path) -> None:
+    """As one that grows meanwhile. Files of /proc say that they are empty."""
+    with pytest.raises(WeightsRefused, match="at most 100 bytes"):
+        _copy({"a": Path("/proc/self/maps")}, {"a": 100}, tmp_path)
+    assert (tmp_path / "a").stat().st_size <= 100
 
 
 async def test_links_inside_are_followed(tmp_path: Path) -> None:

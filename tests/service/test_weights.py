@@ -128,6 +128,23 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         assert (allowed / "model.safetensors").exists()
 
 
+class Removing(FakeEngine):
+    def check_weights(self, path: Path) -> None:
+        path.unlink()
+
+
+async def test_a_file_that_goes_while_it_is_staged_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "allowed" / "model.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"w")
+    weights = {"source_directories": (file.parent,)}
+    async with serving(Removing(), tmp_path, weights=weights) as served:
+        refused = await served.http.post("/v1/weights/v1", json={"path": str(file)})
+        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+        assert "changed" in refused.json()["detail"]
+        assert str(tmp_path) not in refused.text
+
+
 async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         assert (await upload(served, "v5", sequence=5)).json()["sequence"] == 5

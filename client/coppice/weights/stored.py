@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from coppice.wire.difference import BLOCK_BYTES
+
+LENGTH_BYTES = 8  # of the header's length, which begins a safetensors file
+MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
 
 
 class Span(NamedTuple):
@@ -47,16 +51,8 @@ class StoredFile:
 
 def read_stored(path: Path) -> StoredFile:
     """ValueError for what is no whole safetensors file: the library looks for gaps and overlaps."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"{path.name} is no whole safetensors file: {error}") from error
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        text = file.read(int.from_bytes(prefix, "little"))
-    head = prefix + text
-    entries = json.loads(text)
+    head = read_head(path)
+    entries = json.loads(head[LENGTH_BYTES:])
     metadata = entries.pop("__metadata__", {})
     tensors = [
         Stored(
@@ -70,6 +66,29 @@ def read_stored(path: Path) -> StoredFile:
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     return StoredFile(path=path, head=head, metadata=metadata, tensors={t.name: t for t in tensors})
+
+
+def read_head(path: Path) -> bytes:
+    """Everything before the first tensor of a whole file; ValueError for one that is not."""
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        prefix = file.read(LENGTH_BYTES)
+        head = prefix + file.read(min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES))
+    try:
+        _check_format(head, num_bytes)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is no whole safetensors file: {error}") from error
+    return head
+
+
+def _check_format(head: bytes, num_bytes: int) -> None:
+    """The library maps what it opens, and a mapping of a file that another process cuts is a
+    SIGBUS. It is given a sparse copy of the same size that nobody else can reach."""
+    with TemporaryFile() as copy:
+        copy.write(head)
+        copy.truncate(num_bytes)  # flushes
+        with safe_open(f"/dev/fd/{copy.fileno()}", framework="numpy"):
+            pass
 
 
 def spans_of(tensor: Stored) -> Iterator[Span]:
