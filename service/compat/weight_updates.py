@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 
 from coppice.wire.weights import ActivationAnswer
+from service.errors import WeightsRefused
 from service.server import Server
 from service.versions import Version
 
@@ -109,4 +110,7 @@ class WeightUpdates:
 def _fingerprint(path: Path) -> Fingerprint:
     """Changes when a file is written again, which its content need not do."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    try:
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError as error:
+        raise WeightsRefused("the files have changed while they were read") from error

@@ -36,8 +36,11 @@ def manifest_of(version: Version) -> Manifest:
 
 
 def same_files(manifest: Manifest, path: Path) -> bool:
-    """Whether what lies there is what the manifest tells of; blocks."""
-    return _digests(path) == {file.name: file.sha256 for file in manifest.files}
+    """Whether what lies there is what the manifest tells of; blocks. False once it is gone."""
+    try:
+        return _digests(path) == {file.name: file.sha256 for file in manifest.files}
+    except OSError:
+        return False
 
 
 def is_published(version: Version) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
@@ -25,6 +26,7 @@ from service.versions import Version
 Way = Literal["path", "delta", "whole", "failed"]
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
+BLOCK_BYTES = 2**20  # to come within SILENCE_SECONDS as well
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
@@ -159,16 +161,26 @@ def _check(manifest: Manifest, max_file_bytes: int) -> None:
 
 
 async def _chunks(
-    peer: httpx.AsyncClient, version: str, file: ManifestFile
+    peer: httpx.AsyncClient,
+    version: str,
+    file: ManifestFile,
+    *,
+    block_seconds: float = SILENCE_SECONDS,
 ) -> AsyncIterator[bytes]:
-    """Never more than the manifest says."""
+    """Never more than the manifest says, nor for ever: a replica that sends a little time and again
+    would keep this version from coming from another one."""
     path = f"/v1/weights/{version}/files/{file.name}"
     async with peer.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
         if answer.status_code != 200:
             raise PullFailed(f"it answered {answer.status_code}")
-        num_bytes = 0
+        num_bytes, block_bytes, began = 0, 0, time.monotonic()
         async for chunk in answer.aiter_raw():
             num_bytes += len(chunk)
+            block_bytes += len(chunk)
             if num_bytes > file.num_bytes:
                 raise PullFailed("it sent more than the manifest says")
+            if block_bytes < BLOCK_BYTES and time.monotonic() - began > block_seconds:
+                raise PullFailed(f"it sent less than {BLOCK_BYTES} bytes in {block_seconds:g} s")
             yield chunk
+            if block_bytes >= BLOCK_BYTES:
+                block_bytes, began = 0, time.monotonic()

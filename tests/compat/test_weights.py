@@ -180,6 +180,16 @@ async def test_a_directory_that_is_not_allowed_is_refused(tmp_path: Path) -> Non
             assert (status, problem["code"]) == (422, "path_refused")
 
 
+async def test_a_file_that_is_gone_again_is_refused(tmp_path: Path) -> None:
+    async with foreign(tmp_path, **sources(tmp_path)) as served:
+        weights = directory(tmp_path)
+        file = tmp_path / "broadcasts" / "step_1" / "model.safetensors"
+        file.unlink()
+        file.symlink_to(tmp_path / "gone")
+        answer = await served.http.post("/update_weights", json={"weight_dir": weights})
+        assert answer.status_code == 422, answer.text
+
+
 async def test_weights_over_nccl_are_refused_with_advice(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for body in (NCCL, {"weight_dir": None}, {}):
