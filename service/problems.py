@@ -91,5 +91,6 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after the response, and uvicorn closes the connection."""
     log.error("request failed", exc_info=error)
-    return answered(request.scope, Internal())
+    return answered(request.scope, Internal(), {"Connection": "close"})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from service.access import public
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import Raw, raw
@@ -235,3 +236,24 @@ async def test_a_malformed_pipelined_request_does_not_answer_into_a_running_one(
             await client.send(CHUNKED + b"\r\nzz\r\n")
             assert await client.closed()
         await running_samples(served, 0)
+
+
+# Failures
+
+
+async def broken() -> None:
+    raise RuntimeError("nobody foresaw this")
+
+
+@pytest.mark.parametrize("compat", [False, True])
+async def test_an_unforeseen_failure_announces_that_the_connection_is_closed(
+    tmp_path: Path, compat: bool
+) -> None:
+    """Starlette raises it again once it is answered, and uvicorn closes the connection then."""
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
+        app = served.app.state.compat if compat else served.app
+        app.add_api_route("/broken", public(broken))
+        await client.send(GET.replace(b"/livez", b"/broken"))
+        rest = await client.rest()
+        assert rest.startswith(b"HTTP/1.1 500")
+        assert b"\r\nconnection: close\r\n" in rest
