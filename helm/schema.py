@@ -95,7 +95,13 @@ def schema() -> Schema:
         directory=settings(DirectorySettings),
         log=settings(LogSettings),
         trace=settings(TraceSettings),
-        auth=tree(existingSecret=TEXT, secretKey=TEXT, peerSecretKey=TEXT, allowOpen=SWITCH),
+        auth=tree(
+            existingSecret=TEXT,
+            secretKey=TEXT,
+            peerSecretKey=TEXT,
+            allowOpen=SWITCH,
+            allowedHosts={"type": "array", "items": {"type": "string", "minLength": 1}},
+        ),
         fleet=tree(
             advertisedUrl={"type": "string", "pattern": "^(https?://.+)?$"},
             redis=tree(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from service.browsers import AllowedHosts, check_site
 from service.credentials import presented_key
 from service.errors import Forbidden, Unauthorized
 from service.keyring import LOCAL, Keyring
@@ -27,15 +28,22 @@ NOBODY = Key(name="nobody", roles=frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """`role`: which of its roles a key needs; none: any key will do."""
+    """`role`: which of its roles a key needs; none: any key will do. `page`: other sites may link
+    to it."""
 
     public: bool = False
+    page: bool = False
     role: Role | None = None
 
 
 def public(endpoint: Endpoint) -> Endpoint:
     """For everybody."""
     return _declared(endpoint, Access(public=True))
+
+
+def page(endpoint: Endpoint) -> Endpoint:
+    """For everybody, and for links on pages of other sites."""
+    return _declared(endpoint, Access(public=True, page=True))
 
 
 def any_key(endpoint: Endpoint) -> Endpoint:
@@ -59,6 +67,7 @@ async def authorised(request: Request) -> Key:
     if access is None:
         log.error("a route declares no access: nobody may use it")
         raise Forbidden()
+    _check_browser(request, access)
     key = NOBODY if access.public else _key(request)
     key_name.set(None if access.public else key.name)
     if access.role is not None and access.role not in key.roles:
@@ -73,6 +82,15 @@ Caller = Annotated[Key, Depends(authorised)]
 def _declared(endpoint: Endpoint, access: Access) -> Endpoint:
     setattr(endpoint, _DECLARED, access)
     return endpoint
+
+
+def _check_browser(request: Request, access: Access) -> None:
+    """Where a key is asked for, the name that the server is called by opens nothing."""
+    check_site(request.headers, page=access.page)
+    keyring: Keyring = request.app.state.keyring
+    if keyring.is_open:
+        hosts: AllowedHosts = request.app.state.allowed_hosts
+        hosts.check(request.headers)
 
 
 def _key(request: Request) -> Key:

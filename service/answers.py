@@ -15,8 +15,8 @@ Responses = dict[int | str, dict[str, Any]]
 JSON = ("application/json",)
 NOTHING: tuple[str, ...] = ()
 
-ANYWHERE: Problems = (errors.HeadersTooLarge, errors.Internal)
-WITH_KEY: Problems = (errors.Unauthorized, errors.Forbidden)
+ANYWHERE: Problems = (errors.Forbidden, errors.HeadersTooLarge, errors.Internal)
+WITH_KEY: Problems = (errors.Unauthorized,)
 ELSEWHERE = {307: NOTHING}
 OF_FLEET: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
 WHEN_READY: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)

@@ -12,6 +12,7 @@ from starlette.types import Lifespan
 from engine.protocol import Engine
 from service import problems
 from service.access import authorised
+from service.browsers import AllowedHosts
 from service.compat.app import Audience, create_compat
 from service.compat.names import Names
 from service.compat.weight_updates import WeightUpdates
@@ -84,6 +85,7 @@ def _app(
     )
     app.state.server = server
     app.state.keyring = keyring
+    app.state.allowed_hosts = AllowedHosts(server.settings.server)
     app.add_middleware(Edges, limits=server.settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics, traces=server.traces)
     problems.install(app)
@@ -105,6 +107,7 @@ def _add_compat(app: FastAPI, server: Server, audience: Audience) -> None:
     compat = create_compat(server.settings.server.compat, audience)
     compat.state.server = server
     compat.state.keyring = app.state.keyring
+    compat.state.allowed_hosts = app.state.allowed_hosts
     compat.state.names = Names()
     compat.state.weight_updates = WeightUpdates(server)
     app.state.compat = compat

@@ -93,6 +93,14 @@ class ServerSettings(Section):
             "front; needed where replicas share a directory",
         ),
     ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_words),
+        Field(
+            description="names, in Host, that a server without keys answers to besides loopback, "
+            "IP addresses and its own, separated by spaces: coppice *.example.org; *: any"
+        ),
+    ] = ()
     ui: Annotated[
         bool, Field(description="true: a page at /ui that watches, for keys with the role watch")
     ] = False

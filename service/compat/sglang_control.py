@@ -10,6 +10,7 @@ from coppice.wire.base import Label
 from engine.protocol import PauseMode
 from service.access import Caller, any_key, needs, public
 from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.browsers import refuse_browsers
 from service.compat.bodies import ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.names import Running
@@ -91,6 +92,13 @@ async def update(request: Request, server: ReadyServer, updates: Updates) -> Res
 
 
 @router.get("/flush_cache", responses=answers({200: JSON}, *ADMIN))
+@needs("admin")
+async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
+    """SGLang's own clients, miles and slime among them, send GET."""
+    refuse_browsers(request.headers)
+    return await flush_cache(server)
+
+
 @router.post("/flush_cache", responses=answers({200: JSON}, *ADMIN))
 @needs("admin")
 async def flush_cache(server: ReadyServer) -> Response:

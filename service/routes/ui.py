@@ -13,7 +13,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
-from service.access import needs, public
+from service.access import needs, page, public
 from service.answers import WITH_KEY, answers
 from service.live import snapshot
 from service.routes.dependencies import AnyServer
@@ -31,8 +31,8 @@ HEADERS = {
 
 
 @router.get("", responses=answers({200: ["text/html"]}))
-@public
-async def page() -> Response:
+@page
+async def shown() -> Response:
     return Response(_file("page.html"), media_type="text/html", headers=HEADERS)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from helm import golden, readme, schema
 from helm.golden import CHART
-from tests.helm.chart import FILES, objects, values_of
+from tests.helm.chart import FILES, WITH_KEYS, Object, objects, settings, values_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,3 +76,13 @@ def test_the_readme_and_the_schema_are_generated() -> None:
 def test_helm_is_not_told_to_ignore_the_schema() -> None:
     """As in another chart of this field, whose schema ships and is never loaded."""
     assert "schema" not in (CHART / ".helmignore").read_text()
+
+
+def test_without_keys_the_names_of_the_service_are_answered() -> None:
+    values: Object = {"auth": {"allowOpen": True, "allowedHosts": ["rollouts.example"]}}
+    rendered = settings(values)["server"]
+    assert rendered["allowed_hosts"] == [
+        *("rl-coppice", "rl-coppice.rl", "rl-coppice.rl.svc", "rl-coppice.rl.svc.cluster.local"),
+        "rollouts.example",
+    ]
+    assert "allowed_hosts" not in settings(WITH_KEYS)["server"]

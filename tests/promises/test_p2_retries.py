@@ -33,7 +33,7 @@ async def test_connections_that_break_at_any_byte_sample_nothing_twice(tmp_path:
     choose = random.Random(2)
     engine = FakeEngine(instant=False)
     asked = json.dumps(body(group(1, n=2), stream=True)).encode()
-    head = f"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n"
+    head = f"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(asked)}\r\n"
     request = (
         head.encode() + b"Content-Type: application/json\r\nIdempotency-Key: k\r\n\r\n" + asked
     )

@@ -181,7 +181,7 @@ async def test_a_caller_who_left_while_waiting_has_not_fetched_the_answer(tmp_pa
     async with serving(engine, tmp_path) as served:
         place = await promised(served)
         await running_samples(served, 1)
-        request = f"GET {place}?wait=30 HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        request = f"GET {place}?wait=30 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         async with raw(served) as connection:
             await connection.send(request)
             await asyncio.sleep(0.1)

@@ -20,8 +20,8 @@ from tests.serving import Served, serving
 
 pytestmark = pytest.mark.slow
 
-HEAD = b"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-GET = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+HEAD = b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 SOON = {"read_seconds": 0.2, "write_seconds": 0.2}
 UNREAD = {"write_seconds": 0.2}
 
@@ -34,7 +34,7 @@ async def alive(served: Served) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"G", b"GET /livez HTTP/1.1\r\n", b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: b"]
+    "sent", [b"G", b"GET /livez HTTP/1.1\r\n", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b"]
 )
 async def test_a_head_that_does_not_come_is_given_up(tmp_path: Path, sent: bytes) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
@@ -129,7 +129,7 @@ async def test_a_whole_head_that_is_too_large_is_counted_as_any_request(tmp_path
         b"GET /\xff HTTP/1.1\r\n\r\n",
         b"GET http://[ HTTP/1.1\r\n\r\n",
         b"CONNECT evil:443 HTTP/1.1\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
         b"POST /v1/rollouts HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"POST /v1/rollouts HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"POST /v1/rollouts HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -198,7 +198,7 @@ async def test_an_upload_that_stops_leaves_nothing(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served:
         async with raw(served) as client:
             await client.send(
-                b"PUT /v1/weights/v1 HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nwei"
+                b"PUT /v1/weights/v1 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\nwei"
             )
             assert (await client.answer())[0] == 408
         assert not list((tmp_path / "weights").glob("*/.incoming-*"))
@@ -208,7 +208,8 @@ async def test_an_upload_that_stops_leaves_nothing(tmp_path: Path) -> None:
 
 async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
-        await client.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n"
+        await client.send(head)
         await client.reader.readuntil(b"not_found")
         gone = asyncio.create_task(client.closed())
         while not gone.done():

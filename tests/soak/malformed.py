@@ -117,7 +117,7 @@ class Caller:
         """A good request with some bytes changed, or its end cut off."""
         path = self._choose.choice(list(BODIES))
         body = json.dumps(BODIES[path]).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
         request = bytearray(head.encode() + b"Connection: close\r\n\r\n" + body)
         for _ in range(self._choose.randrange(1, 4)):
             request[self._choose.randrange(len(request))] = self._choose.randrange(256)

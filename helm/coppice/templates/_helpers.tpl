@@ -78,6 +78,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- ternary "operators" "http" (gt (int .Values.operatorsPort) 0) -}}
 {{- end -}}
 
+{{/* Every name that a cluster resolves for the Service. */}}
+{{- define "coppice.serviceNames" -}}
+{{- $name := include "coppice.fullname" . -}}
+{{- $inNamespace := printf "%s.%s" $name .Release.Namespace -}}
+{{- list $name $inNamespace (printf "%s.svc" $inNamespace) (printf "%s.svc.cluster.local" $inNamespace) | toJson -}}
+{{- end -}}
+
 {{/* The settings file: what the user set, and what follows from the rest of the values. */}}
 {{- define "coppice.settings" -}}
 {{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
@@ -92,6 +99,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $server "keys_file" "/etc/coppice/keys/keys.yaml" -}}
 {{- else -}}
 {{- $_ := set $server "allow_open" true -}}
+{{- $_ := set $server "allowed_hosts" (concat (include "coppice.serviceNames" . | fromJsonArray) .Values.auth.allowedHosts) -}}
 {{- end -}}
 {{- $engine := merge (dict "start_seconds" (int .Values.probes.startup.maxSeconds)) .Values.engine -}}
 {{- with .Values.model.name -}}

@@ -49,7 +49,7 @@ class silent_reader:
     def __init__(self, served: Served, handle_id: str, key: str = "") -> None:
         host, port = served.url.removeprefix("http://").split(":")
         self._address = (host, int(port))
-        head = f"GET /v1/kv/{handle_id}/data HTTP/1.1\r\nHost: x\r\n"
+        head = f"GET /v1/kv/{handle_id}/data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in bearer(key).items() if key)
         self._request = f"{head}\r\n".encode()
 

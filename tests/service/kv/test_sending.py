@@ -43,7 +43,7 @@ async def test_the_thread_sends_what_the_event_loop_would(tmp_path: Path) -> Non
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         transport = httpx.ASGITransport(Plain(served.app))
-        async with httpx.AsyncClient(transport=transport, base_url="http://plain") as plain:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as plain:
             for headers in ({}, {"Range": "bytes=100-15000000"}):
                 path = f"/v1/kv/{known}/data"
                 fast = await served.http.get(path, headers=headers)
