@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.parser.parser_manager import ParserManager
-from vllm.renderers.params import ChatParams
+from vllm.renderers.hf import HfRenderer
+from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.errors import RequestRefused, StartFailed
+from engine.chat_template import template_options, template_variables
+from engine.errors import PromptTooLong, RequestRefused, StartFailed
 from engine.protocol import Conversation, Reply, ToolCall
 from engine.settings import EngineSettings
-
-# A caller's template is a program that would run here; the others are ours to say.
-_OURS = {"chat_template", "tokenize", "tools", "add_generation_prompt", "return_dict"}
 
 
 class Chat:
@@ -24,15 +24,27 @@ class Chat:
         self._renderer: Any = llm.renderer
         self._model_config = llm.vllm_config.model_config
         self._parser = _parser(self._tokenizer, settings)
+        self._bounds = TokenizeParams(
+            max_total_tokens=self._model_config.max_model_len, add_special_tokens=False
+        )
+        self.template_variables = template_variables(self._renderer, self._model_config)
 
     def encode(self, conversation: Conversation) -> list[int]:
-        options = {k: v for k, v in conversation.template_options.items() if k not in _OURS}
+        prompt = self._rendered(conversation)
+        try:
+            return list(self._renderer.tokenize_prompt(prompt, self._bounds)["prompt_token_ids"])
+        except VLLMValidationError as error:
+            raise PromptTooLong(error.args[0]) from error
+
+    def _rendered(self, conversation: Conversation) -> Any:
+        """Text, which is measured before it is tokenized; renderers without a template of Jinja's
+        may answer tokens."""
         params = ChatParams(
             chat_template_kwargs={
-                **options,
+                **template_options(conversation.template_options, self.template_variables),
                 "add_generation_prompt": conversation.add_generation_prompt,
                 "tools": [dict(tool) for tool in conversation.tools] or None,
-                "tokenize": True,
+                "tokenize": not isinstance(self._renderer, HfRenderer),
             }
         )
         messages = [dict(message) for message in conversation.messages]
@@ -42,7 +54,7 @@ class Chat:
         # A template is a program of the model's and raises what it likes.
         except Exception as error:
             raise RequestRefused("the chat template does not render these messages") from error
-        return list(prompt["prompt_token_ids"])
+        return prompt
 
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         if self._parser is None:

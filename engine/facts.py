@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def gather_facts(
-    llm: AsyncLLM, settings: EngineSettings, model_path: Path, kv: KvFormat | KvReason
+    llm: AsyncLLM,
+    settings: EngineSettings,
+    model_path: Path,
+    kv: KvFormat | KvReason,
+    template_variables: frozenset[str],
 ) -> EngineFacts:
     """What is served of the context leaves out the room that drafts need behind it."""
     config = llm.vllm_config
@@ -44,6 +48,7 @@ def gather_facts(
         max_logprobs=settings.max_logprobs,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
+        template_variables=template_variables,
     )
 
 

@@ -116,7 +116,8 @@ class AdapterForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages as OpenAI writes them; `template_options` are the model's own template's."""
+    """Messages as OpenAI writes them. Of `template_options` those are rendered that the facts name;
+    others change nothing."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -194,6 +195,8 @@ class EngineFacts:
     max_adapter_rank: int = 0
     max_logprobs: int = 0
     """How many of the likeliest tokens a request may ask for."""
+    template_variables: frozenset[str] = frozenset()
+    """The names among `Conversation.template_options` that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +295,9 @@ class Engine(Protocol):
     shared_prefix, speculation, graphs: what was counted at the last sign of life; a second
         old at most.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
-    encode_conversation: RequestRefused if the model's template does not render it.
+    encode_conversation: RequestRefused if the model's template does not render it; as
+        ConversationRefused if an option is an argument of the tokenizer's, or large; as
+        PromptTooLong if it does not fit into the context. No prompt is cut or padded.
     reply: the parsers that the engine was given, on a response to that conversation; without a
         parser, and without tools, a response is all content.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer

@@ -159,8 +159,10 @@ class VllmEngine:
         await asyncio.shield(self._starting)
         await self._verify_plugin()
         kv = await kv_support(self.llm, self._settings)
-        self._facts = gather_facts(self.llm, self._settings, self._serving_path, kv)
-        self._chat = Chat(self.llm, self._settings)
+        self._chat = await asyncio.to_thread(Chat, self.llm, self._settings)
+        self._facts = gather_facts(
+            self.llm, self._settings, self._serving_path, kv, self._chat.template_variables
+        )
         await self._warm_up()
         await speculation_start.begin(self.llm, self._speculating, self._facts)
         await self._begin_drafter()

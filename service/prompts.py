@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from coppice.wire.rollouts import Prompt
-from engine.errors import RequestRefused
+from engine import errors
+from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Conversation, Engine, Reply
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 
@@ -33,6 +34,10 @@ class Prompts:
     async def conversation(self, conversation: Conversation) -> list[int]:
         try:
             tokens = await self._off_loop(self._engine.encode_conversation, conversation)
+        except ConversationRefused as error:
+            raise InvalidRequest.of_parameter(error.field, str(error)) from error
+        except errors.PromptTooLong as error:
+            raise PromptTooLong(str(error)) from error
         except RequestRefused as error:
             raise NoChatTemplate() from error
         return self._checked(tokens)

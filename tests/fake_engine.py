@@ -11,7 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import CheckpointRefused, EngineDead, EngineError, RequestRefused
+from engine.errors import (
+    CheckpointRefused,
+    ConversationRefused,
+    EngineDead,
+    EngineError,
+    RequestRefused,
+)
 from engine.exported import ExportWord
 from engine.protocol import (
     AdapterForm,
@@ -119,6 +125,7 @@ class FakeEngine:
             kv_format=FORMAT if self.prompt_kv else None,
             kv_reason=None if self.prompt_kv else "disabled",
             max_logprobs=20,
+            template_variables=frozenset({"enable_thinking"}),
             max_adapters=self.max_adapters,
             max_adapter_rank=16 if self.max_adapters else 0,
         )
@@ -163,6 +170,8 @@ class FakeEngine:
         return list("".join(message["content"] for message in messages).encode())
 
     def encode_conversation(self, conversation: Conversation) -> list[int]:
+        if conversation.template_options.get("max_length"):
+            raise ConversationRefused("chat_template_kwargs", "max_length: not a variable")
         named = [str(tool["function"]["name"]) for tool in conversation.tools]
         return self.encode_text("".join(named)) + self.encode_messages(conversation.messages)
 

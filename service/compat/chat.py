@@ -103,6 +103,7 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     adapter = adapter_of(server, body.model)
     likeliest.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
+    _count_ignored(server, body.chat_template_kwargs)
     prompt = await server.prompts.conversation(conversation)
     most = body.max_completion_tokens or body.max_tokens
     others = body.top_logprobs if body.logprobs else None
@@ -116,6 +117,12 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
         return NOBODY_READS
     choices = [await talk.choice(sample) for sample in answer.groups[0].samples]
     return await encoded(lambda: talk.answer(answer, choices))
+
+
+def _count_ignored(server: Server, options: dict[str, Any]) -> None:
+    """Clients send `enable_thinking` to every model; vLLM too ignores what a template lacks."""
+    ignored = options.keys() - server.engine.facts.template_variables
+    server.metrics.compat_fields.labels("unknown").inc(len(ignored))
 
 
 class Talk:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.errors import RequestRefused
+from engine.errors import ConversationRefused, RequestRefused
 from engine.exported import ExportSlot, ExportWord, Load, LoadPiece
 from engine.protocol import Completion, Conversation, Engine, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
@@ -293,9 +293,15 @@ async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
 
 async def test_a_conversation_is_rendered_by_the_models_own_template(subject: Subject) -> None:
     plain = subject.engine.encode_messages(ASKED)
-    options = {"chat_template": "{{ 'other' }}", "tokenize": False, "enable_thinking": False}
+    options = {"tokenize": False, "add_generation_prompt": False, "no_such_name": 1}
     asked = Conversation(messages=ASKED, template_options=options)
     assert subject.engine.encode_conversation(asked) == plain
+
+
+async def test_arguments_of_the_tokenizer_are_no_options_of_a_template(subject: Subject) -> None:
+    options = {"padding": "max_length", "max_length": 2000}
+    with pytest.raises(ConversationRefused, match="max_length"):
+        subject.engine.encode_conversation(Conversation(messages=ASKED, template_options=options))
 
 
 async def test_a_call_of_a_tool_is_told_apart_from_text(subject: Subject) -> None:

@@ -1,0 +1,102 @@
+"""Variables of a model's chat template that callers may set, and bounds on their values.
+
+vLLM hands chat_template_kwargs to the tokenizer's `apply_chat_template`, whose own parameters pad
+and cut prompts: `max_length` alone can take all memory. So only variables of the template pass.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+from jinja2.defaults import DEFAULT_NAMESPACE
+from transformers import PreTrainedTokenizerBase
+from vllm.renderers.hf import AssistantTracker, HfRenderer, resolve_chat_template
+
+from engine.errors import ConversationRefused
+
+log = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 2**18
+"""Of all strings in one request's options; a template may render them once per message."""
+MAX_NUMBER = 2**20
+"""A template may repeat a string that many times. Jinja's sandbox bounds `range` only."""
+
+# Read by vLLM's encoders of models without a Jinja template, such as DeepSeek-V3.2 and Kimi-K3.
+ENCODER_VARIABLES = frozenset(
+    {"drop_thinking", "enable_thinking", "reasoning_effort", "thinking", "thinking_effort"}
+)
+# What transformers defines for templates to call.
+_GLOBALS = {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+_ARGUMENTS = frozenset(
+    _parameters(PreTrainedTokenizerBase.apply_chat_template)
+    | _parameters(PreTrainedTokenizerBase.__call__)
+    | {"messages"}
+)
+# These are the request's own to say, or say nothing about the prompt.
+_IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
+
+
+def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
+    """Names that the templates refer to, the one for tools included."""
+    if not isinstance(renderer, HfRenderer):
+        return ENCODER_VARIABLES
+    tokenizer: Any = renderer.get_tokenizer()
+    found: set[str] = set()
+    choices: tuple[list[Any] | None, ...] = (None, [])
+    for tools in choices:
+        template = resolve_chat_template(tokenizer, None, tools, model_config=model_config)
+        found |= _undeclared(template or "")
+    return frozenset(found - _ARGUMENTS - _GLOBALS)
+
+
+def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dict[str, Any]:
+    """The options that are passed to the template; raises ConversationRefused."""
+    arguments = sorted(n for n in given.keys() & _ARGUMENTS - _IGNORED_ARGUMENTS if given[n])
+    if arguments:
+        taken = ", ".join(sorted(variables)) or "none"
+        raise _refused(
+            f"{', '.join(arguments)}: not variables of the chat template; it has: {taken}"
+        )
+    options = {name: value for name, value in given.items() if name in variables}
+    if _num_characters(options) > MAX_CHARACTERS:
+        raise _refused(f"at most {MAX_CHARACTERS} characters are taken")
+    return options
+
+
+def _undeclared(template: str) -> set[str]:
+    """As vLLM finds them, with the extensions that transformers compiles templates with."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[AssistantTracker, jinja2.ext.loopcontrols]
+    )
+    try:
+        return set(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+    except jinja2.TemplateError as error:
+        log.warning("the chat template cannot be parsed: %s", error)
+        return set()
+
+
+def _num_characters(value: object) -> int:
+    match value:
+        case str():
+            return len(value)
+        case int() | float() if not abs(value) <= MAX_NUMBER:  # NaN compares as false
+            raise _refused(f"numbers are taken up to {MAX_NUMBER}")
+        case Mapping():
+            return sum(_num_characters(k) + _num_characters(v) for k, v in value.items())
+        case list() | tuple():
+            return sum(map(_num_characters, value))
+    return 1
+
+
+def _refused(message: str) -> ConversationRefused:
+    return ConversationRefused("chat_template_kwargs", message)

@@ -1,0 +1,27 @@
+"""Chats on the OpenAI route: options of the template, tool turns, replies that do not parse."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.compat.foreign import foreign
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+PATH = "/v1/chat/completions"
+
+
+async def test_options_that_the_template_lacks_are_counted(tmp_path: Path) -> None:
+    options = {"enable_thinking": False, "thinking": True, "padding": False}
+    async with foreign(tmp_path) as served:
+        await served.post(PATH, {**CHAT, "chat_template_kwargs": options})
+        assert served.ignored("unknown") == 2
+
+
+async def test_an_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        body = {**CHAT, "chat_template_kwargs": {"max_length": 3}}
+        status, problem = await served.refused(PATH, body)
+        assert (status, problem["code"]) == (422, "invalid_request")
+        [fault] = problem["errors"]
+        assert fault["location"] == "chat_template_kwargs"
+        assert "max_length" in fault["message"]
+        assert served.engine.submitted == []
