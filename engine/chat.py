@@ -1,10 +1,17 @@
 """Conversations to token ids and responses to replies, by vLLM's own renderer and parsers."""
 
+import copy
+import logging
+import traceback
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionToolsParam,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.parser.parser_manager import ParserManager
 from vllm.renderers.hf import HfRenderer
@@ -12,9 +19,17 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.chat_template import template_options, template_variables
-from engine.errors import PromptTooLong, RequestRefused, StartFailed
+from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
 from engine.protocol import Conversation, Reply, ToolCall
 from engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+_FORM = {
+    "messages": "not messages of OpenAI's chat API; a tool call needs id, type, function.name, "
+    "and function.arguments as a string of JSON",
+    "tools": "not tools of OpenAI's chat API",
+}
 
 
 class Chat:
@@ -30,26 +45,29 @@ class Chat:
         self.template_variables = template_variables(self._renderer, self._model_config)
 
     def encode(self, conversation: Conversation) -> list[int]:
-        prompt = self._rendered(conversation)
+        options = template_options(conversation.template_options, self.template_variables)
+        request = _request(conversation)
+        self._check_parser(request, conversation)
+        prompt = self._rendered(request.messages, conversation, options)
         try:
             return list(self._renderer.tokenize_prompt(prompt, self._bounds)["prompt_token_ids"])
         except VLLMValidationError as error:
             raise PromptTooLong(error.args[0]) from error
 
-    def _rendered(self, conversation: Conversation) -> Any:
+    def _rendered(
+        self, messages: list[Any], conversation: Conversation, options: dict[str, Any]
+    ) -> Any:
         """Text, which is measured before it is tokenized; renderers without a template of Jinja's
         may answer tokens."""
         params = ChatParams(
             chat_template_kwargs={
-                **template_options(conversation.template_options, self.template_variables),
+                **options,
                 "add_generation_prompt": conversation.add_generation_prompt,
-                "tools": [dict(tool) for tool in conversation.tools] or None,
+                "tools": copy.deepcopy(list(conversation.tools)) or None,
                 "tokenize": not isinstance(self._renderer, HfRenderer),
             }
         )
-        messages = [dict(message) for message in conversation.messages]
         try:
-            _request(conversation)  # a reply to it will be parsed by what it says
             _, prompt = self._renderer.render_messages(messages, params)
         # A template is a program of the model's and raises what it likes.
         except Exception as error:
@@ -59,14 +77,21 @@ class Chat:
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         if self._parser is None:
             return Reply(content=self._text(token_ids, skip_special=True))
-        request = _request(conversation)
-        parser = self._parser(
-            self._tokenizer,
-            request.tools,
-            chat_template_kwargs=dict(conversation.template_options),
-            model_config=self._model_config,
-        )
-        request = parser.adjust_request(request)  # some find tool calls by special tokens
+        try:
+            return self._parsed(token_ids, conversation)
+        # A parser meets whatever a model writes; the sample is worth more than its parts.
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            log.warning(
+                "a response is not parsed: %s at %s:%s",
+                type(error).__name__,  # its message may hold the response
+                place.filename,
+                place.lineno,
+            )
+            return Reply(content=self._text(token_ids, skip_special=True), parsed=False)
+
+    def _parsed(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+        parser, request = self._parser_of(_checked_request(conversation), conversation)
         reasoning, content, calls = parser.parse(
             self._text(token_ids, skip_special=request.skip_special_tokens),
             request,
@@ -74,6 +99,28 @@ class Chat:
             model_output_token_ids=list(token_ids),
         )
         return Reply(content=content, reasoning=reasoning, tool_calls=_tool_calls(calls))
+
+    def _parser_of(
+        self, request: ChatCompletionRequest, conversation: Conversation
+    ) -> tuple[Any, ChatCompletionRequest]:
+        """Some parsers adjust the request, to find tool calls by special tokens."""
+        parser = self._parser(
+            self._tokenizer,
+            request.tools,
+            chat_template_kwargs=dict(conversation.template_options),
+            model_config=self._model_config,
+        )
+        return parser, parser.adjust_request(request)
+
+    def _check_parser(self, request: ChatCompletionRequest, conversation: Conversation) -> None:
+        """Before samples are drawn that no parser could be made for."""
+        if self._parser is None:
+            return
+        try:
+            self._parser_of(request, conversation)
+        except Exception as error:  # a parser raises what it likes
+            field = "tools" if conversation.tools else "chat_template_kwargs"
+            raise ConversationRefused(field, "the engine's parser does not take them") from error
 
     @property
     def _tokenizer(self) -> Any:
@@ -101,11 +148,29 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
 
 
 def _request(conversation: Conversation) -> ChatCompletionRequest:
-    """vLLM's parsers look at the request that they parse a response to."""
-    given: dict[str, Any] = {"messages": [dict(message) for message in conversation.messages]}
+    """The request that vLLM's parsers read, from a deep copy: vLLM renames fields of messages, and
+    its renderer replaces the arguments of tool calls."""
+    given: dict[str, Any] = {"messages": copy.deepcopy(list(conversation.messages))}
     if conversation.tools:
-        given["tools"] = [dict(tool) for tool in conversation.tools]
-    return ChatCompletionRequest.model_validate(given)
+        given["tools"] = copy.deepcopy(list(conversation.tools))
+    try:
+        return ChatCompletionRequest.model_validate(given)
+    except ValidationError as error:
+        of_tools = error.errors(include_input=False, include_url=False)[0]["loc"][:1] == ("tools",)
+        field = "tools" if of_tools else "messages"
+        raise ConversationRefused(field, _FORM[field]) from error
+    except VLLMValidationError as error:
+        raise ConversationRefused(error.parameter or "messages", error.args[0]) from error
+
+
+def _checked_request(conversation: Conversation) -> ChatCompletionRequest:
+    """The same without the checks, which one of a thousand replies need not repeat."""
+    tools = [ChatCompletionToolsParam.model_validate(tool) for tool in conversation.tools]
+    return ChatCompletionRequest.model_construct(
+        messages=list(conversation.messages),
+        tools=tools or None,
+        tool_choice="auto" if tools else "none",
+    )
 
 
 def _tool_calls(calls: Any) -> tuple[ToolCall, ...]:

@@ -136,11 +136,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a response says: to whom it may concern, to itself, and to tools."""
+    """A response, split into content, reasoning and tool calls.
+
+    `parsed` is false if a parser failed on it; then all of it is content.
+    """
 
     content: str | None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    parsed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,10 +300,12 @@ class Engine(Protocol):
         old at most.
     kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
     encode_conversation: RequestRefused if the model's template does not render it; as
-        ConversationRefused if an option is an argument of the tokenizer's, or large; as
-        PromptTooLong if it does not fit into the context. No prompt is cut or padded.
-    reply: the parsers that the engine was given, on a response to that conversation; without a
-        parser, and without tools, a response is all content.
+        ConversationRefused if an option is an argument of the tokenizer's, or large, or if the
+        parsers would not take the messages or tools; as PromptTooLong if it does not fit into the
+        context. No prompt is cut or padded. The conversation is not changed.
+    reply: the parsers that the engine was given, on a response to a conversation that was encoded;
+        without a parser, and without tools, a response is all content. A parser's failure is logged
+        and never raised.
     submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
         holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         entered. An awaitable raises EngineDead as soon as the engine is known to be gone.

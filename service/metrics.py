@@ -65,6 +65,9 @@ class Metrics:
         self.compat_fields = self._counter(
             "compat_fields", "Fields of other servers' clients that were not used", "kind"
         )
+        self.replies_not_parsed = self._counter(
+            "replies_not_parsed", "Responses that the engine's parsers failed on, answered as text"
+        )
         self.activations = self._counter("activations", "Weights activated", "mode")
         self.weights_received_bytes = self._counter(
             "weights_received_bytes", "Bytes that weights came in, from trainers and replicas"

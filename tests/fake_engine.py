@@ -83,6 +83,7 @@ class FakeEngine:
         self.scored_under: list[str | None] = []
         self.alive = True
         self.finish: EngineFinish = "length"
+        self.parses = True
         self.calls: list[str] = []
         self.submitted: list[SampleRequest] = []
         self.loaded: list[Path] = []
@@ -176,7 +177,9 @@ class FakeEngine:
         return self.encode_text("".join(named)) + self.encode_messages(conversation.messages)
 
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        """With tools, every response calls the first one."""
+        """With tools, every response calls the first one, unless `parses` is false."""
+        if not self.parses:
+            return Reply(content=self.decode(token_ids), parsed=False)
         if not conversation.tools:
             return Reply(content=self.decode(token_ids))
         name = conversation.tools[0]["function"]["name"]

@@ -182,7 +182,10 @@ class Talk:
         asked = self._conversation
         if self._body.tool_choice == "none":
             asked = replace(asked, tools=())
-        return await self._server.prompts.reply(sample.token_ids, asked)
+        reply = await self._server.prompts.reply(sample.token_ids, asked)
+        if not reply.parsed:
+            self._server.metrics.replies_not_parsed.inc()
+        return reply
 
     def _finish_reason(self, sample: SampleAnswer, reply: Reply) -> str:
         reason = finish_reason(sample)

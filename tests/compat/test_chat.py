@@ -25,3 +25,13 @@ async def test_an_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -
         assert fault["location"] == "chat_template_kwargs"
         assert "max_length" in fault["message"]
         assert served.engine.submitted == []
+
+
+async def test_a_response_that_is_not_parsed_is_text_and_counted(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    async with foreign(tmp_path) as served:
+        served.engine.parses = False
+        answer = await served.post(PATH, {**CHAT, "tools": [tool], "n": 2})
+        value = served.server.metrics.registry.get_sample_value
+        assert value("coppice_replies_not_parsed_total") == 2
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["\x06\x07"] * 2

@@ -1,0 +1,130 @@
+"""Tool conversations of several turns, and replies parsed by vLLM's own parsers."""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+from engine.errors import ConversationRefused
+from engine.protocol import Conversation, Reply
+from tests.engine.chats import TemplateChat, make_chat
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {
+    "id": "call-1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+}
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "1 + 2"},
+    {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call-1", "content": "3"},
+]
+SECOND = Conversation(messages=TURNS, tools=[TOOL])
+WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+PARSERS: list[dict[str, str]] = [
+    {"tool_parser": "hermes", "reasoning_parser": "qwen3"},
+    {"tool_parser": "hermes"},
+    {"reasoning_parser": "qwen3"},
+    {},
+]
+
+
+@pytest.fixture(scope="module", params=PARSERS, ids=lambda given: "-".join(given) or "none")
+def any_chat(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TemplateChat]:
+    yield make_chat(tmp_path_factory.mktemp("chat"), **request.param)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TemplateChat]:
+    yield make_chat(tmp_path_factory.mktemp("chat"), **PARSERS[0])
+
+
+def test_a_second_tool_turn_is_rendered_and_parsed(any_chat: TemplateChat) -> None:
+    conversation = copy.deepcopy(SECOND)
+    first = any_chat.chat.encode(conversation)
+    assert any_chat.tokenizer.decode(first) == (
+        'tool add\nuser: 1 + 2assistant: <think>add</think> add({"a": 1, "b": 2})tool: 3'
+    )
+    replies = [any_chat.reply("it is 3", conversation) for _ in range(2)]
+    assert [reply.parsed for reply in replies] == [True, True]
+    assert conversation == SECOND, "rendering and parsing leave a conversation as it is"
+    assert any_chat.chat.encode(conversation) == first
+
+
+def test_a_second_turn_calls_tools_in_parallel(chat: TemplateChat) -> None:
+    chat.chat.encode(SECOND)
+    reply = chat.reply(f"<think>once more</think>{WRITTEN}\n{WRITTEN}", SECOND)
+    assert reply.reasoning == "once more"
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == [{"a": 3}, {"a": 3}]
+
+
+def test_parallel_calls_and_null_contents_are_rendered(chat: TemplateChat) -> None:
+    turns = [
+        TURNS[0],
+        {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "call-2"}]},
+        {"role": "tool", "tool_call_id": "call-1", "content": [{"type": "text", "text": "3"}]},
+        {"role": "tool", "tool_call_id": "call-2", "content": "4"},
+    ]
+    text = chat.render(turns, [TOOL])
+    assert text.count('add({"a": 1, "b": 2})') == 2
+    assert text.endswith("tool: 3tool: 4")
+
+
+def test_arguments_that_are_no_json_do_not_end_a_conversation(chat: TemplateChat) -> None:
+    """As the model wrote them; vLLM renders an empty object."""
+    cut = {**CALL, "function": {"name": "add", "arguments": '{"a": '}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [cut]}]
+    conversation = Conversation(messages=turns, tools=[TOOL])
+    assert "add({})" in chat.tokenizer.decode(chat.chat.encode(conversation))
+    assert chat.reply("3", conversation) == Reply(content=None, reasoning="3")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {**CALL, "function": {"name": "add", "arguments": {"a": 1}}},
+        {**CALL, "function": {"arguments": "{}"}},
+        {"id": "call-1", "type": "function"},
+        {"function": None},
+    ],
+)
+def test_a_call_that_the_parsers_would_not_take_is_refused_first(
+    chat: TemplateChat, call: dict[str, Any]
+) -> None:
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(ConversationRefused, match=r"function\.arguments") as refused:
+        chat.encode(turns, [TOOL])
+    assert refused.value.field == "messages"
+
+
+def test_tools_that_the_parsers_would_not_take_are_refused_first(chat: TemplateChat) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        chat.encode(TURNS[:1], [{"type": "function", "function": {"name": 7}}])
+    assert refused.value.field == "tools"
+
+
+def test_without_tools_a_call_is_text(chat: TemplateChat) -> None:
+    reply = chat.reply(f"<think>hm</think>{WRITTEN}", replace(SECOND, tools=()))
+    assert (reply.content, reply.tool_calls) == (WRITTEN, ())
+
+
+class FailingToolParser(ToolParser):  # type: ignore[misc]
+    def extract_tool_calls(self, *_: Any, **__: Any) -> Any:
+        raise KeyError("secret text")
+
+
+def test_a_response_that_a_parser_fails_on_is_all_content(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    ToolParserManager.register_module("failing", module=FailingToolParser)
+    failing = make_chat(tmp_path_factory.mktemp("failing"), tool_parser="failing")
+    assert failing.reply(WRITTEN, SECOND) == Reply(content=WRITTEN, parsed=False)
+    assert "KeyError" in caplog.text
+    assert "secret" not in caplog.text, "responses are in no log"
