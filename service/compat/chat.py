@@ -73,7 +73,7 @@ class Tool(ForeignModel):
     function: Function
 
 
-class ChatBody(SamplingFields, RequestFields):
+class ChatBody(SamplingFields, RequestFields, events.StreamFields):
     """`logprobs`: of the sampled tokens, and of so many others as `top_logprobs` says."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
@@ -85,7 +85,6 @@ class ChatBody(SamplingFields, RequestFields):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: likeliest.Count | None = None
-    stream: bool = False
 
     def conversation(self) -> Conversation:
         return Conversation(
@@ -100,6 +99,7 @@ class ChatBody(SamplingFields, RequestFields):
 @needs("rollout")
 async def chat(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_foreign(request, ChatBody, server)
+    body.check_stream()
     adapter = adapter_of(server, body.model)
     likeliest.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
@@ -143,14 +143,12 @@ class Talk:
         self._rollout = rollout
 
     def answer(self, answer: RolloutAnswer, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        whole = {
+        return {
             **self._head("chat.completion", answer.id),
             "choices": choices,
             "usage": usage(answer),
+            **self._prompt_ids(),
         }
-        if self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._prompt
-        return whole
 
     async def choice(self, sample: SampleAnswer, message_name: str = "message") -> dict[str, Any]:
         reply = await self._reply(sample)
@@ -172,11 +170,16 @@ class Talk:
     def streamed(self) -> Response:
         rollout = self._rollout
 
-        async def choice(_: int, sample: SampleAnswer) -> dict[str, Any]:
-            return _numbered(await self.choice(sample, "delta"))
+        async def chunk(_: int, sample: SampleAnswer) -> dict[str, Any]:
+            written = {"choices": [_numbered(await self.choice(sample, "delta"))]}
+            return {**written, **self._prompt_ids()}
 
         head = self._head("chat.completion.chunk", rollout.id)
-        return events.streamed(self._server, rollout, head, choice)
+        return events.streamed(self._server, rollout, head, chunk, self._body.stream_options)
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Beside the choices. In a stream vLLM sends it with the first chunk of each choice."""
+        return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
     async def _reply(self, sample: SampleAnswer) -> Reply:
         asked = self._conversation

@@ -37,14 +37,13 @@ router = APIRouter()
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 
 
-class CompletionBody(SamplingFields, RequestFields):
+class CompletionBody(SamplingFields, RequestFields, events.StreamFields):
     """`logprobs`: so many of the likeliest tokens beside each that is sampled."""
 
     prompt: Text | list[Text] | TokenIds | list[TokenIds]
     max_tokens: MaxTokens | None = 16
     logprobs: likeliest.Count | None = None
     prompt_logprobs: likeliest.Count | None = None
-    stream: bool = False
     return_tokens_as_token_ids: bool = False
 
 
@@ -52,6 +51,7 @@ class CompletionBody(SamplingFields, RequestFields):
 @needs("rollout")
 async def complete(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_foreign(request, CompletionBody, server)
+    body.check_stream()
     adapter = adapter_of(server, body.model)
     likeliest.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
@@ -147,7 +147,9 @@ def _streamed(
 ) -> Response:
     said = Said(body=body, rollout=rollout, prompts=prompts, scored=None)
 
-    async def choice(group: int, sample: SampleAnswer) -> dict[str, Any]:
-        return said.choice(group, sample, await server.prompts.text(sample.token_ids))
+    async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
+        text = await server.prompts.text(sample.token_ids)
+        return {"choices": [said.choice(group, sample, text)]}
 
-    return events.streamed(server, rollout, _head(server, rollout.id, body), choice)
+    head = _head(server, rollout.id, body)
+    return events.streamed(server, rollout, head, chunk, body.stream_options)

@@ -1,6 +1,7 @@
 """Problems with one member more, which is all that OpenAI's client shows of an error."""
 
 import json
+from typing import Any
 
 from coppice.wire.problems import Problem
 
@@ -9,7 +10,7 @@ def with_message(problem: Problem) -> str:
     return json.dumps(members(problem))
 
 
-def members(problem: Problem) -> dict[str, object]:
+def members(problem: Problem) -> dict[str, Any]:
     """`error` as OpenAI writes it, beside the members of every problem."""
     faults = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
     said = [text for text in (problem.detail or problem.title, *faults) if text]

@@ -27,7 +27,6 @@ from coppice.wire.rollouts import (
 from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.bodies import fault
 from service.compat.bodies import ForeignModel
-from service.compat.events import MEDIA_TYPE
 from service.compat.sampling import SamplingFields, masked
 from service.connection import while_connected
 from service.errors import InvalidRequest
@@ -40,7 +39,8 @@ FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": 
 ABORTED = "abort"
 RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
 SAMPLED = answers({200: JSON}, *RAISED)
-STREAMED = answers({200: (*JSON, MEDIA_TYPE)}, *RAISED)
+EVENT_STREAM = "text/event-stream"
+STREAMED = answers({200: (*JSON, EVENT_STREAM)}, *RAISED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +168,16 @@ def spans(sample: SampleAnswer) -> list[dict[str, Any]]:
 def usage(answer: RolloutAnswer) -> dict[str, Any]:
     used = answer.usage
     return {
-        "prompt_tokens": used.prompt_tokens,
-        "completion_tokens": used.completion_tokens,
-        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        **token_counts(used.prompt_tokens, used.completion_tokens),
         "prompt_tokens_details": {
             "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
         },
+    }
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
