@@ -25,6 +25,9 @@ from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
+MAX_ARGUMENTS_CHARACTERS = 2**20
+"""Of one tool call. Longer than most contexts, and parsed in some milliseconds."""
+
 _FORM = {
     "messages": "not messages of OpenAI's chat API; a tool call needs id, type, function.name, "
     "and function.arguments as a string of JSON",
@@ -154,13 +157,26 @@ def _request(conversation: Conversation) -> ChatCompletionRequest:
     if conversation.tools:
         given["tools"] = copy.deepcopy(list(conversation.tools))
     try:
-        return ChatCompletionRequest.model_validate(given)
+        request = ChatCompletionRequest.model_validate(given)
     except ValidationError as error:
         of_tools = error.errors(include_input=False, include_url=False)[0]["loc"][:1] == ("tools",)
         field = "tools" if of_tools else "messages"
         raise ConversationRefused(field, _FORM[field]) from error
     except VLLMValidationError as error:
         raise ConversationRefused(error.parameter or "messages", error.args[0]) from error
+    _check_arguments(request.messages)
+    return request
+
+
+def _check_arguments(messages: list[Any]) -> None:
+    """Before the renderer parses them, in one step that holds up all other threads. It leaves the
+    calls of other roles than the assistant's alone, and so did the validation."""
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    calls = [call for message in spoken for call in message.get("tool_calls") or ()]
+    functions = [call["function"] for call in calls if "function" in call]
+    if any(len(function["arguments"]) > MAX_ARGUMENTS_CHARACTERS for function in functions):
+        limit = f"at most {MAX_ARGUMENTS_CHARACTERS} characters"
+        raise ConversationRefused("messages", f"function.arguments: {limit} are taken")
 
 
 def _checked_request(conversation: Conversation) -> ChatCompletionRequest:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
-from engine.errors import ConversationRefused
+from engine.chat_template import template_options
+from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Conversation, Reply
 from tests.engine.chats import TemplateChat, make_chat
 
@@ -102,6 +103,36 @@ def test_a_call_that_the_parsers_would_not_take_is_refused_first(
     with pytest.raises(ConversationRefused, match=r"function\.arguments") as refused:
         chat.encode(turns, [TOOL])
     assert refused.value.field == "messages"
+
+
+def test_long_arguments_are_refused_before_they_are_parsed(chat: TemplateChat) -> None:
+    long = {**CALL, "function": {"name": "add", "arguments": f"[{'[],' * 2**19}0]"}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALL, long]}]
+    with pytest.raises(ConversationRefused, match="at most 1048576 characters"):
+        chat.encode(turns, [TOOL])
+
+
+def test_deep_values_are_rendered_or_refused(chat: TemplateChat) -> None:
+    """JSON is taken up to 200 levels; strings of JSON may hold more."""
+    deep: dict[str, Any] = {}
+    for _ in range(190):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "add", "parameters": deep}}
+    assert chat.encode(TURNS, [tool]) == chat.encode(TURNS, [TOOL])
+    assert template_options({"a": deep}, frozenset("a")) == {"a": deep}
+    nested = {**CALL, "function": {"name": "add", "arguments": "[" * 2**19}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [nested]}]
+    with pytest.raises(RequestRefused, match="does not render"):
+        chat.encode(turns, [TOOL])
+
+
+def test_calls_of_other_kinds_and_of_other_roles_are_no_failures(chat: TemplateChat) -> None:
+    custom = {"id": "call-1", "type": "custom", "custom": {"name": "add", "input": "1"}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [custom]}]
+    with pytest.raises(RequestRefused):
+        chat.encode(turns, [TOOL])
+    for call in (custom, {"function": None}, {}):
+        assert chat.encode([{**TURNS[0], "tool_calls": [call]}]) == chat.encode(TURNS[:1])
 
 
 def test_tools_that_the_parsers_would_not_take_are_refused_first(chat: TemplateChat) -> None:

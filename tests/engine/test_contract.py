@@ -1,10 +1,12 @@
 """What the fake engine and the real one have in common: the protocol's contract."""
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -314,6 +316,19 @@ async def test_a_call_of_a_tool_is_told_apart_from_text(subject: Subject) -> Non
     plain = subject.engine.reply(tokens, Conversation(messages=ASKED))
     assert plain.tool_calls == ()
     assert plain.content == subject.engine.decode(tokens)
+
+
+async def test_a_conversation_is_not_changed_by_rendering_and_parsing(subject: Subject) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns: list[dict[str, Any]] = [
+        *ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    asked = Conversation(messages=turns, tools=[ADD])
+    before = copy.deepcopy(asked)
+    tokens = subject.engine.encode_conversation(asked)
+    assert [subject.engine.reply(tokens, asked).parsed for _ in range(2)] == [True, True]
+    assert asked == before
 
 
 async def test_samples_run_on_after_prefixes_are_forgotten(subject: Subject) -> None:
