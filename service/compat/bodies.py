@@ -5,10 +5,10 @@ the samples is refused (service/compat/refused.py); what would reach into the en
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from service.bodies import read_json
 from service.compat import refused
@@ -16,7 +16,7 @@ from service.metrics import Metrics
 from service.server import Server
 
 # Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
-DROPPED = frozenset({"kv_transfer_params", "vllm_xargs", "extra_args", "chat_template"})
+DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
 
 
 class ForeignModel(BaseModel):
@@ -26,6 +26,9 @@ class ForeignModel(BaseModel):
 
 
 Body = TypeVar("Body", bound=ForeignModel)
+
+Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+"""A field that is false by default, and that upstream declares as `bool | None`."""
 
 
 async def read_foreign(request: Request, model: type[Body], server: Server) -> Body:

@@ -14,7 +14,7 @@ from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.protocol import Conversation, Reply
 from service.access import Caller, needs
 from service.compat import events, likeliest
-from service.compat.bodies import ForeignModel, read_foreign
+from service.compat.bodies import Flag, ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.generate import logprobs
 from service.compat.running import (
@@ -46,10 +46,16 @@ class ChatMessage(ForeignModel):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    task: str | None = None
 
     def rendered(self) -> dict[str, Any]:
+        """vLLM's renderer reads `reasoning` only, and hands a template both names."""
         given = self.model_dump(exclude_none=True, include=set(type(self).model_fields))
+        if self.reasoning is None and self.reasoning_content is not None:
+            given["reasoning"] = self.reasoning_content
         return {**given, "content": self._text()}
 
     def _text(self) -> str:
@@ -79,18 +85,18 @@ class ChatBody(SamplingFields, RequestFields, events.StreamFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    logprobs: bool = False
+    logprobs: Flag = False
     top_logprobs: likeliest.Count | None = None
 
     def conversation(self) -> Conversation:
         return Conversation(
             messages=[message.rendered() for message in self.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
-            template_options=self.chat_template_kwargs,
+            template_options=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
         )
 

@@ -1,5 +1,6 @@
 """POST /v1/completions, as OpenAI defines it and vLLM extends it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import Prompt, RolloutAnswer, SampleAnswer
 from service.access import Caller, needs
 from service.compat import events, likeliest
-from service.compat.bodies import read_foreign
+from service.compat.bodies import Flag, read_foreign
 from service.compat.document import body_of
 from service.compat.running import (
     STREAMED,
@@ -44,7 +45,8 @@ class CompletionBody(SamplingFields, RequestFields, events.StreamFields):
     max_tokens: MaxTokens | None = 16
     logprobs: likeliest.Count | None = None
     prompt_logprobs: likeliest.Count | None = None
-    return_tokens_as_token_ids: bool = False
+    return_tokens_as_token_ids: Flag = False
+    add_special_tokens: bool = True
 
 
 @router.post("/v1/completions", responses=STREAMED, openapi_extra=body_of(CompletionBody))
@@ -73,12 +75,22 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
 def _prompts(body: CompletionBody) -> list[Prompt]:
     given = body.prompt
     if isinstance(given, str):
-        return [Prompt(text=given)]
+        return _texts(body, [given])
     if not given:
         raise InvalidRequest.of_parameter("prompt", "is empty")
     if isinstance(given[0], int):
         return [Prompt.model_validate({"token_ids": given})]
-    return [Prompt(text=p) if isinstance(p, str) else _tokens(p) for p in given]
+    if isinstance(given[0], str):
+        return _texts(body, given)
+    return [_tokens(prompt) for prompt in given]
+
+
+def _texts(body: CompletionBody, given: Sequence[object]) -> list[Prompt]:
+    if not body.add_special_tokens:
+        raise InvalidRequest.of_parameter(
+            "add_special_tokens", "not served for text: get its ids from /tokenize and send these"
+        )
+    return [Prompt.model_validate({"text": text}) for text in given]
 
 
 def _tokens(given: object) -> Prompt:

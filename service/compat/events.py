@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from coppice.wire.problems import Problem
 from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
 from coppice.wire.rollouts import SampleAnswer
-from service.compat.bodies import ForeignModel
+from service.compat.bodies import Flag, ForeignModel
 from service.compat.messages import members
 from service.compat.running import EVENT_STREAM, token_counts, usage
 from service.errors import InvalidRequest
@@ -35,7 +35,7 @@ class StreamOptions(ForeignModel):
 
 
 class StreamFields(ForeignModel):
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
 
     def check_stream(self) -> None:

@@ -51,7 +51,7 @@ class GenerateBody(RequestFields):
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     sampling_params: GenerateSampling = GenerateSampling()
     request_id: Annotated[str, Field(max_length=256)] | None = None
-    stream: Literal[False] = False
+    stream: Literal[False] | None = False
 
 
 @router.post("/inference/v1/generate", responses=SAMPLED, openapi_extra=body_of(GenerateBody))

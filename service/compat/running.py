@@ -26,7 +26,7 @@ from coppice.wire.rollouts import (
 )
 from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.bodies import fault
-from service.compat.bodies import ForeignModel
+from service.compat.bodies import Flag, ForeignModel
 from service.compat.sampling import SamplingFields, masked
 from service.connection import while_connected
 from service.errors import InvalidRequest
@@ -75,7 +75,7 @@ class RequestFields(ForeignModel):
     """What OpenAI's shapes and vLLM's say beside a prompt and a distribution."""
 
     model: str | None = None
-    return_token_ids: bool = False
+    return_token_ids: Flag = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     policy: Policy | None = None

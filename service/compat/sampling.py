@@ -2,14 +2,18 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Sampling
 from service.compat.bodies import ForeignModel
 
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-Count = Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)]
+Count = Annotated[
+    int,
+    Field(ge=1, le=MAX_SAMPLES_PER_GROUP),
+    BeforeValidator(lambda value: 1 if value is None else value),
+]
 
 _SEED_MASK = 2**62 - 1  # trainers draw 63 bits
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
 from service.access import Caller, needs
-from service.compat.bodies import ForeignModel, read_foreign
+from service.compat.bodies import Flag, ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.names import Running
 from service.compat.running import (
@@ -48,8 +48,8 @@ class SglangBody(ForeignModel):
     input_ids: TokenIds | list[TokenIds] | None = None
     sampling_params: SglangSampling = SglangSampling()
     rid: Name | None = None
-    return_logprob: bool = False
-    stream: Annotated[bool, Field(description="refused if true")] = False
+    return_logprob: Flag = False
+    stream: Annotated[Flag, Field(description="refused if true")] = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     extra_key: Name | None = None
     lora_path: Name | None = None

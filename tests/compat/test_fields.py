@@ -29,6 +29,7 @@ SERVED: set[tuple[tuple[str, str | None], str]] = {
     (("/v1/completions", None), "prompt_logprobs"),
     (("/inference/v1/generate", "sampling_params"), "prompt_logprobs"),
     (("/v1/chat/completions", None), "top_logprobs"),
+    (("/v1/completions", None), "add_special_tokens"),
 }
 
 
