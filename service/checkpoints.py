@@ -7,7 +7,6 @@ never holds half a file. Only files below our own directory are ever deleted.
 import asyncio
 import base64
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from pydantic_core import from_json
+
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
 from engine.ownership import own_folder
+from engine.weights.checkpoint import MAX_JSON_BYTES
 from service.errors import (
     DigestMismatch,
     InsufficientStorage,
@@ -184,17 +186,26 @@ def _expected_digest(header: str | None) -> bytes | None:
     return base64.b64decode(found.group(1))
 
 
-def missing_files(home: Path, present: dict[str, str]) -> tuple[str, ...]:
+async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]:
     """What a sharded checkpoint still lacks: first its index, then what that names."""
     if INDEX not in present:
         return (INDEX,)
-    try:
-        named = set(json.loads((home / INDEX).read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ()  # the check that follows says what is wrong with the index
-    if not all(isinstance(name, str) for name in named):
-        return ()
+    named = await asyncio.to_thread(_named_shards, index)
     return tuple(sorted(name for name in named if name not in present))
+
+
+def _named_shards(index: Path) -> set[str]:
+    """None of a wrong index: the check that follows says what is wrong with it.
+
+    Unlike json.loads, from_json refuses lone surrogates, which no answer could name.
+    """
+    if index.stat().st_size > MAX_JSON_BYTES:
+        return set()
+    try:
+        named = set(from_json(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return named if all(isinstance(name, str) for name in named) else set()
 
 
 def num_bytes_of(path: Path) -> int:

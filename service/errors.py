@@ -47,17 +47,23 @@ class ServiceError(Exception):
         return PROBLEMS[cls.code]
 
     def problem(self, request_id: str | None = None) -> Problem:
+        """JSON is UTF-8, and a file's name need not be: what cannot be encoded is escaped."""
         kind = self.kind()
         return Problem(
             type=kind.type,
             title=kind.title,
             status=kind.status,
             code=kind.code,
-            detail=self.detail,
+            detail=None if self.detail is None else _encodable(self.detail),
             request_id=request_id,
             retry_after_seconds=self.retry_after_seconds,
-            errors=self.errors,
+            errors=self.errors
+            and [{name: _encodable(text) for name, text in fault.items()} for fault in self.errors],
         )
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class CallerError(ServiceError):

@@ -13,6 +13,7 @@ from engine.errors import CheckpointRefused
 from engine.protocol import Engine
 from service.checkpoints import (
     DELTA,
+    INDEX,
     SINGLE,
     Checkpoints,
     Upload,
@@ -188,12 +189,14 @@ class Publisher:
             return known, False
         if known is not None and (known.state != "incomplete" or name in known.digests):
             raise VersionConflict("the version exists with other bytes")
+        digests = {**(known.digests if known else {}), name: upload.sha256}
+        index = upload.path if name == INDEX else self._checkpoints.home(label) / INDEX
+        missing = await missing_files(index, digests) if sharded else ()
         home = self._checkpoints.keep(upload, label, name)
         received_bytes = (delta or upload).num_bytes
         self._received(received_bytes, upload.num_bytes)
         if delta is not None:
             self._checkpoints.keep(delta, label, DELTA)
-        digests = {**(known.digests if known else {}), name: upload.sha256}
         version = Version(
             label=label,
             sequence=self._sequence(label, sequence),
@@ -206,7 +209,7 @@ class Publisher:
             delta_sha256=None if delta is None else delta.sha256,
             announced=announced,
             digests=digests,
-            missing_files=missing_files(home, digests) if sharded else (),
+            missing_files=missing,
         )
         return await self._put_checked(version), True
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointRefused
@@ -145,8 +146,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if len(content) > MAX_JSON_BYTES:
         raise CheckpointRefused(f"{path.name} is too large")
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = from_json(content)  # unlike json.loads it refuses lone surrogates
+    except ValueError:
         raise CheckpointRefused(f"{path.name} is not JSON") from None
     if not isinstance(value, dict):
         raise CheckpointRefused(f"{path.name} is not a JSON object")

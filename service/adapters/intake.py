@@ -6,12 +6,13 @@ upload is one safetensors file, whose metadata's `adapter_config` is the other f
 
 import asyncio
 import hashlib
-import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from pydantic_core import from_json
 
 from engine.adapters.check import CONFIG_FILE, TENSORS_FILE
 from service.checkpoints import Checkpoints, Upload
@@ -105,9 +106,9 @@ def _unpack(upload: Upload, home: Path) -> str:
 def _config_of(file: BinaryIO) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     try:
-        header = json.loads(file.read(length) if length <= MAX_HEADER_BYTES else b"")
+        header = from_json(file.read(length) if length <= MAX_HEADER_BYTES else b"")
         config: bytes | None = header["__metadata__"]["adapter_config"].encode()
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         config = None
     if config is None or len(config) > MAX_CONFIG_BYTES:
         raise WeightsRefused("a safetensors file with adapter_config in its metadata is needed")

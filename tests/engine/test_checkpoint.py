@@ -290,7 +290,8 @@ def test_an_index_may_only_name_files_beside_it(tmp_path: Path, served: Checkpoi
         "sub/one.safetensors": "is not the name of a file",
         "absent.safetensors": "absent.safetensors is missing",
         "link.safetensors": "link.safetensors is a link out of the checkpoint",
-        "\ud800\0.safetensors": "is missing",
+        "\ud800\0.safetensors": "is not JSON",
+        "a\0.safetensors": "is missing",
     }
     for name, message in refused.items():
         directory = write_shards(tmp_path / "links", {}, **dict.fromkeys(small(), name))
@@ -315,6 +316,7 @@ def test_links_of_a_served_checkpoint_are_followed(tmp_path: Path) -> None:
         ({}, "neither model.safetensors nor model.safetensors.index.json"),
         ({"model.safetensors.index.json": b"{"}, "is not JSON"),
         ({"model.safetensors.index.json": b"[" * 100_000}, "is not JSON"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"\\ud800": "a"}}'}, "is not JSON"),
         ({"model.safetensors.index.json": b"[]"}, "is not a JSON object"),
         ({"model.safetensors.index.json": b"{}"}, "has no weight_map"),
         ({"model.safetensors.index.json": b'{"weight_map": {}}'}, "holds no tensors"),

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from service.compat.messages import with_message
+from service.errors import WeightsRefused
+from service.problems import as_json
 from tests.fake_engine import FakeEngine
 from tests.service.test_weights import activate
 from tests.serving import serving
@@ -42,6 +45,8 @@ async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_pa
         b'{"weight_map": {"a": 1}}',
         b'{"weight_map": {"a": null, "b": "m.safetensors"}}',
         b"[" * 100_000,
+        b'{"weight_map": {"a": "\\ud800.safetensors"}}',
+        b'{"weight_map": {"a": "\\udc00\\ud800"}}',
     ],
 )
 async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
@@ -54,3 +59,21 @@ async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
         assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
         listed = await served.http.get("/v1/weights")
         assert [version["version"] for version in listed.json()["versions"]] == ["v0"]
+
+
+async def test_an_index_is_read_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names are listed by every look at the versions."""
+    monkeypatch.setattr("service.checkpoints.MAX_JSON_BYTES", 100)
+    index = json.dumps({"weight_map": {"a": f"{'m' * 100}.safetensors"}}).encode()
+    engine = FakeEngine()
+    engine.refused_weights["v1"] = "the index is too large"
+    async with serving(engine, tmp_path) as served:
+        refused = await served.http.put(f"/v1/weights/v1/files/{INDEX}", content=index)
+        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+
+
+def test_a_problem_is_written_whatever_its_text_holds() -> None:
+    """Names of files that are not UTF-8 reach Python as lone surrogates."""
+    for write in (as_json, with_message):
+        text = write(WeightsRefused("\udcff.safetensors is missing").problem())
+        assert json.loads(text)["detail"] == r"\udcff.safetensors is missing"
