@@ -37,7 +37,7 @@ def engine_arguments(
         capabilities = torch.cpu.get_capabilities()
     arguments = AsyncEngineArgs(
         model=str(model),
-        served_model_name=settings.model,
+        served_model_name=settings.served_name,
         load_format="safetensors",
         trust_remote_code=False,
         dtype=cpu_dtype(settings.dtype, capabilities) if on_cpu else settings.dtype,

@@ -28,7 +28,8 @@ def gather_facts(
     config = llm.vllm_config
     on_cpu = current_platform.is_cpu()
     return EngineFacts(
-        model=settings.model,
+        model=settings.served_name,
+        model_given=settings.model,
         model_path=model_path,
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         device="cpu" if on_cpu else "cuda",

@@ -177,6 +177,9 @@ class EngineFacts:
     """What a running engine is; fixed from its start to its end."""
 
     model: str
+    """The name that it is served under."""
+    model_given: str
+    """As the setting has it, maybe a path: accepted from callers, and told to none."""
     model_path: Path
     dtype: str
     device: Literal["cpu", "cuda"]

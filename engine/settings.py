@@ -165,6 +165,15 @@ class EngineSettings(BaseModel):
     revision: Annotated[
         str | None, Field(description="commit of the hub's repository; needed with an id")
     ] = None
+    served_model_name: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[A-Za-z0-9][\w.:@-]*(/[\w.:@-]+)*$",
+            max_length=256,
+            description="name that the model has in requests and answers; none: its id on the hub, "
+            "or the last component of its directory",
+        ),
+    ] = None
     dtype: Annotated[
         DType,
         Field(
@@ -272,6 +281,15 @@ class EngineSettings(BaseModel):
                 "data parallel inside one service is refused: run more replicas instead"
             )
         return values
+
+    @property
+    def served_name(self) -> str:
+        """A directory's name need not be UTF-8, which answers are."""
+        directory = Path(self.model).expanduser()
+        if self.served_model_name is not None or not directory.is_dir():
+            return self.served_model_name or self.model
+        name = os.path.basename(os.path.abspath(directory))
+        return os.fsencode(name).decode(errors="replace") or "model"
 
     @property
     def num_ranks(self) -> int:

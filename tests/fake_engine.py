@@ -67,7 +67,9 @@ class FakeEngine:
         instant: bool = True,
         prompt_kv: bool = False,
         max_adapters: int = 0,
+        model_given: str = "fake",
     ) -> None:
+        self.model_given = model_given
         self.instant = instant
         self.prompt_kv = prompt_kv
         self.export_word = ExportWord.COMMITTED
@@ -109,6 +111,7 @@ class FakeEngine:
     def facts(self) -> EngineFacts:
         return EngineFacts(
             model="fake",
+            model_given=self.model_given,
             model_path=Path("/nowhere"),
             dtype="float32",
             device="cpu",

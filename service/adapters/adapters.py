@@ -133,7 +133,7 @@ class Adapters:
     def _check_served(self, name: str) -> None:
         if not self._engine.facts.max_adapters:
             raise Unsupported("adapters are not served here: start with engine.max_adapters")
-        if name == self._engine.facts.model:
+        if name in (self._engine.facts.model, self._engine.facts.model_given):
             raise InvalidRequest.of_parameter("name", "it is the served model's own")
 
     async def _add(

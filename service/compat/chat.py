@@ -24,6 +24,7 @@ from service.compat.running import (
     answered,
     encoded,
     finish_reason,
+    name_of,
     spans,
     start,
     usage,
@@ -205,7 +206,7 @@ class Talk:
             "id": f"chatcmpl-{rollout_id}",
             "object": kind,
             "created": events.now(),
-            "model": self._body.model or self._server.engine.facts.model,
+            "model": name_of(self._server, self._body.model),
         }
 
 

@@ -20,6 +20,7 @@ from service.compat.running import (
     answered,
     encoded,
     finish_reason,
+    name_of,
     spans,
     start,
     texts,
@@ -150,7 +151,7 @@ def _head(server: Server, rollout_id: str, body: CompletionBody) -> dict[str, An
         "id": f"cmpl-{rollout_id}",
         "object": "text_completion",
         "created": events.now(),
-        "model": body.model or server.engine.facts.model,
+        "model": name_of(server, body.model),
     }
 
 

@@ -109,12 +109,18 @@ def salt(caller: Key, given: str | None) -> str | None:
 def adapter_of(server: Server, model: str | None) -> str | None:
     """The adapter that a model's name stands for; none for the served model itself."""
     facts = server.engine.facts
-    if model in (None, facts.model):
+    if model in (None, facts.model, facts.model_given):
         return None
     if not facts.max_adapters:
         raise InvalidRequest.of_parameter("model", f"this server serves {facts.model!r}")
     server.adapters.resolve(model)
     return model
+
+
+def name_of(server: Server, model: str | None) -> str:
+    """What an answer calls the model that a request names, which may have been its path."""
+    facts = server.engine.facts
+    return facts.model if model is None or model == facts.model_given else model
 
 
 async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[list[int]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from service.server import Server
 from tests.fake_engine import FakeEngine
@@ -19,6 +21,12 @@ class Foreign:
     server: Server
     engine: FakeEngine
     url: str
+    app: FastAPI
+
+    def routes(self) -> list[APIRoute]:
+        """Ours, and those of the sub-application."""
+        routes = [*self.app.routes, *self.app.state.compat.routes]
+        return [route for route in routes if isinstance(route, APIRoute)]
 
     async def post(self, path: str, body: object = None, **options: Any) -> Any:
         """The body of a good answer."""
@@ -50,4 +58,6 @@ async def foreign(
         serving(engine, tmp_path, wait=True, port=0, shared=None, **sections) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
     ):
-        yield Foreign(http=http, server=served.server, engine=engine, url=served.url)
+        yield Foreign(
+            http=http, server=served.server, engine=engine, url=served.url, app=served.app
+        )

@@ -234,6 +234,7 @@ async def test_facts_are_those_of_the_model(engine: VllmEngine) -> None:
     assert facts.kv_bytes_per_token == 2 * 4 * per_head * config["num_key_value_heads"]
     assert facts.num_blocks * BLOCK * facts.kv_bytes_per_token <= 2**27
     assert facts.max_context_tokens == 1024
+    assert "/" not in facts.model, "its name, not its directory"
 
 
 async def test_weights_of_another_model_are_refused_by_name(
