@@ -38,6 +38,7 @@ class ServiceError(Exception):
         retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(detail or self.kind().title)
+        self.status = self.kind().status
         self.detail = detail
         self.errors = errors
         self.retry_after_seconds = retry_after_seconds
@@ -52,7 +53,7 @@ class ServiceError(Exception):
         return Problem(
             type=kind.type,
             title=kind.title,
-            status=kind.status,
+            status=self.status,
             code=kind.code,
             detail=None if self.detail is None else _encodable(self.detail),
             request_id=request_id,

@@ -17,6 +17,7 @@ from service.compat import events, likeliest
 from service.compat.bodies import Flag, ForeignModel, read_foreign
 from service.compat.document import body_of
 from service.compat.generate import logprobs
+from service.compat.openai_route import OpenAIRoute
 from service.compat.running import (
     STREAMED,
     RequestFields,
@@ -36,7 +37,7 @@ from service.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
-router = APIRouter()
+router = APIRouter(route_class=OpenAIRoute)
 
 
 class ChatMessage(ForeignModel):

@@ -13,6 +13,7 @@ from service.access import Caller, needs
 from service.compat import events, likeliest
 from service.compat.bodies import Flag, read_foreign
 from service.compat.document import body_of
+from service.compat.openai_route import OpenAIRoute
 from service.compat.running import (
     STREAMED,
     RequestFields,
@@ -34,7 +35,7 @@ from service.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
-router = APIRouter()
+router = APIRouter(route_class=OpenAIRoute)
 
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from coppice.wire.problems import Problem
+from service.compat.openai_route import BAD_REQUEST
 
 
 def with_message(problem: Problem) -> str:
@@ -13,10 +14,12 @@ def with_message(problem: Problem) -> str:
 def members(problem: Problem) -> dict[str, Any]:
     """`error` as OpenAI writes it, beside the members of every problem."""
     faults = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
+    wrong = problem.errors[0]["location"] if problem.errors else None
     said = [text for text in (problem.detail or problem.title, *faults) if text]
     error = {
         "message": "; ".join(dict.fromkeys(said)),
-        "type": problem.code,
+        "type": "invalid_request_error" if problem.status == BAD_REQUEST else problem.code,
+        "param": wrong,
         "code": problem.code,
     }
     return {**problem.model_dump(exclude_none=True), "error": error}

@@ -9,9 +9,10 @@ from engine.protocol import EngineFacts
 from service.access import any_key
 from service.answers import JSON, WHEN_READY, WITH_KEY, answers
 from service.compat import events
+from service.compat.openai_route import OpenAIRoute
 from service.routes.dependencies import ReadyServer
 
-router = APIRouter()
+router = APIRouter(route_class=OpenAIRoute)
 
 
 @router.get("/v1/models", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))

@@ -27,6 +27,7 @@ from coppice.wire.rollouts import (
 from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.bodies import fault
 from service.compat.bodies import Flag, ForeignModel
+from service.compat.openai_route import as_openai
 from service.compat.sampling import SamplingFields, masked
 from service.connection import while_connected
 from service.errors import InvalidRequest
@@ -40,7 +41,7 @@ ABORTED = "abort"
 RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
 SAMPLED = answers({200: JSON}, *RAISED)
 EVENT_STREAM = "text/event-stream"
-STREAMED = answers({200: (*JSON, EVENT_STREAM)}, *RAISED)
+STREAMED = as_openai(answers({200: (*JSON, EVENT_STREAM)}, *RAISED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,11 @@ from tests.fake_engine import FakeEngine
 from tests.serving import serving
 
 
+def wrong_status(path: str) -> int:
+    """The status of a wrong request: OpenAI's routes answer 400."""
+    return 400 if path in ("/v1/completions", "/v1/chat/completions") else 422
+
+
 @dataclass(frozen=True)
 class Foreign:
     http: httpx.AsyncClient

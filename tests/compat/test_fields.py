@@ -9,7 +9,7 @@ from typing import Any
 from engine.protocol import SampleRequest
 from service.compat.bodies import DROPPED
 from service.compat.refused import REFUSED
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.foreign import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 
 COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 4}
@@ -83,7 +83,7 @@ async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
     async with foreign(tmp_path) as served:
         for (path, inside), name in set(product(PLACES, sorted(REFUSED))) - SERVED:
             status, problem = await served.refused(path, placed(path, inside, {name: ["a", 0.5]}))
-            assert (status, problem["code"]) == (422, "invalid_request")
+            assert (status, problem["code"]) == (wrong_status(path), "invalid_request")
             assert problem["errors"] == [{"location": name, "message": REFUSED[name].instead}]
         assert served.engine.submitted == []
 
@@ -104,7 +104,7 @@ async def test_numbers_are_bounded_as_in_our_own_contract(tmp_path: Path) -> Non
     async with foreign(tmp_path) as served:
         for field in ({"temperature": 3}, {"top_p": 0}, {"top_k": -2}, {"n": 5000}):
             status, problem = await served.refused("/v1/completions", {**COMPLETION, **field})
-            assert (status, problem["code"]) == (422, "invalid_request")
+            assert (status, problem["code"]) == (400, "invalid_request")
 
 
 async def test_limits_and_metrics_hold(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_limits_and_metrics_hold(tmp_path: Path) -> None:
         labels = {"route": "/v1/completions", "code": "200"}
         assert metric("coppice_requests_total", labels) == 1
         assert metric("coppice_completion_tokens_total") == 8
-    assert (status, large) == (422, 413)
+    assert (status, large) == (400, 413)
 
 
 async def test_a_client_that_leaves_ends_its_samples(tmp_path: Path) -> None:

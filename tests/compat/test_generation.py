@@ -147,17 +147,17 @@ async def test_a_prompt_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         prompts: list[Any] = [[], [[]], "", [1, [2]], [300], None]
         for prompt in prompts:
-            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 422
+            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 400
         both = {"input_ids": [1], "text": "a"}
         bodies: list[dict[str, Any]] = [{}, {"input_ids": []}, {"input_ids": [[]]}, both]
         for body in [*bodies, {"text": []}]:
             assert (await served.refused("/generate", body))[0] == 422
         too_many = [[1]] * (MAX_GROUPS + 1)
-        assert (await served.refused("/v1/completions", {"prompt": too_many}))[0] == 422
+        assert (await served.refused("/v1/completions", {"prompt": too_many}))[0] == 400
         assert (await served.refused("/generate", {"input_ids": too_many}))[0] == 422
         too_long = [1] * (MAX_TOKENS + 1)
         for prompt in (too_long, [too_long]):
-            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 422
+            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 400
             assert (await served.refused("/generate", {"input_ids": prompt}))[0] == 422
         assert (await served.refused("/generate", {"text": "a", "stream": True}))[0] == 422
 
@@ -169,4 +169,4 @@ async def test_another_model_is_refused(tmp_path: Path) -> None:
         await served.post("/v1/completions", body)
         status, problem = await served.refused("/v1/completions", {**body, "model": "gpt"})
     assert models[0]["max_model_len"] == 512
-    assert (status, problem["errors"][0]["location"]) == (422, "model")
+    assert (status, problem["errors"][0]["location"]) == (400, "model")

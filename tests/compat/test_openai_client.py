@@ -54,7 +54,7 @@ async def test_parts_of_text_are_text(tmp_path: Path) -> None:
         [sample] = served.engine.submitted
         assert list(sample.prompt_token_ids) == [97, 98, 99]
         messages[0]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-        with pytest.raises(openai.UnprocessableEntityError, match="only parts of type text"):
+        with pytest.raises(openai.BadRequestError, match="only parts of type text"):
             await speaker.chat.completions.create(model="fake", messages=messages)
 
 
@@ -82,7 +82,7 @@ async def test_a_tool_without_a_name_is_refused(tmp_path: Path) -> None:
     tools: list[Any] = [{"type": "function", "function": {}}, {}, {"type": "custom"}]
     async with foreign(tmp_path) as served, client(served) as speaker:
         for tool in tools:
-            with pytest.raises(openai.UnprocessableEntityError, match="tools.0"):
+            with pytest.raises(openai.BadRequestError, match="tools.0"):
                 await speaker.chat.completions.create(model="fake", messages=ASKED, tools=[tool])
 
 
@@ -106,9 +106,9 @@ async def test_problems_are_this_clients_own_errors(tmp_path: Path) -> None:
     secret = write_keys(file, trainer="rollout")["trainer"]
     async with foreign(tmp_path, server={"keys_file": file}) as served:
         async with client(served, secret) as speaker:
-            with pytest.raises(openai.UnprocessableEntityError, match="use stop_token_ids"):
+            with pytest.raises(openai.BadRequestError, match="use stop_token_ids"):
                 await speaker.completions.create(model="fake", prompt="a", stop="\n")
-            with pytest.raises(openai.UnprocessableEntityError, match="this server serves"):
+            with pytest.raises(openai.BadRequestError, match="this server serves"):
                 await speaker.completions.create(model="gpt", prompt="a")
         async with client(served, "wrong") as speaker:
             with pytest.raises(openai.AuthenticationError):
@@ -123,3 +123,31 @@ async def test_a_stream_that_fails_says_so(tmp_path: Path) -> None:
         with pytest.raises(openai.APIError, match="engine"):
             async for _ in stream:
                 pass
+
+
+async def test_a_wrong_request_is_a_400_with_the_name_of_its_parameter(tmp_path: Path) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"prompt": "a", "temperature": 3},
+        {"prompt": "a", "temperature": "hot"},
+        {"prompt": "a", "min_p": 0.5},
+        {"prompt": "a", "model": "gpt"},
+        {"prompt": [[]]},
+        {"prompt": "a" * 600},
+        {},
+    ]
+    async with foreign(tmp_path) as served:
+        for body in wrong:
+            status, problem = await served.refused("/v1/completions", body)
+            assert (status, problem["error"]["type"]) == (400, "invalid_request_error")
+            assert problem["error"].keys() == {"message", "type", "param", "code"}
+        status, problem = await served.refused("/v1/chat/completions", {"messages": []})
+        native, _ = await served.refused("/v1/rollouts", {"groups": []})
+    assert (status, native) == (400, 422)
+    assert problem["error"]["param"] == "messages"
+
+
+async def test_the_names_of_errors_are_openais(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await speaker.completions.create(model="fake", prompt="a", temperature=3)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")

@@ -53,7 +53,7 @@ async def test_no_route_says_where_the_model_is(tmp_path: Path) -> None:
         answers.append(await served.http.post("/v1/completions", json={**COMPLETION, "model": "x"}))
         assert str(snapshot(served.server)).find("/secret") == -1
     assert [answer.url.path for answer in answers if "/secret" in answer.text] == []
-    assert answers[-1].status_code == 422 and "'fake'" in answers[-1].text
+    assert answers[-1].status_code == 400 and "'fake'" in answers[-1].text
 
 
 async def test_a_model_is_asked_for_by_its_name_or_as_it_was_configured(tmp_path: Path) -> None:

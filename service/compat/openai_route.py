@@ -1,0 +1,35 @@
+"""Routes whose refusals look like OpenAI's: 400 where the native routes answer 422."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from service.answers import Responses
+from service.errors import CallerError
+
+UNPROCESSABLE, BAD_REQUEST = 422, 400
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class OpenAIRoute(APIRoute):
+    """OpenAI's clients, and proxies before vLLM, know 400 as the status of a wrong request."""
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+
+        async def handle_as_openai(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except CallerError as error:
+                if error.status == UNPROCESSABLE:
+                    error.status = BAD_REQUEST
+                raise
+
+        return handle_as_openai
+
+
+def as_openai(responses: Responses) -> Responses:
+    """The declaration of such a route's answers."""
+    return {status: answer for status, answer in responses.items() if status != UNPROCESSABLE}
