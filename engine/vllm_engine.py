@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine import shared_memory
+from engine import shared_memory, token_text
 from engine.adapters.check import check_adapter
 from engine.adapters.loaded import LoadedAdapters
 from engine.arguments import WORKER_EXTENSION
@@ -314,8 +314,9 @@ class VllmEngine:
 
     # Tokens and text
 
-    def encode_text(self, text: str) -> list[int]:
-        return list(self.llm.get_tokenizer().encode(text))
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self.llm.get_tokenizer()
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         tokenizer: Any = self.llm.get_tokenizer()
@@ -340,8 +341,15 @@ class VllmEngine:
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         return self._chat.reply(token_ids, conversation)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.llm.get_tokenizer().decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        tokenizer = self.llm.get_tokenizer()
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return token_text.texts(self.llm.get_tokenizer(), token_ids)
+
+    def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return token_text.pieces(self.llm.get_tokenizer(), token_ids)
 
     # Samples
 

@@ -4,8 +4,9 @@ One thread does all of it: tokenizers are not safe to share between threads, and
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from coppice.wire.rollouts import Prompt
@@ -23,6 +24,7 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._token_texts: dict[int, str] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -32,18 +34,44 @@ class Prompts:
         return self._checked(await self._tokens(prompt))
 
     async def conversation(self, conversation: Conversation) -> list[int]:
+        return self._checked(await self.rendered(conversation))
+
+    async def rendered(self, conversation: Conversation) -> list[int]:
+        """As above, of any length."""
         try:
-            tokens = await self._off_loop(self._engine.encode_conversation, conversation)
+            return await self._off_loop(self._engine.encode_conversation, conversation)
         except ConversationRefused as error:
             raise InvalidRequest.of_parameter(error.field, str(error)) from error
         except errors.PromptTooLong as error:
             raise PromptTooLong(str(error)) from error
         except RequestRefused as error:
             raise NoChatTemplate() from error
-        return self._checked(tokens)
+
+    async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Of any length: callers bound the text."""
+        encode = partial(self._engine.encode_text, add_special_tokens=add_special_tokens)
+        return await self._off_loop(encode, text)
 
     async def text(self, token_ids: Sequence[int]) -> str:
         return await self._off_loop(self._engine.decode, token_ids)
+
+    async def whole_text(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        decode = partial(self._engine.decode, skip_special_tokens=False)
+        return await self._off_loop(decode, token_ids)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._off_loop(self._engine.token_pieces, token_ids)
+
+    async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
+        """The text of each token; every token of the vocabulary is decoded once."""
+
+        def decode(known: dict[int, str]) -> Mapping[int, str]:
+            new = list(set(collect()) - known.keys())
+            known.update(zip(new, self._engine.token_texts(new), strict=True))
+            return known
+
+        return await self._off_loop(decode, self._token_texts)
 
     async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         def parse(given: Sequence[int]) -> Reply:

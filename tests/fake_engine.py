@@ -163,7 +163,8 @@ class FakeEngine:
     def kill(self) -> None:
         self.die()
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Without a special token of its own."""
         return list(text.encode())
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -188,8 +189,14 @@ class FakeEngine:
         name = conversation.tools[0]["function"]["name"]
         return Reply(content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.decode([token]) for token in token_ids]
+
+    def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token}>" for token in token_ids]
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         if not self.alive:

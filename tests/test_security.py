@@ -161,7 +161,7 @@ async def test_no_prompt_is_in_a_log_or_in_a_problem(tmp_path: Path, logged: lis
 class Clumsy(FakeEngine):
     """Fails at every prompt."""
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise RuntimeError("cannot encode this")
 
 

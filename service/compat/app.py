@@ -20,6 +20,7 @@ from service.compat import (
     server_info,
     sglang_control,
     sglang_generate,
+    tokenize,
     unserved,
     vllm_control,
 )
@@ -31,12 +32,13 @@ DOCUMENT = "/compat/openapi.json"
 
 Audience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (models.router, completions.router, chat.router)
+OPENAI = (models.router, completions.router, chat.router, unserved.openai)
 ROUTERS: dict[Shape, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
         *(*OPENAI, server_info.router, adapters.router),
-        *(generate.router, vllm_control.router, unserved.vllm),
+        *(generate.router, tokenize.router, vllm_control.router),
+        *(unserved.vllm, unserved.skyrl),
     ),
     "sglang": (
         *(*OPENAI, server_info.router, adapters.router),

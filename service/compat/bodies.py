@@ -31,8 +31,11 @@ Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else
 """A field that is false by default, and that upstream declares as `bool | None`."""
 
 
-async def read_foreign(request: Request, model: type[Body], server: Server) -> Body:
-    body = await read_json(request, model, limit=server.settings.limits.max_body_bytes)
+async def read_foreign(
+    request: Request, model: type[Body], server: Server, *, limit: int | None = None
+) -> Body:
+    most = server.settings.limits.max_body_bytes
+    body = await read_json(request, model, limit=most if limit is None else min(limit, most))
     settle(body, server.metrics)
     return body
 

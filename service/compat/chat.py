@@ -13,10 +13,9 @@ from pydantic import Field
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.protocol import Conversation, Reply
 from service.access import Caller, needs
-from service.compat import events, likeliest
+from service.compat import events, likeliest, token_names
 from service.compat.bodies import Flag, ForeignModel, read_foreign
 from service.compat.document import body_of
-from service.compat.generate import logprobs
 from service.compat.openai_route import OpenAIRoute
 from service.compat.running import (
     STREAMED,
@@ -31,6 +30,7 @@ from service.compat.running import (
     usage,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
+from service.compat.tool_choice import ToolChoice
 from service.connection import NOBODY_READS
 from service.errors import InvalidRequest
 from service.rollout import Rollout
@@ -86,13 +86,14 @@ class ChatBody(SamplingFields, RequestFields, events.StreamFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: Flag = False
     top_logprobs: likeliest.Count | None = None
+    return_tokens_as_token_ids: Flag = False
 
     def conversation(self) -> Conversation:
         return Conversation(
@@ -164,16 +165,21 @@ class Talk:
             "index": sample.index,
             message_name: _message(reply),
             "finish_reason": self._finish_reason(sample, reply),
-            "logprobs": self._logprobs(sample) if self._body.logprobs else None,
+            "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": spans(sample),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
 
-    def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
+    async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
         places = likeliest.of_sample(self._rollout, 0, sample.index)
-        return {"content": logprobs(sample, places)}
+        name = await token_names.names(
+            self._server.prompts,
+            lambda: token_names.tokens_of(sample, places),
+            as_ids=self._body.return_tokens_as_token_ids,
+        )
+        return {"content": token_names.chat_logprobs(sample, places, name)}
 
     def streamed(self) -> Response:
         rollout = self._rollout

@@ -1,18 +1,21 @@
 """POST /v1/completions, as OpenAI defines it and vLLM extends it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.base import TokenIds
-from coppice.wire.rollouts import Prompt, RolloutAnswer, SampleAnswer
+from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
+from engine.protocol import Place
 from service.access import Caller, needs
-from service.compat import events, likeliest
+from service.compat import echo, events, likeliest, token_names
 from service.compat.bodies import Flag, read_foreign
 from service.compat.document import body_of
+from service.compat.echo import EchoFields
 from service.compat.openai_route import OpenAIRoute
 from service.compat.running import (
     STREAMED,
@@ -28,7 +31,7 @@ from service.compat.running import (
     tokens_of,
     usage,
 )
-from service.compat.sampling import MaxTokens, SamplingFields
+from service.compat.sampling import SamplingFields
 from service.connection import NOBODY_READS
 from service.errors import InvalidRequest
 from service.rollout import Rollout
@@ -37,16 +40,19 @@ from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
 
+Drawn = Sequence[tuple[int, SampleAnswer]]
+"""Samples, each with the index of its group."""
+
+NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
+
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 
 
-class CompletionBody(SamplingFields, RequestFields, events.StreamFields):
+class CompletionBody(EchoFields, SamplingFields, RequestFields, events.StreamFields):
     """`logprobs`: so many of the likeliest tokens beside each that is sampled."""
 
     prompt: Text | list[Text] | TokenIds | list[TokenIds]
-    max_tokens: MaxTokens | None = 16
-    logprobs: likeliest.Count | None = None
-    prompt_logprobs: likeliest.Count | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
     return_tokens_as_token_ids: Flag = False
     add_special_tokens: bool = True
 
@@ -60,9 +66,12 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     likeliest.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
+    echo.check(body, n=body.n, stream=body.stream, max_tokens=body.max_tokens)
     prompts = await tokens_of(server, lambda: _prompts(body))
-    work = body.work(prompts, body, body.max_tokens, adapter, body.logprobs)
-    scored = await likeliest.of_prompts(server, caller, work, body.prompt_logprobs)
+    # With max_tokens 0 vLLM samples one token as well, and leaves it out.
+    most = body.max_tokens if body.max_tokens != 0 else 1
+    work = body.work(prompts, body, most, adapter, body.logprobs)
+    scored = await likeliest.of_prompts(server, caller, work, body.num_of_prompts)
     rollout = await start(server, caller, work)
     if body.stream:
         return _streamed(server, rollout, body, prompts)
@@ -71,6 +80,7 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
         return NOBODY_READS
     written = await texts(server, answer)
     said = Said(body=body, rollout=rollout, prompts=prompts, scored=scored)
+    said = await said.named(server, [(g.index, s) for g in answer.groups for s in g.samples])
     return await encoded(lambda: _answer(server, answer, said, written))
 
 
@@ -109,16 +119,38 @@ class Said:
     rollout: Rollout
     prompts: list[list[int]]
     scored: likeliest.Prompts
+    name: token_names.Name = token_names.id_name
+    echoed: list[str] | None = None
+
+    async def named(self, server: Server, drawn: Drawn) -> "Said":
+        """With the texts of tokens, and of prompts that are echoed."""
+        name, echoed = self.name, None
+        if self.body.logprobs is not None:
+            as_ids = self.body.return_tokens_as_token_ids
+            tokens = partial(self._tokens, drawn)
+            name = await token_names.names(server.prompts, tokens, as_ids=as_ids)
+        if self.body.echo:
+            echoed = await echo.texts(server, self.body.prompt, self.prompts)
+        return replace(self, name=name, echoed=echoed)
+
+    def _tokens(self, drawn: Drawn) -> Iterator[int]:
+        for group, sample in drawn:
+            yield from token_names.tokens_of(sample, self._places(group, sample))
+            if self.body.echo and self.scored is not None:
+                yield from self.prompts[group]
+                yield from token_names.tokens_of_places(self.scored[group])
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
         """Prompt by prompt, its n samples one after the other: clients count on the order."""
+        if self.body.max_tokens == 0:
+            text, sample = "", sample.model_copy(update=NOTHING_SAMPLED)
         choice = {
             "index": group * self.body.n + sample.index,
-            "text": text,
+            "text": text if self.echoed is None else self.echoed[group] + text,
             "finish_reason": finish_reason(sample),
             "stop_reason": None,
             "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
-            "prompt_logprobs": likeliest.numbered(self.scored, group),
+            "prompt_logprobs": None if self.body.echo else likeliest.numbered(self.scored, group),
             "weight_versions": spans(sample),
         }
         if self.body.return_token_ids:
@@ -126,14 +158,22 @@ class Said:
         return choice
 
     def _logprobs(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
-        """Tokens are always named by their ids: text would not tell two of them apart."""
-        places = likeliest.of_sample(self.rollout, group, sample.index)
-        return {
-            "tokens": [f"token_id:{token}" for token in sample.token_ids],
-            "token_logprobs": sample.logprobs,
-            "top_logprobs": likeliest.named(places) or [None] * len(sample.token_ids),
-            "text_offset": [],
-        }
+        places = [] if not sample.token_ids else self._places(group, sample)
+        if not self.body.echo:
+            return token_names.completion_logprobs(
+                sample.token_ids, sample.logprobs, places, self.name
+            )
+        assert self.scored is not None, "logprobs of what is echoed were computed"
+        prompt, before = self.prompts[group], self.scored[group]
+        return token_names.completion_logprobs(
+            [*prompt, *sample.token_ids],
+            [*echo.own(prompt, before), *sample.logprobs],
+            [*before, *(places or [[]] * len(sample.token_ids))],
+            self.name,
+        )
+
+    def _places(self, group: int, sample: SampleAnswer) -> list[Place]:
+        return likeliest.of_sample(self.rollout, group, sample.index)
 
 
 def _answer(
@@ -162,8 +202,9 @@ def _streamed(
     said = Said(body=body, rollout=rollout, prompts=prompts, scored=None)
 
     async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
+        named = await said.named(server, [(group, sample)])
         text = await server.prompts.text(sample.token_ids)
-        return {"choices": [said.choice(group, sample, text)]}
+        return {"choices": [named.choice(group, sample, text)]}
 
     head = _head(server, rollout.id, body)
     return events.streamed(server, rollout, head, chunk, body.stream_options)

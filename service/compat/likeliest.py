@@ -5,7 +5,6 @@ as a score is: carried by a sample they would keep its siblings from their prefi
 the samples: a refusal, or a drain that begins meanwhile, then costs no sample.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -39,11 +38,6 @@ async def of_prompts(server: Server, caller: Key, work: Work, count: int | None)
         return None
     terms = Terms(work.policy, work.adapter)
     return await server.scoring.prompts(work.prompts, count, owner=caller.name, terms=terms)
-
-
-def named(places: Sequence[Place]) -> list[dict[str, float]]:
-    """OpenAI's way for completions: the sampled token is among them."""
-    return [{f"token_id:{r.token_id}": r.logprob for r in place} for place in places]
 
 
 def listed(place: Place) -> list[dict[str, Any]]:

@@ -10,7 +10,10 @@ from service.access import any_key
 from service.answers import JSON, WHEN_READY, WITH_KEY, answers
 from service.compat import events
 from service.compat.openai_route import OpenAIRoute
+from service.compat.running import name_of
+from service.errors import NotFound
 from service.routes.dependencies import ReadyServer
+from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
 
@@ -18,14 +21,32 @@ router = APIRouter(route_class=OpenAIRoute)
 @router.get("/v1/models", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
 @any_key
 async def models(server: ReadyServer) -> Response:
+    return _json({"object": "list", "data": _cards(server)})
+
+
+@router.get(
+    "/v1/models/{model:path}", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY, NotFound)
+)
+@any_key
+async def model(model: str, server: ReadyServer) -> Response:
+    name = name_of(server, model)
+    card = next((card for card in _cards(server) if card["id"] == name), None)
+    if card is None:
+        raise NotFound("no model of this name is served: GET /v1/models lists them")
+    return _json(card)
+
+
+def _cards(server: Server) -> list[dict[str, Any]]:
     facts = server.engine.facts
-    base = _card(facts, facts.model)
     adapters = [
         {**_card(facts, held.name), "root": held.label, "parent": facts.model}
         for held in server.adapters.current()
     ]
-    listed = {"object": "list", "data": [base, *adapters]}
-    return Response(to_json(listed), media_type="application/json")
+    return [_card(facts, facts.model), *adapters]
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
 
 
 def _card(facts: EngineFacts, name: str) -> dict[str, Any]:

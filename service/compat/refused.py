@@ -57,7 +57,7 @@ REFUSED: dict[str, Refusal] = {
     "ebnf": Refusal(("",), _GUIDED),
     "use_beam_search": Refusal((False,), "beams are not samples: use n"),
     "best_of": Refusal((1,), "not served: use n and choose"),
-    "echo": Refusal((False,), "not served: the prompt's token ids are answered instead"),
+    "echo": Refusal((False,), "not served here: return_token_ids returns the prompt's token ids"),
     "suffix": Refusal(("",), "not served: put it into the prompt"),
     "truncate_prompt_tokens": Refusal((), "prompts are never cut: send the tokens that you mean"),
     "top_logprobs": Refusal((0,), _OTHERS),

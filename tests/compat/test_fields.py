@@ -30,6 +30,7 @@ SERVED: set[tuple[tuple[str, str | None], str]] = {
     (("/inference/v1/generate", "sampling_params"), "prompt_logprobs"),
     (("/v1/chat/completions", None), "top_logprobs"),
     (("/v1/completions", None), "add_special_tokens"),
+    (("/v1/completions", None), "echo"),
 }
 
 

@@ -22,7 +22,7 @@ def of_tokens(*sampling: tuple[str, int]) -> dict[str, Any]:
 
 async def test_a_completion_names_the_likeliest_at_every_token(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        asked = {**ASKED, "logprobs": 2, "n": 2}
+        asked = {**ASKED, "logprobs": 2, "n": 2, "return_tokens_as_token_ids": True}
         for choice in (await served.post(COMPLETIONS, asked))["choices"]:
             told = choice["logprobs"]
             assert told["tokens"] == ["token_id:2", "token_id:3"]
@@ -64,7 +64,8 @@ async def test_a_prompt_is_scored_under_the_adapter_that_is_asked_for(tmp_path: 
 
 async def test_a_chat_lists_the_likeliest(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        asked = {**TALK, "logprobs": True, "top_logprobs": 2}
+        by_id = {"return_tokens_as_token_ids": True}
+        asked = {**TALK, "logprobs": True, "top_logprobs": 2, **by_id}
         content = (await served.post(CHAT, asked))["choices"][0]["logprobs"]["content"]
         assert [other["token"] for other in content[0]["top_logprobs"]] == [
             "token_id:2",
@@ -109,7 +110,7 @@ async def test_what_is_too_many_is_refused_before_anything_starts(
 
 async def test_a_stream_has_them_too(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        asked = {**ASKED, "logprobs": 1, "stream": True}
+        asked = {**ASKED, "logprobs": 1, "stream": True, "return_tokens_as_token_ids": True}
         answer = await _streamed(served, asked)
     assert '"top_logprobs":[{"token_id:2":-0.5},{"token_id:3":-0.5}]' in answer
 

@@ -43,7 +43,8 @@ async def test_chat(tmp_path: Path) -> None:
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "\x03\x04")
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert [entry.token for entry in choice.logprobs.content] == ["token_id:3", "token_id:4"]
+    assert [entry.token for entry in choice.logprobs.content] == ["\x03", "\x04"]
+    assert [entry.bytes for entry in choice.logprobs.content] == [[3], [4]]
 
 
 async def test_parts_of_text_are_text(tmp_path: Path) -> None:

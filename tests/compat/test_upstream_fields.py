@@ -13,6 +13,11 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
@@ -22,6 +27,7 @@ from service.compat.completions import CompletionBody
 from service.compat.generate import GenerateBody, GenerateSampling
 from service.compat.refused import REFUSED
 from service.compat.sglang_generate import SglangBody, SglangSampling
+from service.compat.tokenize import DetokenizeBody, TokenizeBody
 from tests.compat.foreign import foreign
 
 pytestmark = pytest.mark.slow
@@ -38,7 +44,6 @@ NEUTRAL = {
     "include_stop_str_in_output": "formats text",
     "no_stop_trim": "formats text",
     "return_text_in_logprobs": "the ids are answered",
-    "return_tokens_as_token_ids": "formats logprobs; token ids are answered where it is not served",
     "detokenize": "text is answered anyway",
     "truncation_side": "truncate_prompt_tokens is refused",
     "stream_options": "streams end with [DONE] either way",
@@ -126,6 +131,9 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
         [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")],
         GenerateSampling,
     ),
+    "tokenize": (TokenizeCompletionRequest.model_fields, TokenizeBody),
+    "tokenize chat": (TokenizeChatRequest.model_fields, TokenizeBody),
+    "detokenize": (DetokenizeRequest.model_fields, DetokenizeBody),
     "sglang": (SGLANG_REQUEST.split(), SglangBody),
     "sglang sampling": (SGLANG_SAMPLING.split(), SglangSampling),
 }

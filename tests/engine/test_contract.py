@@ -218,6 +218,25 @@ async def test_text_becomes_tokens_and_back(subject: Subject) -> None:
     assert "1+2=3" in subject.engine.decode(tokens)
 
 
+async def test_the_texts_of_tokens_are_the_text(subject: Subject) -> None:
+    tokens = subject.engine.encode_text("1+2=3 \n", add_special_tokens=False)
+    assert "".join(subject.engine.token_texts(tokens)) == "1+2=3 \n"
+    assert len(subject.engine.token_pieces(tokens)) == len(tokens)
+    assert subject.engine.token_texts([]) == subject.engine.token_pieces([]) == []
+
+
+async def test_special_tokens_have_a_text(subject: Subject) -> None:
+    end = subject.engine.facts.eos_token_ids[0]
+    [text] = subject.engine.token_texts([end])
+    assert text == subject.engine.decode([end], skip_special_tokens=False) != ""
+
+
+async def test_every_id_of_the_vocabulary_has_a_text(subject: Subject) -> None:
+    """A vocabulary may be padded beyond what the tokenizer knows."""
+    last = [subject.engine.facts.vocab_size - 1]
+    assert len(subject.engine.token_texts(last)) == len(subject.engine.token_pieces(last)) == 1
+
+
 PROMPT = tuple(range(5, 75))
 
 

@@ -1,0 +1,54 @@
+"""`echo` of completions: the prompt before the response, as lm-eval reads log-likelihoods.
+
+One sample per prompt, or one short request would return its prompt a thousand times.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.protocol import Place
+from service.compat import likeliest
+from service.compat.bodies import Flag, ForeignModel
+from service.errors import InvalidRequest
+from service.server import Server
+
+
+class EchoFields(ForeignModel):
+    """Part of a completion's body."""
+
+    echo: Flag = False
+    logprobs: likeliest.Count | None = None
+    prompt_logprobs: likeliest.Count | None = None
+
+    @property
+    def num_of_prompts(self) -> int | None:
+        """How many log-probabilities per prompt token are computed; none: no prompt is scored."""
+        return self.logprobs if self.echo else self.prompt_logprobs
+
+
+def check(fields: EchoFields, *, n: int, stream: bool, max_tokens: int | None) -> None:
+    if not fields.echo:
+        if max_tokens == 0:
+            raise InvalidRequest.of_parameter("max_tokens", "0 is served with echo only")
+        return
+    if n > 1:
+        raise InvalidRequest.of_parameter("echo", "n must be 1: send the prompt itself elsewhere")
+    if stream:
+        raise InvalidRequest.of_parameter("echo", "not in a stream")
+    if fields.prompt_logprobs is not None:
+        raise InvalidRequest.of_parameter("prompt_logprobs", "not with echo: use logprobs")
+
+
+async def texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
+    """The prompts as they were sent, or as text of the token ids that were."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], str):
+        return list(given)
+    return [await server.prompts.whole_text(prompt) for prompt in prompts]
+
+
+def own(prompt: Sequence[int], places: Sequence[Place]) -> list[float | None]:
+    """The log-probability of each prompt token; the first has none."""
+    found = [{r.token_id: r.logprob for r in place} for place in places]
+    return [of_place.get(token) for token, of_place in zip(prompt, found, strict=True)]

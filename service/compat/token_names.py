@@ -1,0 +1,75 @@
+"""Names of tokens in log-probabilities: their text, or their ids behind `token_id:`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+from coppice.wire.rollouts import SampleAnswer
+from engine.protocol import Place
+from service.prompts import Prompts
+
+Name = Callable[[int], str]
+
+
+def id_name(token: int) -> str:
+    """Unlike text it tells any two tokens apart."""
+    return f"token_id:{token}"
+
+
+async def names(prompts: Prompts, collect: Callable[[], Iterable[int]], *, as_ids: bool) -> Name:
+    """For the tokens that `collect`, called in a thread, returns."""
+    return id_name if as_ids else (await prompts.token_texts(collect)).__getitem__
+
+
+def tokens_of(sample: SampleAnswer, places: Iterable[Place]) -> Iterable[int]:
+    return chain(sample.token_ids, tokens_of_places(places))
+
+
+def tokens_of_places(places: Iterable[Place]) -> Iterable[int]:
+    return (ranked.token_id for place in places for ranked in place)
+
+
+def chat_logprobs(
+    sample: SampleAnswer, places: Sequence[Place], name: Name
+) -> list[dict[str, Any]]:
+    """OpenAI's shape for chats, and the ids beside it."""
+    others = [place[1:] for place in places] or [[]] * len(sample.token_ids)
+    return [
+        {
+            **_entry(token, logprob, name),
+            "top_logprobs": [_entry(r.token_id, r.logprob, name) for r in more],
+        }
+        for token, logprob, more in zip(sample.token_ids, sample.logprobs, others, strict=True)
+    ]
+
+
+def _entry(token: int, logprob: float, name: Name) -> dict[str, Any]:
+    text = name(token)
+    written = list(text.encode(errors="replace"))
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": written}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    places: Sequence[Place],
+    name: Name,
+) -> dict[str, Any]:
+    """OpenAI's shape for completions; offsets count characters from the first token, as vLLM's."""
+    tokens = [name(token) for token in token_ids]
+    offsets = list(accumulate((len(token) for token in tokens), initial=0))
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [_highest(place, name) for place in places] or [None] * len(tokens),
+        "text_offset": offsets[:-1],
+    }
+
+
+def _highest(place: Place, name: Name) -> dict[str, float] | None:
+    """Tokens may have the same text: the likeliest of them counts."""
+    named: dict[str, float] = {}
+    for ranked in place:
+        text = name(ranked.token_id)
+        named[text] = max(ranked.logprob, named.get(text, ranked.logprob))
+    return named or None

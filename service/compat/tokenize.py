@@ -1,0 +1,98 @@
+"""POST /tokenize and POST /detokenize, as vLLM defines them."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from pydantic_core import to_json
+
+from coppice.wire.base import TokenIds
+from service.access import needs
+from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.compat.bodies import Flag, ForeignModel, read_foreign
+from service.compat.chat import ChatBody, ChatMessage, Tool
+from service.compat.document import body_of
+from service.compat.openai_route import OpenAIRoute, as_openai
+from service.compat.running import adapter_of
+from service.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
+from service.routes.dependencies import ReadyServer
+from service.server import Server
+
+router = APIRouter(route_class=OpenAIRoute)
+
+MAX_BODY_BYTES = 2**20
+"""Several times what the longest contexts hold; one thread tokenizes for everybody."""
+RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, AdapterNotFound, NoChatTemplate)
+TOKENIZED = as_openai(answers({200: JSON}, *RAISED))
+
+
+class TokenizeBody(ForeignModel):
+    """A text in `prompt`, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: Flag = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+
+    def chat(self) -> ChatBody:
+        assert self.messages is not None, "the chat form"
+        return ChatBody(
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+        )
+
+
+class DetokenizeBody(ForeignModel):
+    model: str | None = None
+    tokens: TokenIds
+
+
+@router.post("/tokenize", responses=TOKENIZED, openapi_extra=body_of(TokenizeBody))
+@needs("rollout")
+async def tokenize(request: Request, server: ReadyServer) -> Response:
+    body = await read_foreign(request, TokenizeBody, server, limit=MAX_BODY_BYTES)
+    adapter_of(server, body.model)
+    tokens = await _tokens(server, body)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": server.engine.facts.max_context_tokens,
+        "tokens": tokens,
+        "token_strs": await server.prompts.pieces(tokens) if body.return_token_strs else None,
+    }
+    return _json(answer)
+
+
+@router.post("/detokenize", responses=TOKENIZED, openapi_extra=body_of(DetokenizeBody))
+@needs("rollout")
+async def detokenize(request: Request, server: ReadyServer) -> Response:
+    body = await read_foreign(request, DetokenizeBody, server, limit=MAX_BODY_BYTES)
+    adapter_of(server, body.model)
+    facts = server.engine.facts
+    if len(body.tokens) > facts.max_context_tokens:
+        raise InvalidRequest.of_parameter("tokens", f"at most {facts.max_context_tokens}")
+    if max(body.tokens, default=0) >= facts.vocab_size:
+        raise InvalidRequest.of_parameter("tokens", f"token ids must be below {facts.vocab_size}")
+    return _json({"prompt": await server.prompts.whole_text(body.tokens)})
+
+
+async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest.of_parameter("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return await server.prompts.encoded(body.prompt, add_special_tokens=special)
+    if body.add_special_tokens:
+        raise InvalidRequest.of_parameter(
+            "add_special_tokens", "not with messages: the chat template writes the special tokens"
+        )
+    return await server.prompts.rendered(body.chat().conversation())
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
