@@ -15,6 +15,7 @@ from service.activation import Activation
 from service.adapters.adapters import Adapters
 from service.adapters.intake import Intake
 from service.admission import Admission
+from service.bodies import Bodies
 from service.checkpoints import Checkpoints
 from service.directory.chosen import directory_of
 from service.directory.directory import Directory, Replica
@@ -73,6 +74,7 @@ class Server:
         self.checkpoints = Checkpoints(
             settings.weights.directory, settings.weights.source_directories
         )
+        self.bodies = Bodies(settings.limits)
         self.prompts = Prompts(engine)
         self.prompt_kv = PromptKv(
             settings.kv,
@@ -172,6 +174,7 @@ class Server:
             await self.prompt_kv.close()
             await self.engine.stop()
             self.prompts.close()
+            self.bodies.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
 

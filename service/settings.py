@@ -179,7 +179,13 @@ class LimitsSettings(Section):
 
     max_body_bytes: Annotated[
         int, Field(ge=1024, description="bytes of a request's body at most, uploads apart")
-    ] = 256 * 2**20
+    ] = 32 * 2**20
+    max_json_values: Annotated[
+        int, Field(ge=1024, description="values that the JSON of a request may hold")
+    ] = 4 * 2**20
+    max_json_containers: Annotated[
+        int, Field(ge=1024, description="objects and arrays among these values")
+    ] = 512 * 2**10
     max_samples_per_request: Annotated[
         int, Field(ge=1, description="samples of all groups of one request at most")
     ] = 65536

@@ -8,15 +8,23 @@ from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.bodies import read_json
+from coppice.wire.base import ThreadSwitch, TokenIds
+from coppice.wire.rollouts import MAX_GROUPS
 from service.compat import refused
 from service.metrics import Metrics
 from service.server import Server
 
 # Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
 DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
+
+Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
+# Of a union every member is tried: without fail_fast each collects an error per element.
+Texts = Annotated[list[Text], Field(max_length=MAX_GROUPS, fail_fast=True)]
+ListsOfTokenIds = Annotated[
+    list[Annotated[TokenIds, ThreadSwitch]], Field(max_length=MAX_GROUPS, fail_fast=True)
+]
 
 
 class ForeignModel(BaseModel):
@@ -34,8 +42,7 @@ Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else
 async def read_foreign(
     request: Request, model: type[Body], server: Server, *, limit: int | None = None
 ) -> Body:
-    most = server.settings.limits.max_body_bytes
-    body = await read_json(request, model, limit=most if limit is None else min(limit, most))
+    body = await server.bodies.read_json(request, model, limit=limit)
     settle(body, server.metrics)
     return body
 

@@ -44,13 +44,13 @@ class ChatMessage(ForeignModel):
     """Content is text, or parts that are all text."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     task: str | None = None
 
     def rendered(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class Tool(ForeignModel):
 class ChatBody(SamplingFields, RequestFields, events.StreamFields):
     """`logprobs`: of the sampled tokens, and of so many others as `top_logprobs` says."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -112,7 +112,7 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     adapter = adapter_of(server, body.model)
     likeliest.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
-    _count_ignored(server, body.chat_template_kwargs)
+    _count_ignored(server, body.chat_template_kwargs or {})
     prompt = await server.prompts.conversation(conversation)
     most = body.max_completion_tokens or body.max_tokens
     others = body.top_logprobs if body.logprobs else None

@@ -13,7 +13,7 @@ from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswe
 from engine.protocol import Place
 from service.access import Caller, needs
 from service.compat import echo, events, likeliest, token_names
-from service.compat.bodies import Flag, read_foreign
+from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_foreign
 from service.compat.document import body_of
 from service.compat.echo import EchoFields
 from service.compat.openai_route import OpenAIRoute
@@ -45,13 +45,11 @@ Drawn = Sequence[tuple[int, SampleAnswer]]
 
 NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
 
-Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
-
 
 class CompletionBody(EchoFields, SamplingFields, RequestFields, events.StreamFields):
     """`logprobs`: so many of the likeliest tokens beside each that is sampled."""
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | Texts | TokenIds | ListsOfTokenIds
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
     return_tokens_as_token_ids: Flag = False
     add_special_tokens: bool = True

@@ -8,7 +8,7 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
 from service.access import Caller, needs
-from service.compat.bodies import Flag, ForeignModel, read_foreign
+from service.compat.bodies import Flag, ForeignModel, ListsOfTokenIds, Text, Texts, read_foreign
 from service.compat.document import body_of
 from service.compat.names import Running
 from service.compat.running import (
@@ -30,7 +30,6 @@ from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
 
-Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -44,8 +43,8 @@ class SglangSampling(SamplingFields):
 class SglangBody(ForeignModel):
     """One prompt or a list of them, as text or as token ids. `lora_path` is an adapter's name."""
 
-    text: Text | list[Text] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
+    text: Text | Texts | None = None
+    input_ids: TokenIds | ListsOfTokenIds | None = None
     sampling_params: SglangSampling = SglangSampling()
     rid: Name | None = None
     return_logprob: Flag = False

@@ -7,7 +7,7 @@ from coppice.wire.adapters import LoadAdapterRequest
 from service.access import needs
 from service.adapters.held import Held
 from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
-from service.bodies import bounded, read_json
+from service.bodies import bounded, read_small_json
 from service.errors import (
     ActivationFailed,
     AdapterNotFound,
@@ -45,7 +45,7 @@ async def loaded(server: ReadyServer) -> Response:
 @router.post("/{name}", responses=LOADED)
 @needs("admin")
 async def load(name: str, request: Request, server: ReadyServer) -> Response:
-    body = await read_json(request, LoadAdapterRequest, limit=server.settings.limits.max_body_bytes)
+    body = await read_small_json(request, LoadAdapterRequest)
     work = server.adapters.load(label(name, "name"), body.version, body.path)
     return _changed(server, *await server.in_background(work))
 

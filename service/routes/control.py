@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from coppice.wire.control import PauseAnswer, PauseRequest
 from service.access import needs
 from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
-from service.bodies import read_json
+from service.bodies import read_small_json
 from service.routes.dependencies import ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1")
 @router.post("/pause", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY))
 @needs("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
-    body = await read_json(request, PauseRequest, limit=server.settings.limits.max_body_bytes)
+    body = await read_small_json(request, PauseRequest)
     await server.in_background(server.activation.pause(body.mode))
     return _json(PauseAnswer(paused=True))
 

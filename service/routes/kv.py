@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from coppice.wire.kv import KvLease, KvLeaseAnswer
 from service.access import Caller, needs
 from service.answers import ELSEWHERE, JSON, NOTHING, OF_BODY, WITH_KEY, answers
-from service.bodies import read_json
+from service.bodies import read_small_json
 from service.errors import (
     DirectoryUnavailable,
     Draining,
@@ -72,7 +72,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
 @router.post("/lease", responses=answers(OK, *HELD, *OF_BODY))
 @needs("kv")
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
-    body = await read_json(request, KvLease, limit=server.settings.limits.max_body_bytes)
+    body = await read_small_json(request, KvLease)
     found = server.prompt_kv.get(handle, caller.name)
     seconds = server.prompt_kv.handles.renew(found, body.seconds)
     return _json(KvLeaseAnswer(lease_seconds=seconds))

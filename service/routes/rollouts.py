@@ -20,7 +20,7 @@ from service.answers import (
     WITH_KEY,
     answers,
 )
-from service.bodies import parse, read
+from service.bodies import INLINE_BYTES
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
 from service.errors import (
@@ -67,12 +67,12 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         server.readiness.check_serving()
     form = wanted_form(headers.get("accept"))
     respond_async = wants_async(",".join(headers.getlist("prefer")))
-    content = await read(request, limit=server.settings.limits.max_body_bytes)
-    body = parse(content, RolloutRequest)
+    content = await server.bodies.content(request)
+    body = await server.bodies.parsed(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
         raise Forbidden("the key lacks the role kv, which prompt KV needs")
     owner = caller.name
-    claim = None if key is None else Claim.of(owner, key, content)
+    claim = None if key is None else await _claim(owner, key, content)
     rollout = await server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
@@ -111,6 +111,13 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     await server.rollouts.cancel(rollout)
     return await _answer(rollout, Form.JSON if form is Form.NDJSON else form)
+
+
+async def _claim(owner: str, key: str, content: bytes) -> Claim:
+    """A large body takes long to hash."""
+    if len(content) <= INLINE_BYTES:
+        return Claim.of(owner, key, content)
+    return await asyncio.to_thread(Claim.of, owner, key, content)
 
 
 def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:

@@ -7,7 +7,7 @@ from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.access import Caller, needs
 from service.answers import ELSEWHERE, JSON, OF_BODY, OF_FLEET, WHEN_READY, WITH_KEY, answers
-from service.bodies import parse, read
+from service.bodies import INLINE_BYTES, parse, read
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
 from service.errors import (
@@ -35,7 +35,7 @@ DROPPED = answers({200: JSON, **ELSEWHERE}, *WITH_KEY, *WHEN_READY, *OF_TREE)
 async def branch(
     rollout_id: str, request: Request, server: ReadyServer, caller: Caller
 ) -> Response:
-    content = await read(request, limit=server.settings.limits.max_body_bytes)
+    content = await read(request, limit=INLINE_BYTES)
     body = parse(content, BranchRequest)
     key = request.headers.get("idempotency-key")
     claim = None if key is None else Claim.of(caller.name, key, content)

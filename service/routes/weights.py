@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from coppice.wire.weights import ActivateRequest, StageRequest
 from service.access import needs
 from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
-from service.bodies import bounded, read_json
+from service.bodies import bounded, read_small_json
 from service.checkpoints import SINGLE, checked_name
 from service.errors import (
     ActivationFailed,
@@ -81,7 +81,7 @@ async def upload_file(version: str, name: str, request: Request, server: ReadySe
 @router.post("/{version}", responses=STAGED)
 @needs("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
-    body = await read_json(request, StageRequest, limit=server.settings.limits.max_body_bytes)
+    body = await read_small_json(request, StageRequest)
     staged = await server.publisher.stage_path(label(version), body.path, sequence=body.sequence)
     return _json(staged.answer(), status_code=201)
 
@@ -89,7 +89,7 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
 @router.post("/{version}/activate", responses=ACTIVATED)
 @needs("admin")
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
-    body = await read_json(request, ActivateRequest, limit=server.settings.limits.max_body_bytes)
+    body = await read_small_json(request, ActivateRequest)
     answer = await server.activate(label(version), body.mode, allow_rollback=body.allow_rollback)
     return _json(answer)
 

@@ -1,36 +1,53 @@
 """How a body becomes a request: whole numbers, and faults without end."""
 
+import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
 from coppice.wire.rollouts import RolloutRequest
-from service.bodies import MAX_FAULTS, parse
-from service.errors import InvalidJson, InvalidRequest
+from service import bodies
+from service.bodies import INLINE_BYTES, MAX_FAULTS, Bodies, parse_in_steps
+from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
+from service.json_reader import MAX_MEMBERS, JsonLimits
+from service.logs import key_name
+from service.settings import LimitsSettings
+
+LIMITS = JsonLimits(values=10**7, containers=10**6)
+
+Parse = Callable[[bytes, type[RolloutRequest]], RolloutRequest]
+
+
+@pytest.fixture(params=["inline", "in steps"])
+def parse(request: pytest.FixtureRequest) -> Parse:
+    if request.param == "inline":
+        return bodies.parse
+    return lambda body, model: parse_in_steps(body, model, LIMITS)
 
 
 def asked(token_ids: str = "1", rest: str = "") -> bytes:
     return f'{{"groups": [{{"prompt": {{"token_ids": [{token_ids}]}}{rest}}}]}}'.encode()
 
 
-def refused(body: bytes) -> InvalidRequest:
+def refused(body: bytes, parse: Parse) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         parse(body, RolloutRequest)
     return caught.value
 
 
 @pytest.mark.parametrize("number", ["56", "56.0", "5.6e1", "56.000", "560E-1"])
-def test_a_whole_number_is_an_integer_however_it_is_written(number: str) -> None:
+def test_a_whole_number_is_an_integer_however_it_is_written(parse: Parse, number: str) -> None:
     parsed = parse(asked(f"1, {number}", f', "n": {number}'), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == [1, 56]
     assert parsed.groups[0].n == 56
     assert type(parsed.groups[0].n) is int
 
 
-def test_whole_numbers_do_for_fractions() -> None:
+def test_whole_numbers_do_for_fractions(parse: Parse) -> None:
     body = b'{"groups": [{"prompt": {"text": "a"}, "n": 2.0}], "sampling": {"temperature": 1.0}}'
     assert parse(body, RolloutRequest).sampling.temperature == 1.0
 
@@ -38,11 +55,11 @@ def test_whole_numbers_do_for_fractions() -> None:
 @pytest.mark.parametrize(
     "number", ["56.5", "true", '"5"', "null", "[5]", "1e300", "NaN", "Infinity", "-1.0", "1e999"]
 )
-def test_nothing_else_is_an_integer(number: str) -> None:
-    assert refused(asked(number)).errors == [
+def test_nothing_else_is_an_integer(parse: Parse, number: str) -> None:
+    assert refused(asked(number), parse).errors == [
         {"location": "groups.0.prompt.token_ids.0", "message": ANY}
     ]
-    assert refused(asked("1.0", f', "n": {number}')).errors == [
+    assert refused(asked("1.0", f', "n": {number}'), parse).errors == [
         {"location": "groups.0.n", "message": ANY}
     ]
 
@@ -60,24 +77,102 @@ def test_nothing_else_is_an_integer(number: str) -> None:
     ],
     ids=["garbage", "two", "deep", "surrogate", "encoded surrogate", "byte order mark", "utf-16"],
 )
-def test_what_is_no_json_in_utf_8_is_said_to_be_none(body: bytes) -> None:
+def test_what_is_no_json_in_utf_8_is_said_to_be_none(parse: Parse, body: bytes) -> None:
     with pytest.raises(InvalidJson):
         parse(body, RolloutRequest)
 
 
-def test_of_a_million_wrong_token_ids_the_first_is_named() -> None:
+def test_of_a_million_wrong_token_ids_the_first_is_named(parse: Parse) -> None:
     """Listing them all would hold up the event loop for seconds."""
     body = asked(", ".join(["1"] * 7 + ['""'] * 1_000_000))
     began = time.process_time()
-    error = refused(body)
+    error = refused(body, parse)
     assert time.process_time() - began < 2
     assert [fault["location"] for fault in error.errors or []] == ["groups.0.prompt.token_ids.7"]
 
 
 @pytest.mark.parametrize("number", [1, MAX_FAULTS, MAX_FAULTS + 1])
-def test_faults_are_counted_and_the_first_named_unless_they_are_legion(number: int) -> None:
+def test_faults_are_counted_and_the_first_named_unless_they_are_legion(
+    parse: Parse, number: int
+) -> None:
     unknown: dict[str, Any] = {f"x{i}": 0 for i in range(number)}
-    error = refused(json.dumps({**json.loads(asked()), **unknown}).encode())
+    error = refused(json.dumps({**json.loads(asked()), **unknown}).encode(), parse)
     assert error.detail == f"{number} field(s) are wrong"
     listed = 0 if number > MAX_FAULTS else min(number, 16)
     assert len(error.errors or []) == listed
+
+
+def test_the_bounds_of_an_integer_are_in_its_error(parse: Parse) -> None:
+    (error,) = refused(asked("1", ', "n": 0'), parse).errors or []
+    assert error["message"] == "Input should be an integer at least 1 and at most 1024"
+
+
+def large(num_lists: int = 3) -> bytes:
+    token_ids = ",".join(map(str, range(500_000)))
+    groups = ",".join([f'{{"prompt": {{"token_ids": [{token_ids}]}}}}'] * num_lists)
+    return f'{{"groups": [{groups}]}}'.encode()
+
+
+async def turns_during(bodies: Bodies, body: bytes) -> int:
+    """Turns of the event loop while the body is parsed."""
+    parsed = asyncio.create_task(bodies.parsed(body, RolloutRequest))
+    turns = 0
+    while not parsed.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    await parsed
+    return turns
+
+
+async def test_the_event_loop_turns_while_a_large_body_is_parsed() -> None:
+    """One call of pydantic holds the GIL to its end, also in a thread: it leaves 2 turns."""
+    with_bodies = Bodies(LimitsSettings())
+    assert await turns_during(with_bodies, large()) >= 10
+    with_bodies.close()
+
+
+async def test_a_key_with_large_bodies_waiting_is_refused_more_and_others_are_not() -> None:
+    body = large(1)
+    with_bodies = Bodies(LimitsSettings(max_body_bytes=len(body)))
+
+    async def parse_as(key: str) -> int:
+        key_name.set(key)
+        return len((await with_bodies.parsed(body, RolloutRequest)).groups)
+
+    of_one = [asyncio.create_task(parse_as("one")) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert await asyncio.create_task(parse_as("another")) == 1
+    ended = await asyncio.gather(*of_one, return_exceptions=True)
+    assert [type(end) for end in ended] == [int] * 5 + [QuotaExceeded]
+    with_bodies.close()
+
+
+@pytest.mark.parametrize("item", ["1", "{}", "[]", '""', '{"a": [1]}'])
+def test_values_are_counted_before_they_are_built(item: str) -> None:
+    body = f'{{"groups": [{", ".join([item] * 2000)}]}}'.encode()
+    with pytest.raises(BodyTooLarge, match="values|objects"):
+        parse_in_steps(body, RolloutRequest, JsonLimits(values=1999, containers=1500))
+
+
+def test_commas_and_brackets_in_text_are_no_values() -> None:
+    body = json.dumps({"groups": [{"prompt": {"text": ',[{]}"' * 5000}}]}).encode()
+    parsed = parse_in_steps(body, RolloutRequest, JsonLimits(values=10, containers=4))
+    assert parsed.groups[0].prompt.text == ',[{]}"' * 5000
+
+
+def test_members_of_one_object_are_bounded() -> None:
+    """Every unknown one would be a fault of its own."""
+    members = ", ".join(f'"{i}": 0' for i in range(MAX_MEMBERS + 1))
+    with pytest.raises(BodyTooLarge, match="members"):
+        parse_in_steps(f"{{{members}}}".encode(), RolloutRequest, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 10**6, b'{"groups": ' + b'{"a":' * 10**6, b'{"groups": "' + b'\\"' * 10**6]
+)
+async def test_malformed_bodies_are_refused_before_they_are_parsed(body: bytes) -> None:
+    assert len(body) > INLINE_BYTES
+    with_bodies = Bodies(LimitsSettings())
+    with pytest.raises(InvalidJson):
+        await with_bodies.parsed(body, RolloutRequest)
+    with_bodies.close()

@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coppice.wire.base import RequestModel
+from coppice.wire.base import JsonInteger, RequestModel
 
 MAX_LEAVES = 1024
 MAX_DEPTH = 32
 MAX_TREE_TOKENS = 2**24
-Place = Annotated[int, Field(ge=0, le=1_048_576)]
-Factor = Annotated[int, Field(ge=1, le=64)]
+Place = Annotated[int, Field(ge=0, le=1_048_576), JsonInteger()]
+Factor = Annotated[int, Field(ge=1, le=64), JsonInteger()]
 Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
 
@@ -18,8 +18,8 @@ class Entropy(RequestModel):
     """What a token's uncertainty is taken from: its k likeliest, or its own log-probability."""
 
     source: Literal["topk", "chosen"] = "topk"
-    k: Annotated[int, Field(ge=2, le=20)] = 20
-    top_n: Annotated[int, Field(ge=1, le=16)] = 2
+    k: Annotated[int, Field(ge=2, le=20), JsonInteger()] = 20
+    top_n: Annotated[int, Field(ge=1, le=16), JsonInteger()] = 2
 
 
 class Branching(RequestModel):
@@ -31,12 +31,12 @@ class Branching(RequestModel):
     """
 
     mode: Literal["interval", "entropy", "positions", "external"]
-    interval: Annotated[int, Field(ge=1, le=1_048_576)] = 128
+    interval: Annotated[int, Field(ge=1, le=1_048_576), JsonInteger()] = 128
     positions: Annotated[list[Place], Field(max_length=MAX_DEPTH)] = []
     factor: Factor | Annotated[list[Factor], Field(min_length=1, max_length=MAX_DEPTH)] = 2
-    max_depth: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 4
-    max_leaves: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 16
-    max_new_tokens_total: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] = 8192
+    max_depth: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()] = 4
+    max_leaves: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()] = 16
+    max_new_tokens_total: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS), JsonInteger()] = 8192
     min_gap: Place = 32
     entropy: Entropy | None = None
     first_split: Place = 0
@@ -53,6 +53,6 @@ class BranchRequest(RequestModel):
     """
 
     segment: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    group: Annotated[int, Field(ge=0, lt=4096)] = 0
-    n: Annotated[int, Field(ge=1, le=MAX_LEAVES)] = 1
-    max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    group: Annotated[int, Field(ge=0, lt=4096), JsonInteger()] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=1_048_576), JsonInteger()] | None = None

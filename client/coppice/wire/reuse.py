@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coppice.wire.base import AnswerModel, RequestModel
+from coppice.wire.base import AnswerModel, JsonInteger, RequestModel
 
 ReuseMode = Literal["off", "order", "recompute", "anchors"]
 ReuseReason = Literal[
@@ -42,7 +42,7 @@ class Reuse(RequestModel):
 
     mode: ReuseMode
     apply: bool | None = None
-    first_tokens: Annotated[int, Field(ge=0, le=65_536)] | None = None
+    first_tokens: Annotated[int, Field(ge=0, le=65_536), JsonInteger()] | None = None
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
     @model_validator(mode="after")

@@ -4,7 +4,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coppice.wire.base import AdapterLabel, AdapterName, AnswerModel, Label, RequestModel, TokenIds
+from coppice.wire.base import (
+    AdapterLabel,
+    AdapterName,
+    AnswerModel,
+    JsonInteger,
+    Label,
+    RequestModel,
+    ThreadSwitch,
+    TokenIds,
+)
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.reuse import Reuse, ReuseAnswer
@@ -42,7 +51,7 @@ class Message(RequestModel):
 class PromptSegment(RequestModel):
     """A piece of a prompt. With a name in `reuse` it stands in other prompts too."""
 
-    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
     reuse: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
@@ -51,8 +60,12 @@ class Prompt(RequestModel):
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
-    segments: Annotated[list[PromptSegment], Field(min_length=1, max_length=1024)] | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None
+    ) = None
+    segments: (
+        Annotated[list[PromptSegment], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -66,9 +79,9 @@ class GroupRequest(RequestModel):
     """One prompt and the n samples wanted from it."""
 
     prompt: Prompt
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] = 1
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**62), JsonInteger()] | None = None
 
 
 class Sampling(RequestModel):
@@ -77,10 +90,10 @@ class Sampling(RequestModel):
     At temperature 0 the likeliest token is taken, and logprobs are the model's own, untruncated.
     """
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), JsonInteger()] = 0
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = []
     ignore_eos: bool = False
 
@@ -106,7 +119,7 @@ class Finish(RequestModel):
     kept.
     """
 
-    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP)] | None = None
+    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] | None = None
     deadline_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
     policy: Literal["first", "random_k", "balanced_length"] = "first"
 
@@ -115,30 +128,34 @@ class GivenSpan(RequestModel):
     """Tokens start..end (end excluded) were sampled under this weights version, and adapter."""
 
     version: Label
-    start: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-    end: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    start: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
+    end: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
     adapter: AdapterName | None = None
 
 
 class UnfinishedSample(RequestModel):
     """What an earlier rollout answered of a sample that it did not finish."""
 
-    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] = 0
-    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
-    logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS)]
-    versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096)]
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
+    logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+    versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 class ContinueFrom(RequestModel):
     """Samples to go on with. Those of a group are its first samples, in this order."""
 
-    samples: Annotated[list[UnfinishedSample], Field(min_length=1, max_length=65_536)]
+    samples: Annotated[
+        list[UnfinishedSample], Field(min_length=1, max_length=65_536, fail_fast=True)
+    ]
 
 
 class RolloutRequest(RequestModel):
     """The body of POST /v1/rollouts."""
 
-    groups: Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
+    groups: Annotated[
+        list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)
+    ]
     sampling: Sampling = Sampling()
     kv: Kv | None = None
     policy: Policy | None = None
@@ -146,7 +163,7 @@ class RolloutRequest(RequestModel):
     branching: Branching | None = None
     continue_from: ContinueFrom | None = None
     reuse: Reuse | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
     adapter: AdapterName | None = None
     stream: bool = False

@@ -4,23 +4,32 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coppice.wire.base import AdapterLabel, AdapterName, AnswerModel, RequestModel, TokenIds
+from coppice.wire.base import (
+    AdapterLabel,
+    AdapterName,
+    AnswerModel,
+    RequestModel,
+    ThreadSwitch,
+    TokenIds,
+)
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
 
-Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
 
 
 class ScoreItem(RequestModel):
     """One prompt and the responses to score after it."""
 
     prompt: Prompt
-    responses: Annotated[list[Response], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP)]
+    responses: Annotated[
+        list[Response], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True)
+    ]
 
 
 class ScoreRequest(RequestModel):
     """The body of POST /v1/score. The distribution is the model's own, at temperature 1."""
 
-    items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096)]
+    items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     policy: Policy | None = None
     adapter: AdapterName | None = None
 

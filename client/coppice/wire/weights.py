@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coppice.wire.base import AnswerModel, RequestModel
+from coppice.wire.base import AnswerModel, JsonInteger, RequestModel
 
 VersionState = Literal["incomplete", "staged", "active", "superseded"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
-Sequence = Annotated[int, Field(ge=0, lt=2**53)]
+Sequence = Annotated[int, Field(ge=0, lt=2**53), JsonInteger()]
 
 
 class StageRequest(RequestModel):
