@@ -6,6 +6,7 @@ answer are two views of one run. A rollout ends exactly once: with an answer or 
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 
 from coppice.wire.records import (
@@ -42,6 +43,10 @@ from service.reuse.group_reuse import with_reuse
 log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 15.0
+ROLLOUT_BYTES = 12 * 2**10
+GROUP_BYTES = 4096
+PART_BYTES = 1536
+SPAN_BYTES = 1024
 
 
 class Rollout:
@@ -62,11 +67,14 @@ class Rollout:
     ) -> None:
         self.id = rollout_id
         self.groups = groups
+        self.num_samples = sum(group.n for group in groups)
+        self.adapter = groups[0].adapter  # all groups are under the same
         self.owner = owner
         self.detached = detached
         self.claim = claim
         self.error: ServiceError | None = None
         self.promised = False
+        self._num_done = 0
         self._answers: dict[int, GroupAnswer] = {}
         self._log: list[Record] = [StartRecord(id=rollout_id)]
         self._grown = asyncio.Event()
@@ -77,18 +85,9 @@ class Rollout:
         return self._ended.is_set()
 
     @property
-    def adapter(self) -> str | None:
-        """All groups are under the same."""
-        return self.groups[0].adapter
-
-    @property
     def log(self) -> Sequence[Record]:
         """As far as it has grown."""
         return self._log
-
-    @property
-    def num_samples(self) -> int:
-        return sum(group.n for group in self.groups)
 
     @property
     def num_running(self) -> int:
@@ -96,11 +95,12 @@ class Rollout:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory: two Python numbers and their places a token."""
+        """Estimated memory of an ended rollout without its groups: its answer and its log."""
         answers = self.answers()
-        parts: list[SampleAnswer | SegmentAnswer] = [s for a in answers for s in a.samples]
-        parts += [segment for answer in answers for segment in answer.segments or ()]
-        return sum(1024 + 80 * len(part.token_ids) for part in parts)
+        samples = sum(_num_bytes(sample) for answer in answers for sample in answer.samples)
+        # The log has those of a tree as they were when they ended, the answer as they are.
+        segments = sum(2 * _num_bytes(s) for answer in answers for s in answer.segments or ())
+        return ROLLOUT_BYTES + GROUP_BYTES * len(answers) + samples + segments
 
     @property
     def resting(self) -> bool:
@@ -139,6 +139,11 @@ class Rollout:
             if group.exports is not None:
                 group.exports.begin_leases()
 
+    def drop_groups(self) -> None:
+        """Of an ended rollout: prompts, samplings, trees. The answer needs none of them."""
+        self._num_done = sum(group.num_done for group in self.groups)
+        self.groups = ()
+
     async def wait(self) -> None:
         await self._ended.wait()
 
@@ -147,7 +152,7 @@ class Rollout:
         return [self._answers[index] for index in sorted(self._answers)]
 
     def progress(self) -> RunningAnswer:
-        done = sum(group.num_done for group in self.groups)
+        done = self._num_done + sum(group.num_done for group in self.groups)
         return RunningAnswer(id=self.id, samples=self.num_samples, samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
@@ -234,3 +239,14 @@ class Rollout:
             completion_tokens=sum(answer.num_completion_tokens for answer in answers),
             samples=sum(answer.num_samples for answer in answers),
         )
+
+
+def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
+    """A number and its place in a list take about 36 bytes."""
+    num_lists = 2
+    num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
+    if isinstance(part, SampleAnswer):
+        num_bytes += sys.getsizeof(part.text)
+    elif part.entropy is not None:
+        num_lists = 3
+    return num_bytes + num_lists * 40 * len(part.token_ids)

@@ -288,4 +288,6 @@ class Rollouts:
             self._kept.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
-        self._ended(rollout)  # last: nothing that only counts may lose an answer
+        self._ended(rollout)  # behind the answer: nothing that only counts may lose it
+        if rollout.detached:
+            rollout.drop_groups()

@@ -172,7 +172,7 @@ async def test_an_idempotency_key_is_visible_ascii(tmp_path: Path, key: str) -> 
 
 
 async def test_what_is_kept_is_bounded_in_time_and_bytes(tmp_path: Path) -> None:
-    limits = {"keep_answers_seconds": 2, "keep_answers_bytes": 3000}
+    limits = {"keep_answers_seconds": 2, "keep_answers_bytes": 50_000}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         places = [(await start(served, body(group(1)), **ASYNC)).headers["location"] for _ in "ab"]
         await asyncio.sleep(0.05)

@@ -1,0 +1,75 @@
+"""Memory of ended rollouts that are kept for their callers."""
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from service.rollout import Rollout
+from tests.fake_engine import FakeEngine
+from tests.serving import serving
+
+PROMPT = [1] * 100_000
+REQUESTS: dict[str, dict[str, Any]] = {
+    "one long prompt": {"groups": [{"prompt": {"token_ids": PROMPT}}]},
+    "many samples": {
+        "groups": [{"prompt": {"token_ids": PROMPT}, "n": 512}],
+        "sampling": {"max_tokens": 1},
+    },
+    "many groups": {
+        "groups": [{"prompt": {"token_ids": [1] * 100}} for _ in range(500)],
+        "sampling": {"max_tokens": 2},
+    },
+    "text": {"groups": [{"prompt": {"text": "a" * 20_000}, "n": 4}]},
+    "a tree": {
+        "groups": [{"prompt": {"token_ids": PROMPT}}],
+        "branching": {"mode": "interval", "max_leaves": 8, "interval": 32},
+        "sampling": {"max_tokens": 256},
+    },
+    "segments": {
+        "groups": [{"prompt": {"segments": [{"token_ids": PROMPT, "reuse": "a"}] * 3}}],
+        "reuse": {"mode": "order"},
+    },
+}
+
+
+def held_bytes(root: object) -> int:
+    """Memory of all plain values, models and dataclasses that an object leads to."""
+    total, seen, waiting = 0, set[int](), [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        if isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, BaseModel):
+            waiting += [value.__dict__, value.model_fields_set]
+        elif isinstance(value, Rollout):
+            waiting.append(vars(value))
+        elif dataclasses.is_dataclass(value):
+            waiting += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return total
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+async def test_what_a_kept_rollout_holds_is_counted(tmp_path: Path, case: str) -> None:
+    engine = FakeEngine(max_context_tokens=10**6)
+    asked = {"sampling": {"max_tokens": 64}, **REQUESTS[case]}
+    async with serving(engine, tmp_path) as served:
+        accepted = await served.http.post(
+            "/v1/rollouts", json=asked, headers={"prefer": "respond-async"}
+        )
+        assert accepted.status_code == 202, accepted.json()
+        place = accepted.headers["location"]
+        assert (await served.http.get(place, params={"wait": 60})).status_code == 200
+        await asyncio.sleep(0)
+        kept = served.server.rollouts.get(accepted.json()["id"], owner="local")
+        assert held_bytes(kept) <= kept.num_bytes
