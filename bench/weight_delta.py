@@ -72,7 +72,7 @@ def run(learning_rate: float, steps: int, folder: Path) -> list[Pair]:
     words = AutoTokenizer.from_pretrained(SEEDLING)
     learner, received = Recording(learning_rate, folder), []
     with (
-        serving(folder, cpu_threads=max(1, cores - cores // 2)) as url,
+        serving(folder, cpu_threads=max(1, cores - cores // 2), seed=SEED) as url,
         Rollouts(url) as rollouts,
     ):
         questions = Questions(words, seed=SEED, num_held_out=4)

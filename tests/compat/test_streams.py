@@ -112,11 +112,11 @@ class FailingEngine(FakeEngine):
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         return Reply(content=self.decode(token_ids))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.num_written += 1
         if self.num_written == 2:
             raise KeyError("secret")
-        return super().decode(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -25,7 +25,7 @@ SAMPLING = Sampling(temperature=TEMPERATURE, max_tokens=MAX_TOKENS, ignore_eos=T
 
 
 def argument(**changes: int) -> int:
-    return engine_arguments(EngineSettings(**changes), MODEL, on_cpu=True).seed
+    return int(engine_arguments(EngineSettings(**changes), MODEL, on_cpu=True).seed)
 
 
 def test_the_seed_is_random_for_each_start() -> None:
