@@ -20,7 +20,7 @@ async def test_an_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -
     async with foreign(tmp_path) as served:
         body = {**CHAT, "chat_template_kwargs": {"max_length": 3}}
         status, problem = await served.refused(PATH, body)
-        assert (status, problem["code"]) == (422, "invalid_request")
+        assert (status, problem["code"]) == (400, "invalid_request")
         [fault] = problem["errors"]
         assert fault["location"] == "chat_template_kwargs"
         assert "max_length" in fault["message"]

@@ -82,7 +82,7 @@ async def test_stream_options_are_for_streams(tmp_path: Path, path: str) -> None
     async with foreign(tmp_path) as served:
         body = {**BODIES[path], "stream_options": {"include_usage": True}}
         status, problem = await served.refused(path, body)
-        assert (status, problem["errors"][0]["location"]) == (422, "stream_options")
+        assert (status, problem["errors"][0]["location"]) == (400, "stream_options")
         assert served.engine.submitted == []
 
 

@@ -79,5 +79,5 @@ async def test_a_call_without_arguments_is_refused_before_it_is_sampled(
     async with foreign(tmp_path, engine=ParsingEngine(chat)) as served:
         body = {"messages": turns, "tools": [TOOL], "stream": stream}
         status, problem = await served.refused(PATH, body)
-        assert (status, problem["errors"][0]["location"]) == (422, "messages")
+        assert (status, problem["errors"][0]["location"]) == (400, "messages")
         assert served.engine.submitted == []
