@@ -143,3 +143,22 @@ def test_trl_trains_and_what_is_served_changes(url: str) -> None:
     assert runs["server_mode"]["sequence"] == 4
     # The trainer's own correction compares its logprobs with those of the server.
     assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
+
+
+def test_echoed_log_likelihoods_are_those_of_the_score(url: str) -> None:
+    """As lm-eval sends them, with the tokens of a text from the tokenizer's route."""
+    with httpx.Client(base_url=url, timeout=60) as http:
+        tokens = http.post("/tokenize", json={"prompt": "Compute 12+34.\n"}).json()["tokens"]
+        body = {"prompt": [tokens], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        [choice] = http.post("/v1/completions", json=body).json()["choices"]
+        item = {"prompt": {"token_ids": tokens[:3]}, "responses": [tokens[3:]]}
+        score = http.post("/v1/score", json={"items": [item]}).json()
+    echoed = choice["logprobs"]
+    assert "".join(echoed["tokens"]) == choice["text"]
+    assert choice["text"].startswith("Compute 12+34.\n")
+    assert echoed["text_offset"][len(tokens)] == len("Compute 12+34.\n")
+    assert echoed["token_logprobs"][3:-1] == pytest.approx(
+        score["items"][0]["responses"][0]["logprobs"], abs=1e-3
+    )
+    greedy = echoed["token_logprobs"][-1]
+    assert greedy == max(echoed["top_logprobs"][-1].values())
