@@ -15,7 +15,12 @@ Responses = dict[int | str, dict[str, Any]]
 JSON = ("application/json",)
 NOTHING: tuple[str, ...] = ()
 
-ANYWHERE: Problems = (errors.Forbidden, errors.HeadersTooLarge, errors.Internal)
+ANYWHERE: Problems = (
+    errors.Forbidden,
+    errors.HeadersTooLarge,
+    errors.Internal,
+    errors.Overloaded,
+)
 WITH_KEY: Problems = (errors.Unauthorized,)
 ELSEWHERE = {307: NOTHING}
 OF_FLEET: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)

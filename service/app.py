@@ -63,6 +63,7 @@ def create_app(settings: Settings, engine: Engine, directory: Directory | None =
     else:
         app = _app(server, keyring, CALLERS, lifespan)
         app.state.operators = _app(server, keyring, (*operators, status, health))
+        app.state.operators.state.connections = server.operators
         _add_compat(app, server, "callers")
         _add_compat(app.state.operators, server, "operators")
     return app
@@ -85,6 +86,7 @@ def _app(
     )
     app.state.server = server
     app.state.keyring = keyring
+    app.state.connections = server.callers
     app.state.allowed_hosts = AllowedHosts(server.settings.server)
     app.add_middleware(Edges, limits=server.settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics, traces=server.traces)

@@ -20,12 +20,19 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.connections import Connections, connection_limit
 from service.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.problems import problem_response
 from service.settings import LimitsSettings
 
 HANDOFF = "coppice.handoff"
 """The extension of the scope that sends the body of an answer which has begun."""
+
+CROWDED = "coppice.crowded"
+"""The extension of the scope of a request on a connection past the limit."""
+
+CROWDED_SECONDS = 1.0
+"""Time that such a connection has for the head of its request."""
 
 CHUNK_LINE_BYTES = 32
 """Bytes of framing that each chunk of a body may have: its size, and the ends of two lines."""
@@ -45,7 +52,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """Made by uvicorn, of the class that `bounded_by` returns."""
 
     limits: LimitsSettings
+    pool: Connections
 
+    _crowded = False
     _in_head = True
     _head_bytes = 0
     _framing_bytes = 0
@@ -57,10 +66,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # one byte that is not taken starts the clock
+        self._crowded = not self.pool.add(self)
+        if self._crowded and not self.pool.has_reserve:
+            return transport.abort()
         self._await_more()
+
+    def close(self) -> None:
+        """To make room for another connection."""
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.pool.remove(self)
         self._disconnect_running()
         self._read_in_time()
         self._written_in_time()
@@ -92,6 +109,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             extensions: dict[str, Any] = {HANDOFF: partial(self._hand_off, self.cycle)}
+            if self._crowded:
+                extensions[CROWDED] = True
+                self.cycle.keep_alive = False
             self.cycle.scope["extensions"] = extensions
 
     def on_body(self, body: bytes) -> None:
@@ -109,6 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_in_time()
 
     def on_response_complete(self) -> None:
+        self.pool.wait(self)
         super().on_response_complete()
         if self.pipeline:
             self.flow.pause_reading()
@@ -126,6 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        self.pool.serve(self)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
@@ -212,7 +234,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_more(self) -> None:
         if self._reading is None:
-            self._reading = self.loop.call_later(self.limits.read_seconds, self._too_slow)
+            seconds = self.limits.read_seconds
+            seconds = min(seconds, CROWDED_SECONDS) if self._crowded else seconds
+            self._reading = self.loop.call_later(seconds, self._too_slow)
 
     def _read_in_time(self) -> None:
         if self._reading is not None:
@@ -250,8 +274,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return not self.cycle.response_complete if self._in_head else self.cycle.response_started
 
 
-def bounded_by(limits: LimitsSettings) -> type[BoundedProtocol]:
-    return type("Bounded", (BoundedProtocol,), {"limits": limits})
+def bounded_by(limits: LimitsSettings, pool: Connections | None = None) -> type[BoundedProtocol]:
+    """`pool`: of the port; a port without one counts by itself."""
+    pool = pool or Connections(connection_limit(limits.max_connections))
+    return type("Bounded", (BoundedProtocol,), {"limits": limits, "pool": pool})
 
 
 def _raw(error: ServiceError) -> bytes:

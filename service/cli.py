@@ -132,8 +132,10 @@ def _serve(settings: Settings, parts: Parts) -> None:
 
 
 def _load_and_run(settings: Settings, parts: Parts) -> None:
+    from service.connections import raise_file_limit
     from service.runner import open_listener
 
+    raise_file_limit()  # before the engine's processes inherit it
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading %s", settings.engine.model)
         engine = parts.load_engine(settings)

@@ -9,11 +9,14 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import HeadersTooLarge, RequestTimeout
+from service.bounded_protocol import CROWDED
+from service.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.problems import answered
 from service.settings import LimitsSettings
 
 BLOCK_BYTES = 16 * 2**10
+PROBES = ("/livez", "/readyz", "/startupz", "/health")
+CROWDED_RETRY_SECONDS = 5.0
 PIECE_BYTES = 256 * 2**10
 
 
@@ -28,7 +31,13 @@ class Edges:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if head_bytes(scope) > self._limits.max_header_bytes:
-            error = HeadersTooLarge(f"at most {self._limits.max_header_bytes} bytes are taken")
+            too_large = HeadersTooLarge(f"at most {self._limits.max_header_bytes} bytes are taken")
+            return await answered(scope, too_large)(scope, receive, send)
+        if CROWDED in scope.get("extensions", {}) and scope["path"] not in PROBES:
+            error = Overloaded(
+                "the server has as many connections as limits.max_connections allows",
+                retry_after_seconds=CROWDED_RETRY_SECONDS,
+            )
             return await answered(scope, error)(scope, receive, send)
         body = _Body(receive, self._limits.read_seconds)
         await self._app(scope, body.receive, _in_pieces(send))

@@ -26,6 +26,7 @@ from coppice.wire.weights import ActivationMode
 from engine.protocol import GraphCounts, SharedPrefixCounts, SkipReason
 from service import __version__
 from service.adapters.adapters import LoadOutcome
+from service.connections import ConnectionMetrics
 from service.directory.fleet import Fleet
 from service.drafter_metrics import DrafterMetrics
 from service.fleet_weights.fleet_weights import FleetWeights
@@ -59,6 +60,7 @@ class Metrics:
         self.completion_tokens = self._counter("completion_tokens", "Tokens sampled")
         self.requests = self._counter("requests", "HTTP requests answered", "route", "code")
         self.problems = self._counter("problems", "Problems answered, by their code", "problem")
+        self.connections = ConnectionMetrics(self.registry)
         self.samples_stale = self._counter(
             "samples_stale", "Samples with tokens of a version that was not active at their end"
         )

@@ -113,7 +113,7 @@ def _operators(app: FastAPI, settings: Settings) -> Iterator[Operators | None]:
 def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=bounded_by(settings.limits),
+        http=bounded_by(settings.limits, app.state.connections),
         ws="none",
         lifespan=lifespan,
         log_config=None,

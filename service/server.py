@@ -17,6 +17,7 @@ from service.adapters.intake import Intake
 from service.admission import Admission
 from service.bodies import Bodies
 from service.checkpoints import Checkpoints
+from service.connections import Connections, connection_limit
 from service.directory.chosen import directory_of
 from service.directory.directory import Directory, Replica
 from service.directory.fleet import Fleet
@@ -59,6 +60,7 @@ class Server:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
+        self.callers, self.operators = (self._connections() for _ in range(2))
         self.traces = Traces(settings.trace)
         self.versions = Versions(first_version(settings.weights.initial_version))
         self._replica_id = new_replica_id()
@@ -155,6 +157,12 @@ class Server:
         )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
+
+    def _connections(self) -> Connections:
+        return Connections(
+            connection_limit(self.settings.limits.max_connections),
+            shed=lambda outcome: self.metrics.connections.shed.labels(outcome).inc(),
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

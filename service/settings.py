@@ -221,6 +221,10 @@ class LimitsSettings(Section):
     write_seconds: Annotated[
         float, Field(gt=0, description="seconds that a reader may take for 256 KiB of an answer")
     ] = 60.0
+    max_connections: Annotated[
+        int,
+        Field(ge=1, description="open connections of a port at most; fewer where files are few"),
+    ] = 16384
     keep_alive_seconds: Annotated[
         int, Field(ge=1, description="seconds that an idle connection is kept open")
     ] = 75

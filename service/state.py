@@ -34,6 +34,7 @@ def observe(server: Server) -> None:
     metrics.samples_running.set(server.rollouts.num_samples_running)
     metrics.samples_admitted.set(server.admission.num_samples)
     metrics.samples_limit.set(server.settings.limits.max_samples_running)
+    metrics.connections.observed(server.callers, server.operators)
     metrics.paused.set(server.activation.paused)
     metrics.draining.set(readiness.draining)
     metrics.ready.set(_passes(readiness.check_ready))

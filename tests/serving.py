@@ -79,7 +79,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     settings = settings_for(tmp_path, **sections)
     app = create_app(settings, engine, shared)
-    http_class = bounded_by(settings.limits)
+    http_class = bounded_by(settings.limits, app.state.connections)
     config = uvicorn.Config(
         app,
         http=http_class,

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from engine.protocol import EngineStage, Pulse
+from service.connections import Connections
 from service.runner import curl_line, open_listener, run_server, server_url
 from service.settings import LogSettings, Settings
 
@@ -24,6 +25,7 @@ class Life:
         self.stage: EngineStage = stage
         self.reason = reason
         self.app = FastAPI(lifespan=self._lifespan)
+        self.app.state.connections = Connections(10)
         self.app.get("/v1/status")(self.status)
         self.answers: list[int] = []
 

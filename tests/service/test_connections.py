@@ -1,0 +1,143 @@
+"""The bound on connections, and the limit of open files."""
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.connections import RESERVED_CONNECTIONS, Connections, connection_limit
+from tests.fake_engine import FakeEngine
+from tests.service.sockets import Raw, raw
+from tests.service.test_framing import GET, sized
+from tests.service.test_rollouts import running_samples
+from tests.serving import Served, serving
+
+pytestmark = pytest.mark.slow
+
+FEW: dict[str, Any] = {"max_connections": 4}
+
+
+async def opened(stack: AsyncExitStack, served: Served, count: int) -> list[Raw]:
+    return [await stack.enter_async_context(raw(served)) for _ in range(count)]
+
+
+async def busy(stack: AsyncExitStack, served: Served, count: int) -> None:
+    """Connections with a running request each."""
+    for client in await opened(stack, served, count):
+        await client.send(sized())
+    await running_samples(served, count)
+
+
+async def until_open(served: Served, count: int) -> None:
+    async with asyncio.timeout(5):
+        while served.server.callers.num_open != count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", GET, b"G", GET + b"GET /li"])
+async def test_connections_that_wait_do_not_lock_others_out(tmp_path: Path, sent: bytes) -> None:
+    async with serving(FakeEngine(), tmp_path, limits=FEW, wait=False) as served:
+        async with AsyncExitStack() as stack:
+            for client in await opened(stack, served, 12):
+                if sent:
+                    await client.send(sent)
+            async with asyncio.timeout(5):
+                while (await served.http.get("/v1/status")).status_code != 200:
+                    pass
+            assert served.server.callers.num_open <= 4
+        metrics = (await served.http.get("/metrics")).text
+        assert 'coppice_connections_shed_total{outcome="idle_closed"} 0.0' not in metrics
+        assert "coppice_connections_limit 4.0" in metrics
+
+
+async def test_past_the_limit_probes_are_answered_and_others_refused(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
+        await served.http.aclose()
+        await busy(stack, served, 4)
+        for path, expected in ((b"/livez", 200), (b"/readyz", 200), (b"/v1/status", 503)):
+            async with raw(served) as client:
+                await client.send(GET.replace(b"/livez", path))
+                rest = await client.rest()
+                assert rest.startswith(b"HTTP/1.1 %d" % expected)
+                assert b"\r\nconnection: close\r\n" in rest
+                if expected == 503:
+                    assert b"\r\nretry-after: 5\r\n" in rest
+                    assert json.loads(rest.split(b"\r\n\r\n")[1])["code"] == "overloaded"
+        await until_open(served, 4)
+        engine.step(4)
+        await running_samples(served, 0)
+
+
+async def test_connections_past_the_reserve_are_dropped(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
+        await served.http.aclose()
+        await busy(stack, served, 4)
+        await opened(stack, served, RESERVED_CONNECTIONS)
+        async with raw(served) as client:
+            assert await client.closed()
+        await until_open(served, 4)  # nobody holds the reserve without a request
+        engine.step(4)
+        await running_samples(served, 0)
+
+
+async def test_the_head_past_the_limit_has_little_time(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
+        await served.http.aclose()
+        await busy(stack, served, 4)
+        async with raw(served) as client:
+            await client.send(b"GET /livez HTTP/1.1\r\n")
+            async with asyncio.timeout(5):
+                assert (await client.answer())[0] == 408
+        engine.step(4)
+        await running_samples(served, 0)
+
+
+class Idle:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_one_that_waited_longest_is_closed() -> None:
+    connections = Connections(2)
+    first, second, third = Idle(), Idle(), Idle()
+    connections.add(first)
+    connections.add(second)
+    connections.serve(first)
+    connections.wait(first)
+    assert connections.add(third)
+    assert [one.closed for one in (first, second, third)] == [False, True, False]
+    assert connections.num_open == 2
+
+
+def test_what_the_process_may_open_bounds_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        assert connection_limit(16384) == 384
+        assert connection_limit(100) == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(256, 4096), (512, 512)])
+def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int) -> None:
+    program = f"""
+import resource
+from service.connections import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+raise_file_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert found.stdout.split() == [str(hard).encode()] * 2
