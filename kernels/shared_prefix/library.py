@@ -6,6 +6,7 @@ and the loader gives the second what the first has loaded.
 
 import ctypes
 import hashlib
+import os
 from enum import IntEnum
 from functools import cache as once
 from functools import lru_cache
@@ -15,6 +16,8 @@ from kernels.shared_prefix.plan import SharingPlan
 
 LIBRARY = Path(__file__).with_name("libshared_prefix.so")
 VERSION = 1
+ISA_VARIABLE = "COPPICE_SHARED_PREFIX_ISA"
+"""For tests: the best variant that may be used, avx2 or avx512_bf16."""
 _PLAN = (
     "node_blocks",
     "node_block_offsets",
@@ -78,7 +81,17 @@ def available() -> Isa | None:
     """The best variant for this processor."""
     loaded = library()
     isa = loaded.coppice_shared_prefix_isa() if loaded else 0
-    return Isa(isa) if isa else None
+    return limited(Isa(isa), os.environ.get(ISA_VARIABLE)) if isa else None
+
+
+def limited(isa: Isa, name: str | None) -> Isa:
+    """The lesser of a variant and the one of that name."""
+    if name is None:
+        return isa
+    known = {each.name.lower(): each for each in Isa}
+    if name not in known:
+        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(known)}")
+    return min(isa, known[name])
 
 
 @once

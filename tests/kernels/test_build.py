@@ -9,6 +9,7 @@ import pytest
 
 from kernels.drafts import store
 from kernels.shared_prefix import cpu
+from kernels.shared_prefix.library import limited
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("c++") is None, reason="no C++ compiler"
@@ -37,3 +38,11 @@ def test_what_is_compiled_for_one_processor_is_not_called_on_another(tmp_path: P
     symbols = subprocess.run(["nm", "-C", compiled], capture_output=True, text=True, check=True)
     shared = [line for line in symbols.stdout.splitlines() if line.split()[-2:-1] in (["W"], ["V"])]
     assert not shared
+
+
+def test_a_variant_can_be_limited_for_tests() -> None:
+    avx2, avx512 = cpu.Isa.AVX2, cpu.Isa.AVX512_BF16
+    assert [limited(avx512, None), limited(avx512, "avx2")] == [avx512, avx2]
+    assert [limited(avx2, "avx2"), limited(avx2, "avx512_bf16")] == [avx2, avx2]
+    with pytest.raises(ValueError, match="COPPICE_SHARED_PREFIX_ISA must be one of avx2, "):
+        limited(avx512, "sse")

@@ -1,6 +1,13 @@
-"""In bfloat16 the distributions are stock's, as closely as rounding lets two kernels agree."""
+"""In bfloat16 attention over shared prefixes is as near to float32 as stock is.
 
+Two kernels round differently, and by how much depends on the processor's instructions. So each is
+held against a forward in float32 with the same weights, rounded to bfloat16.
+"""
+
+import math
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +19,18 @@ from tests.engine.models import VOCAB
 # vLLM's imports and its draft methods warn of their own affairs.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
+# Prompts of other tokens, each with its own rounding: the unit of the confidence interval.
+OTHERS = 8
+PROMPTS = [[token + other for token in prompt] for other in range(OTHERS) for prompt in GROUPS]
+CONFIDENCE = 3.0
+"""Standard errors: a one-sided error of 0.1 %."""
 
-def test_in_bfloat16_the_distributions_stay_close(sharp_model: Path, tmp_path: Path) -> None:
+Drawn = tuple[list[int], torch.Tensor]
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_stock(
+    sharp_model: Path, reference: Any, tmp_path: Path
+) -> None:
     with shared_engine(
         sharp_model, tmp_path, mode="auto", dtype="bfloat16", max_logprobs=VOCAB
     ) as engine:
@@ -24,43 +41,53 @@ def test_in_bfloat16_the_distributions_stay_close(sharp_model: Path, tmp_path: P
         with engine.mode("auto") as decided:
             sample(engine, 8)
     assert counted["steps_grouped"] > 0
-    divergences = [
-        float((theirs.exp() * (theirs - ours)).sum())
-        for one, other in zip(stock, shared, strict=True)
-        for theirs, ours in zip(*common(one, other), strict=True)
-    ]
-    assert len(divergences) > 1000
-    assert 0 < sum(divergences) / len(divergences) < 1e-3
+    exact = rounded_weights(reference)
+    theirs, ours = divergences(exact, stock), divergences(exact, shared)
+    worse = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(worse) / math.sqrt(len(worse))
+    print(f"from float32: stock {statistics.mean(theirs):.2e}, ours {statistics.mean(ours):.2e}")
+    assert statistics.mean(theirs) > 0
+    assert statistics.mean(worse) <= CONFIDENCE * error
     not_worth_it = decided["steps_skipped"].get("not_worth_it", 0)  # this machine may find none
     assert decided["steps_grouped"] + not_worth_it > 0
 
 
-# Prompts of other tokens: of a thousand draws the mean is known within 3 %.
-OTHERS = 4
-
-Drawn = tuple[list[int], torch.Tensor]
+def rounded_weights(model: Any) -> Any:
+    with torch.inference_mode():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    return model
 
 
 def distributions(engine: SharedEngine) -> list[Drawn]:
     """Tokens drawn with a seed for each sample, and what each was drawn from."""
-    prompts = [
-        [token + other for token in prompt]
-        for other in range(OTHERS)
-        for prompt in GROUPS
-        for _ in range(GROUP_SIZE)
-    ]
     drawn = []
     for output in engine.live.generate(
-        prompts, max_tokens=24, temperature=1.0, logprobs=VOCAB, ignore_eos=True, detokenize=False
+        [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)],
+        max_tokens=24,
+        temperature=1.0,
+        logprobs=VOCAB,
+        ignore_eos=True,
+        detokenize=False,
     ):
-        [sample] = output.outputs
-        rows = [[entry[token].logprob for token in range(VOCAB)] for entry in sample.logprobs]
-        drawn.append((list(sample.token_ids), torch.tensor(rows, dtype=torch.float64)))
+        [answer] = output.outputs
+        rows = [[entry[token].logprob for token in range(VOCAB)] for entry in answer.logprobs]
+        drawn.append((list(answer.token_ids), torch.tensor(rows, dtype=torch.float64)))
     return drawn
 
 
-def common(one: Drawn, other: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to the first token that differs: it was still drawn after the same tokens."""
-    pairs = enumerate(zip(one[0], other[0], strict=True))
-    length = next((i + 1 for i, (mine, yours) in pairs if mine != yours), len(one[0]))
-    return one[1][:length], other[1][:length]
+def divergences(exact: Any, drawn: list[Drawn]) -> list[float]:
+    """Mean Kullback-Leibler divergence from the exact distributions, per prompt."""
+    samples = [
+        divergence(exact, PROMPTS[number // GROUP_SIZE], each) for number, each in enumerate(drawn)
+    ]
+    groups = zip(*[iter(samples)] * GROUP_SIZE, strict=True)
+    return [statistics.mean(group) for group in groups]
+
+
+def divergence(exact: Any, prompt: list[int], drawn: Drawn) -> float:
+    tokens, logprobs = drawn
+    with torch.inference_mode():
+        logits = exact(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    true = logits.double().log_softmax(-1)
+    return float((true.exp() * (true - logprobs)).sum(-1).mean())
