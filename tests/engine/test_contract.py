@@ -209,7 +209,6 @@ async def test_swapped_weights_stamp_the_tokens_that_follow(
 async def test_the_pulse_says_what_the_engine_does(subject: Subject) -> None:
     pulse = subject.engine.pulse()
     assert (pulse.stage, pulse.alive) == ("serving", True)
-    assert pulse.age_seconds < 5
 
 
 async def test_text_becomes_tokens_and_back(subject: Subject) -> None:

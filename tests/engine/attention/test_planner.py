@@ -1,7 +1,8 @@
 """The planner finds what an obvious search finds, keeps it while it holds, waits for nothing."""
 
-import statistics
-import time
+import sys
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from engine.attention.planner import Planner
 from kernels.shared_prefix.plan import Int32s
 from tests.engine.attention.tables import BLOCK, Node, nodes_of, slow_plan, table_of, tree_rows
+
+MAX_CALLS = 350
+"""At most 240 are counted; one more per row would be 256 more."""
 
 
 def first_positions(rows: list[list[int]], depths: list[int] | None = None) -> Int32s:
@@ -104,19 +108,26 @@ def test_planning_touches_no_tensor() -> None:
     "shape, blocks",
     [((1, 256), (127, 3)), ((32, 8), (127, 3)), ((1, 8, 32), (32, 95, 3)), ((256,), (130,))],
 )
-def test_a_plan_is_a_small_part_of_a_step(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-    """256 rows of 4096 tokens; the bench holds it to 200 us on a quiet machine, a test cannot."""
+def test_a_plan_takes_few_calls(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+    """Of 256 rows of 4096 tokens; the bench holds it to 200 us on a quiet machine. Calls are
+    counted, because times depend on the machine.
+    """
     rows = tree_rows(shape, blocks)
     order = np.random.default_rng(0).permutation(len(rows))
     table, positions = table_of([rows[i] for i in order], num_columns=512), first_positions(rows)
-    anew: list[float] = []
-    same: list[float] = []
-    kept = Planner(BLOCK)
-    for _ in range(20):
-        for planner, times in ((Planner(BLOCK), anew), (kept, same)):
-            began = time.perf_counter()
-            planner.plan(table, positions)
-            times.append(time.perf_counter() - began)
-    assert min(anew) < 2e-3
-    assert statistics.median(same) < statistics.median(anew)
-    assert kept.num_plans == 1
+    planner = Planner(BLOCK)
+    anew, same = (num_calls(lambda: planner.plan(table, positions)) for _ in range(2))
+    assert anew < MAX_CALLS
+    assert same < anew
+    assert planner.num_plans == 1
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """Calls of functions, in Python and compiled."""
+    events: Counter[str] = Counter()
+    sys.setprofile(lambda _, event, __: events.update([event]))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return events["call"] + events["c_call"]

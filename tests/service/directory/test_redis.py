@@ -6,7 +6,6 @@ Rollouts go on through all of it; only the way to what others have is lost, and 
 import asyncio
 import ssl
 import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,18 +110,17 @@ async def test_without_redis_rollouts_go_on_and_what_is_remembered_is_found(
     place = await submitted(a)
     take_away(redis, how)
     try:
-        began = time.monotonic()
         answers = [await keyed(a, f"key-{number}") for number in range(20)]
-        seconds = time.monotonic() - began
         found = await b.http.get(place, follow_redirects=True)
         await until(a, lost=True)
         assert await metric(a, "coppice_directory_up") == 0
         assert await metric(a, "coppice_directory_unshared_keys_total") > 0
+        asked = await metric(a, 'coppice_directory_failures_total{operation="claim"}')
         assert (await a.http.get("/readyz")).status_code == 200
     finally:
         bring_back(redis, how)
     assert {answer.status_code for answer in answers} == {200}
-    assert seconds < 10, "each of them waited for the directory"
+    assert 0 < asked < len(answers) / 2, "each of them waited for the directory"
     assert found.status_code == 200
     for served in pair:
         await sees(served, 1)
