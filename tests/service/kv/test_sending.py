@@ -139,6 +139,11 @@ def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
             )
             assert len({answer.content for answer in answers}) == 1
             assert len(answers[0].content) > NUM_BYTES
+            with silent_reader(served, known) as reader:
+                await until(lambda: served.server.sending.num_transfers > 0)
+                await asyncio.sleep(0.1)  # its socket is full, and the loop waits for room
+                received = await asyncio.to_thread(read_to_end, reader, len(answers[0].content))
+            assert received == answers[0].content
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(read())
