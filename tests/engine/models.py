@@ -1,12 +1,15 @@
-"""Random Qwen3 models of half a million values, written without a framework."""
+"""Random Qwen3 models of half a million values, written without a model framework."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 128, 256, 2, 4, 2, 32
 
@@ -87,6 +90,14 @@ def write_shards(directory: Path, tensors: Tensors, num_shards: int) -> None:
         save_file(held, directory / shard, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_bfloat16(directory: Path, copy: Path, file: str = "model.safetensors") -> Path:
+    """A copy whose values are rounded and stored so."""
+    shutil.copytree(directory, copy)
+    rounded = {name: values.bfloat16() for name, values in load_torch(copy / file).items()}
+    save_torch(rounded, copy / file, metadata={"format": "pt"})
+    return copy
 
 
 def make_models(directory: Path, *, tied: bool) -> dict[str, Path]:

@@ -1,6 +1,5 @@
 """Weights swapped in a running engine: nothing of one version is ever served as another."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from safetensors.torch import load_file as load_torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from engine.protocol import VersionSpan
@@ -19,7 +16,7 @@ from engine.weights.check import check
 from engine.weights.checkpoint import read_served
 from tests.engine.greedy import assert_greedy
 from tests.engine.live import FAULTY, Answer, LiveEngine, assert_same, live_engine
-from tests.engine.models import make_models, random_tensors, write_model
+from tests.engine.models import in_bfloat16, make_models, random_tensors, write_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -97,13 +94,11 @@ def test_a_swap_in_flight_gives_the_answers_of_a_fresh_engine(
 def test_weights_in_bfloat16_are_served_in_float32(
     engine: LiveEngine, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As a trainer sends them to an engine whose CPU has no bfloat16 instructions."""
-    model = shutil.copytree(models["v8"], tmp_path / "bf16") / "model.safetensors"
-    save_file({name: values.bfloat16() for name, values in load_torch(model).items()}, model)
-    check(read_served(models["v7"]), model.parent, dtype="float32")
-    engine.swap(model.parent)
+    model = in_bfloat16(models["v8"], tmp_path / "v9")
+    check(read_served(models["v7"]), model, dtype="float32")
+    engine.swap(model)
     answers = engine.ask(*PROMPTS, max_tokens=40)
-    oracle = AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.float32).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert_greedy(oracle, prompt, answer.token_ids)
 

@@ -1,6 +1,5 @@
 """Adapters in a real engine: whose tokens they are, and what their prefixes may be found by."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from engine.weights.checkpoint import read_served
 from tests.engine.adapters.trained import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 from tests.engine.live import Answer, LiveEngine
+from tests.engine.models import in_bfloat16
 from tests.engine.seedling import BLOCK, MODEL, teacher_forced
 from tests.engine.speculation.drafting import drafting_engine, in_group
 
@@ -99,9 +99,7 @@ def test_groups_side_by_side_are_each_its_own_adapters(
 def test_an_adapter_in_bfloat16_is_served_in_float32(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
-    adapter = shutil.copytree(made["all"], tmp_path / "bf16")
-    file = adapter / "adapter_model.safetensors"
-    save_file({name: values.bfloat16() for name, values in load_file(file).items()}, file)
+    adapter = in_bfloat16(made["all"], tmp_path / "bf16", "adapter_model.safetensors")
     check_adapter(read_served(MODEL), adapter, max_rank=16, dtype="float32")
     [answer] = engine.ask(PROMPT, adapter=load(engine, "policy", adapter), max_tokens=12)
     assert_drawn_from(under(adapter), [answer])
