@@ -61,6 +61,7 @@ soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a
 	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.growth
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2

@@ -2,9 +2,10 @@
 
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil
 
@@ -77,8 +78,12 @@ class Levels:
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
 
+class Watched(Protocol):
+    def look(self, num_done: int) -> None: ...
+
+
 @contextmanager
-def watched(levels: list[Levels], num_done: Callable[[], int]) -> Iterator[None]:
+def watched(levels: Sequence[Watched], num_done: Callable[[], int]) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
