@@ -12,25 +12,34 @@ from service.fleet_weights.manifests import same_files
 from service.fleet_weights.pull import PullFailed, _chunks
 
 
-async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers with a byte now and then."""
-    await reader.readuntil(b"\r\n\r\n")
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """Sends one byte every 10 ms until the client closes the connection."""
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
     with suppress(ConnectionError):
         while not writer.is_closing():
             writer.write(b"w")
             await writer.drain()
             await asyncio.sleep(0.01)
+    writer.close()
 
 
 async def test_a_replica_that_sends_a_little_time_and_again_is_given_up() -> None:
     file = ManifestFile(name="model.safetensors", sha256="0" * 64, num_bytes=100_000)
-    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await drip(writer)
+        closed.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         async with asyncio.timeout(10), httpx.AsyncClient(base_url=f"http://{host}:{port}") as peer:
             with pytest.raises(PullFailed, match=r"less than 1048576 bytes in 0.2 s"):
                 async for _ in _chunks(peer, "v1", file, block_seconds=0.2):
                     pass
+        async with asyncio.timeout(10):
+            await closed.wait()
 
 
 def test_files_that_are_gone_are_not_those_that_were_published(tmp_path: Path) -> None:
