@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
 from service.errors import InvalidRequest, PromptTooLong
+from service.turns import TimeSlice
 
 Started = list[UnfinishedSample]
 
@@ -26,7 +27,7 @@ def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
     return [VersionSpan(**span.model_dump()) for span in started.versions]
 
 
-def check_continued(
+async def check_continued(
     request: RolloutRequest,
     prompts: Sequence[Sequence[int]],
     *,
@@ -37,6 +38,7 @@ def check_continued(
         return
     if request.branching is not None:
         raise InvalidRequest("a tree begins anew: it takes no continue_from")
+    turn = TimeSlice()
     for index, started in started_of(request).items():
         if index >= len(prompts):
             raise InvalidRequest("continue_from names a group that is not there")
@@ -44,6 +46,7 @@ def check_continued(
             raise InvalidRequest("continue_from has more samples than their group")
         for sample in started:
             _check(sample, request, len(prompts[index]), max_context_tokens, vocab_size)
+            await turn.pause()
 
 
 def _check(

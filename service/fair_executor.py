@@ -60,6 +60,8 @@ class FairExecutor:
             return result
         finally:
             self._drop(queue, job)
+            # A failure refers to this frame: without this both would live on with the job's input.
+            del job
 
     def _check_room(self, queue: str, num_bytes: int) -> None:
         if not num_bytes:

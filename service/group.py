@@ -29,6 +29,7 @@ from service.continued import Started, spans_of
 from service.enough import Enough
 from service.kv.group_exports import GroupExports
 from service.reuse.group_reuse import GroupReuse
+from service.turns import Turns
 
 Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
@@ -68,7 +69,8 @@ class Group:
     `load` is what they do not compute of it.
     The engine knows its samples as siblings by its `name`, which no other has.
     `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
-    in which they ended. `likeliest` are, by sample, those that `num_likeliest` asks for.
+    in which they ended. `turns`, its rollout's, spread the answers of samples that end at the same
+    time. `likeliest` are, by sample, those that `num_likeliest` asks for.
     """
 
     id: str
@@ -100,6 +102,7 @@ class Group:
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
     likeliest: dict[int, list[Place]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
     _unfinished: set[str] = field(default_factory=set)
 
     @property
@@ -185,6 +188,7 @@ class Group:
             if result.likeliest is not None:
                 self.likeliest[index] = result.likeliest[: self._kept(result)]
             await self._count(engine, index, result)
+            await self.turns.wait()
             answer = await self._sample(index, result)
             done(answer)
             return answer, result.num_cached_tokens

@@ -11,6 +11,7 @@ from service.prompts import Prompts
 from service.ranks import Ranks
 from service.reuse.segments import Segments
 from service.trees.kinds import tree_group
+from service.turns import TimeSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +53,15 @@ class Grouping:
         self._segments = segments
         self._longest_lease = longest_lease
 
-    def groups(
+    async def groups(
         self, request: RolloutRequest, prompts: list[list[int]], terms: Terms
     ) -> list[Group]:
-        started = started_of(request)
-        return [
-            self._group(
-                request,
-                self._segments.settle(request, self._fields(request, index, prompt, terms)),
-                started.get(index, []),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        groups, started, turn = list[Group](), started_of(request), TimeSlice()
+        for index, prompt in enumerate(prompts):
+            fields = self._segments.settle(request, self._fields(request, index, prompt, terms))
+            groups.append(self._group(request, fields, started.get(index, [])))
+            await turn.pause()
+        return groups
 
     def _group(self, request: RolloutRequest, given: GroupFields, started: Started) -> Group:
         index = given["index"]

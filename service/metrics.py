@@ -5,6 +5,7 @@ docs/metrics.md is the table of them; dashboards and rules name nothing that is 
 """
 
 import statistics
+from collections import Counter as TallyCounter
 from collections.abc import Sequence
 from typing import get_args
 
@@ -222,10 +223,10 @@ class Metrics:
             self.reuse.answered(group.reuse)
         self.completion_tokens.inc(group.num_completion_tokens)
         if group.segments is None:
-            for sample in group.samples:
-                self.samples.labels(sample.finish_reason).inc()
-                versions = [span.version for span in sample.versions]
-                self.samples_stale.inc(any(version != versions[-1] for version in versions))
+            for reason, number in TallyCounter(s.finish_reason for s in group.samples).items():
+                self.samples.labels(reason).inc(number)
+            spans = [sample.versions for sample in group.samples if len(sample.versions) > 1]
+            self.samples_stale.inc(sum(len({s.version for s in each}) > 1 for each in spans))
         for segment in group.segments or ():
             self.segments.labels(segment.finish_reason).inc()
 

@@ -7,7 +7,8 @@ answer are two views of one run. A rollout ends exactly once: with an answer or 
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from coppice.wire.records import (
     EndRecord,
@@ -39,8 +40,11 @@ from service.kv.group_exports import NOT_CONTINUED, KvTold
 from service.kv.prompt_kv import PromptKv
 from service.logs import group_id, rollout_id
 from service.reuse.group_reuse import with_reuse
+from service.turns import PER_TURN, TimeSlice, Turns
 
 log = logging.getLogger(__name__)
+
+GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
 
 PROGRESS_SECONDS = 15.0
 ROLLOUT_BYTES = 12 * 2**10
@@ -75,6 +79,11 @@ class Rollout:
         self.error: ServiceError | None = None
         self.promised = False
         self._num_done = 0
+        self._num_started = 0
+        self._num_bytes = ROLLOUT_BYTES + GROUP_BYTES * len(groups)
+        turns = Turns()
+        for group in groups:
+            group.turns = turns
         self._answers: dict[int, GroupAnswer] = {}
         self._log: list[Record] = [StartRecord(id=rollout_id)]
         self._grown = asyncio.Event()
@@ -96,11 +105,7 @@ class Rollout:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of an ended rollout without its groups: its answer and its log."""
-        answers = self.answers()
-        samples = sum(_num_bytes(sample) for answer in answers for sample in answer.samples)
-        # The log has those of a tree as they were when they ended, the answer as they are.
-        segments = sum(2 * _num_bytes(s) for answer in answers for s in answer.segments or ())
-        return ROLLOUT_BYTES + GROUP_BYTES * len(answers) + samples + segments
+        return self._num_bytes
 
     @property
     def resting(self) -> bool:
@@ -111,12 +116,15 @@ class Rollout:
         while not self.resting:
             await self._grown.wait()
 
-    async def run(self, engine: Engine, prompt_kv: PromptKv) -> None:
+    async def run(self, engine: Engine, prompt_kv: PromptKv, group_ended: GroupEnded) -> None:
         rollout_id.set(self.id)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in self.groups:
-                    tasks.create_task(self._run_group(engine, prompt_kv, group))
+                    running = tasks.create_task(self._run_group(engine, prompt_kv, group))
+                    # Beside the task, lest a failure to count loses an answer.
+                    running.add_done_callback(partial(self._count, group, group_ended))
+                    await self._spread(group)
         except ExceptionGroup as failures:
             self.error = service_error(failures)
         except asyncio.CancelledError:
@@ -124,6 +132,17 @@ class Rollout:
             raise
         finally:
             self._end()
+
+    async def _spread(self, group: Group) -> None:
+        """A turn of the event loop for every so many samples, which enter the engine in it."""
+        self._num_started += group.n
+        if self._num_started >= PER_TURN:
+            self._num_started = 0
+            await asyncio.sleep(0)
+
+    def _count(self, group: Group, group_ended: GroupEnded, _: asyncio.Task[None]) -> None:
+        if group.index in self._answers:
+            group_ended(self, group, self._answers[group.index])
 
     def never_ran(self) -> None:
         """Cancelled before its first step, a task runs nothing at all, not even `finally`."""
@@ -166,11 +185,12 @@ class Rollout:
 
     async def records(self) -> AsyncIterator[Record]:
         """The whole log from its start, as it grows; a progress record when it stands still."""
-        position = 0
+        position, turn = 0, TimeSlice()
         while True:
             for record in self._log[position:]:
                 position += 1
                 yield record
+                await turn.pause()
             if position and isinstance(self._log[position - 1], EndRecord):
                 return
             if not await self._wait_for_growth(position):
@@ -181,6 +201,7 @@ class Rollout:
         group_id.set(str(group.index))  # the caller's own name for it could hold anything
 
         def done(part: SampleAnswer | SegmentAnswer) -> None:
+            self._num_bytes += _num_bytes(part)
             if isinstance(part, SegmentAnswer):
                 self._append(SegmentRecord(group=group.index, segment=part))
             else:
@@ -243,10 +264,8 @@ class Rollout:
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """A number and its place in a list take about 36 bytes."""
-    num_lists = 2
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
     if isinstance(part, SampleAnswer):
-        num_bytes += sys.getsizeof(part.text)
-    elif part.entropy is not None:
-        num_lists = 3
-    return num_bytes + num_lists * 40 * len(part.token_ids)
+        return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
+    # The log has a segment as it was when it ended, the answer as it is.
+    return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))

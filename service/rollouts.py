@@ -26,7 +26,8 @@ from service.idempotency import IdempotencyKeys
 from service.kept import Kept
 from service.kv.prompt_kv import PromptKv
 from service.prompts import Prompts
-from service.rollout import Rollout
+from service.rollout import GroupEnded, Rollout
+from service.turns import TimeSlice
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -51,6 +52,7 @@ class Rollouts:
         keep_bytes: int,
         grouping: Grouping,
         ended: Ended,
+        group_ended: GroupEnded,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -62,6 +64,7 @@ class Rollouts:
         self._max_samples = max_samples_per_request
         self._grouping = grouping
         self._ended = ended
+        self._group_ended = group_ended
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(
             max_seconds=keep_seconds, forgotten=lambda claim: fleet.release(claim.shared_place)
@@ -144,9 +147,9 @@ class Rollouts:
         num_samples = asked.num_samples(request)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        prompts = [await self._prompts.token_ids(group.prompt) for group in request.groups]
+        prompts = await self._tokenized(request)
         facts = self._engine.facts
-        check_continued(
+        await check_continued(
             request,
             prompts,
             max_context_tokens=facts.max_context_tokens,
@@ -162,17 +165,32 @@ class Rollouts:
             self._admission.release(place)
             raise
 
+    async def _tokenized(self, request: RolloutRequest) -> list[list[int]]:
+        prompts, turn = list[list[int]](), TimeSlice()
+        for group in request.groups:
+            prompts.append(await self._prompts.token_ids(group.prompt))
+            await turn.pause()
+        return prompts
+
     async def _groups(
         self, request: RolloutRequest, prompts: list[list[int]], owner: str, aside: Aside
     ) -> list[Group]:
-        await self.gate_open()
-        terms = Terms(
+        """Made again if the terms changed meanwhile. There is no await behind the last check."""
+        while True:
+            await self.gate_open()
+            terms = self._terms(request, owner, aside)
+            groups = await self._grouping.groups(request, prompts, terms)
+            await self.gate_open()
+            if self._terms(request, owner, aside) == terms:
+                return groups
+
+    def _terms(self, request: RolloutRequest, owner: str, aside: Aside) -> Terms:
+        return Terms(
             owner=owner,
             exact_version=self._versions.admit(request.policy),
             adapter=self._adapters.resolve(request.adapter),
             aside=aside,
         )
-        return self._grouping.groups(request, prompts, terms)
 
     def _made(
         self, groups: list[Group], owner: str, detached: bool, claim: Claim | None
@@ -272,7 +290,8 @@ class Rollouts:
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
-            rollout.run(self._engine, self._prompt_kv), name=f"rollout-{rollout.id}"
+            rollout.run(self._engine, self._prompt_kv, self._group_ended),
+            name=f"rollout-{rollout.id}",
         )
         task.add_done_callback(lambda _: self._forget(rollout, place))
         return rollout

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
@@ -25,6 +26,7 @@ from service.directory.names import new_replica_id
 from service.drafters import Drafters
 from service.fleet_weights.fleet_weights import FleetWeights
 from service.fleet_weights.standing import Standing
+from service.group import Group
 from service.grouping import Grouping
 from service.kv.prompt_kv import PromptKv
 from service.kv.sending import Sending
@@ -119,7 +121,8 @@ class Server:
                 self.segments,
                 longest_lease=settings.limits.max_tree_lease_seconds,
             ),
-            ended=self._count,
+            ended=self._count_failed,
+            group_ended=self._count_group,
         )
         self.open_trees = OpenTrees(self.rollouts)
         self.scoring = Scoring(
@@ -272,11 +275,10 @@ class Server:
         )
         return self._standing.shown(replica, self.versions)
 
-    def _count(self, rollout: Rollout) -> None:
-        answers = rollout.answers()
-        for answer in answers:
-            group = rollout.groups[answer.index]
-            self.metrics.group_ended(answer, group.sample_seconds)
-            self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
-        # A group that broke off has no answer; its callers are told the problem instead.
-        self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(answers))
+    def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
+        self.metrics.group_ended(answer, group.sample_seconds)
+        self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
+
+    def _count_failed(self, rollout: Rollout) -> None:
+        """A group that broke off has no answer; its callers are told the problem instead."""
+        self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(rollout.answers()))

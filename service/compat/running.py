@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from fastapi import Request, Response
 from pydantic import Field, ValidationError
-from pydantic_core import to_json
 
 from coppice.wire.rollouts import (
     MAX_GROUPS,
@@ -30,11 +29,13 @@ from service.compat.bodies import Flag, ForeignModel
 from service.compat.openai_route import as_openai
 from service.compat.sampling import SamplingFields, masked
 from service.connection import while_connected
+from service.encoding import PartsResponse, value_parts
 from service.errors import InvalidRequest
 from service.grouping import Aside
 from service.keys import Key
 from service.rollout import Rollout
 from service.server import Server
+from service.turns import TimeSlice
 
 FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
@@ -60,7 +61,7 @@ class Work:
 
     def request(self) -> RolloutRequest:
         groups = [
-            GroupRequest(prompt=Prompt(token_ids=prompt), n=self.n, seed=self.seed)
+            GroupRequest(prompt=_checked(prompt), n=self.n, seed=self.seed)
             for prompt in self.prompts
         ]
         return RolloutRequest(
@@ -70,6 +71,11 @@ class Work:
             priority=self.priority,
             adapter=self.adapter,
         )
+
+
+def _checked(token_ids: list[int]) -> Prompt:
+    """Without being validated once more, which is slow on the event loop."""
+    return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
 
 
 class RequestFields(ForeignModel):
@@ -132,7 +138,11 @@ async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[l
         raise fault(error) from error
     if not 0 < len(prompts) <= MAX_GROUPS:
         raise InvalidRequest(f"between 1 and {MAX_GROUPS} prompts are taken at once")
-    return [await server.prompts.token_ids(prompt) for prompt in prompts]
+    tokens, turn = list[list[int]](), TimeSlice()
+    for prompt in prompts:
+        tokens.append(await server.prompts.token_ids(prompt))
+        await turn.pause()
+    return tokens
 
 
 async def start(server: Server, caller: Key, work: Work) -> Rollout:
@@ -151,8 +161,8 @@ async def answered(request: Request, server: Server, rollout: Rollout) -> Rollou
 
 async def encoded(build: Callable[[], object]) -> Response:
     """In a thread: large answers would hold up everybody else."""
-    content = await asyncio.to_thread(lambda: to_json(build()))
-    return Response(content, media_type="application/json")
+    parts = await asyncio.to_thread(lambda: list(value_parts(build())))
+    return PartsResponse(parts, media_type="application/json")
 
 
 async def texts(server: Server, answer: RolloutAnswer) -> list[list[str]]:

@@ -23,6 +23,7 @@ from service.answers import (
 from service.bodies import INLINE_BYTES
 from service.claim import Claim
 from service.connection import NOBODY_READS, while_connected
+from service.encoding import PartsResponse, rollout_parts
 from service.errors import (
     DirectoryUnavailable,
     Draining,
@@ -143,12 +144,12 @@ async def _answer(rollout: Rollout, form: Form) -> Response:
     """Encoded in a thread: large answers would hold up everybody else's streams."""
     rollout.promised = False  # a server that stops waits for what it is sending
     answer = await rollout.answer()
-    content = await asyncio.to_thread(_encoded, answer, form)
-    return Response(content, media_type=form, headers=_headers(rollout))
+    parts = await asyncio.to_thread(_encoded, answer, form)
+    return PartsResponse(parts, media_type=form, headers=_headers(rollout))
 
 
-def _encoded(answer: RolloutAnswer, form: Form) -> bytes:
-    return pack(answer) if form is Form.PACKED else answer.model_dump_json().encode()
+def _encoded(answer: RolloutAnswer, form: Form) -> list[bytes]:
+    return [pack(answer)] if form is Form.PACKED else list(rollout_parts(answer))
 
 
 def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:

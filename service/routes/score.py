@@ -1,11 +1,14 @@
 """POST /v1/score."""
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
 from service.access import Caller, needs
 from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.connection import NOBODY_READS, while_connected
+from service.encoding import PartsResponse, model_parts
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter(prefix="/v1/score")
@@ -20,4 +23,5 @@ async def score(request: Request, server: ReadyServer, caller: Caller) -> Respon
     answer = await while_connected(request, server.scoring.score(body, owner=caller.name))
     if answer is None:
         return NOBODY_READS
-    return Response(answer.model_dump_json(), media_type="application/json")
+    parts = await asyncio.to_thread(lambda: list(model_parts(answer, "items")))
+    return PartsResponse(parts, media_type="application/json")

@@ -1,0 +1,114 @@
+"""Answers as JSON in parts. One call of pydantic holds the GIL to its end, also in a thread."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fastapi import Response
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
+
+PART_BYTES = 256 * 2**10
+
+
+class PartsResponse(Response):
+    """A body that is never joined: to copy hundreds of MiB takes long as well."""
+
+    def __init__(
+        self, parts: Iterable[bytes], *, media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._parts = list(parts)
+        super().__init__(media_type=media_type, headers=headers)
+        self.headers["content-length"] = str(sum(map(len, self._parts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
+    groups = (_group(group) for group in answer.groups)
+    return collected(_filled(answer, "groups", groups))
+
+
+def model_parts(answer: BaseModel, name: str) -> Iterator[bytes]:
+    """Of an answer whose list `name` is long."""
+    elements: Sequence[BaseModel] = getattr(answer, name)
+    return collected(_filled(answer, name, ([_json(element)] for element in elements)))
+
+
+def value_parts(value: object) -> Iterator[bytes]:
+    """Of plain values: a long list, or an object with one, is written element by element."""
+    return collected(_value(value))
+
+
+def collected(fragments: Iterable[bytes]) -> Iterator[bytes]:
+    """Fragments joined to parts of at least `PART_BYTES`, but for the last."""
+    part: list[bytes] = []
+    size = 0
+    for fragment in fragments:
+        part.append(fragment)
+        size += len(fragment)
+        if size >= PART_BYTES:
+            yield b"".join(part)
+            part, size = [], 0
+    yield b"".join(part)
+
+
+def _group(group: GroupAnswer) -> Iterator[bytes]:
+    samples = ([_json(sample)] for sample in group.samples)
+    if not group.segments:
+        return _filled(group, "samples", samples)
+    bare = group.model_copy(update={"samples": []})
+    segments = ([_json(segment)] for segment in group.segments)
+    before, _, behind = b"".join(_filled(bare, "segments", segments)).partition(b'"samples":[]')
+    return _chained(before + b'"samples":[', _separated(samples), b"]" + behind)
+
+
+def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """The model's JSON with these elements in its list. Inside of strings quotes are escaped, so
+    the empty list is found at its own place only."""
+    empty = b'"%b":[]' % name.encode()
+    shell = _json(model.model_copy(update={name: []}))
+    before, found, behind = shell.partition(empty)
+    assert found, f"{name} is a list of the answer"
+    return _chained(before + empty[:-1], _separated(elements), b"]" + behind)
+
+
+def _chained(before: bytes, between: Iterable[bytes], behind: bytes) -> Iterator[bytes]:
+    yield before
+    yield from between
+    yield behind
+
+
+def _separated(elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    for index, element in enumerate(elements):
+        if index:
+            yield b","
+        yield from element
+
+
+def _value(value: object) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        members = ([to_json(name), b":", *_list(member)] for name, member in value.items())
+        return _chained(b"{", _separated(members), b"}")
+    return _list(value)
+
+
+def _list(value: object) -> Iterator[bytes]:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return _chained(b"[", _separated([to_json(element)] for element in value), b"]")
+    return iter([to_json(value)])
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json().encode()
