@@ -47,6 +47,7 @@ def gather_facts(
         kv_format=kv if isinstance(kv, KvFormat) else None,
         kv_reason=None if isinstance(kv, KvFormat) else kv,
         max_logprobs=settings.max_logprobs,
+        max_token_chars=llm.get_tokenizer().max_chars_per_token,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
         template_variables=template_variables,

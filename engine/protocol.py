@@ -204,6 +204,8 @@ class EngineFacts:
     """How many of the likeliest tokens a request may ask for."""
     template_variables: frozenset[str] = frozenset()
     """The names among `Conversation.template_options` that the chat template renders."""
+    max_token_chars: int | None = None
+    """Of text: a longer one than this many per token of context cannot fit. None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,8 +365,6 @@ class Engine(Protocol):
     def kill(self) -> None: ...
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
     def encode_conversation(self, conversation: Conversation) -> list[int]: ...
 

@@ -8,7 +8,7 @@ cache through prefix caching, and enter in one turn of the loop, to be scheduled
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -317,23 +317,6 @@ class VllmEngine:
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.llm.get_tokenizer()
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        tokenizer: Any = self.llm.get_tokenizer()
-        try:
-            tokens = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's and raises what it likes
-            raise RequestRefused(
-                "the model's chat template does not render these messages"
-            ) from error
-        return list(tokens)
 
     def encode_conversation(self, conversation: Conversation) -> list[int]:
         return self._chat.encode(conversation)

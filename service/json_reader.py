@@ -17,8 +17,8 @@ from pydantic_core import from_json
 
 from service.errors import BodyTooLarge, InvalidJson
 
-PIECE_BYTES = 256 * 2**10
-STEP_BYTES = 256 * 2**10
+PIECE_BYTES = 64 * 2**10
+STEP_BYTES = 64 * 2**10
 MAX_DEPTH = 200
 """pydantic_core's own bound, which pieces would reset."""
 MAX_MEMBERS = 65_536
@@ -59,6 +59,14 @@ def _parsed(piece: bytes) -> Any:
         return from_json(piece)
     except ValueError as error:
         raise InvalidJson() from error
+
+
+def _integers(values: list[Any]) -> list[Any]:
+    """Whole floats as integers, which they are to JSON Schema. Models accept both, but a list of a
+    million such floats takes 0.3 s to validate, in one call."""
+    if not any(type(value) is float for value in values):
+        return values
+    return [int(v) if type(v) is float and v.is_integer() else v for v in values]
 
 
 @dataclass(slots=True)
@@ -223,7 +231,7 @@ class _Builder:
         for first, last in self._pieces(start):
             nested = self._outline.nested.get(first)
             if nested is None:
-                built += self._some(b"[%b]", first, last)
+                built += _integers(self._some(b"[%b]", first, last))
             elif self._body[first:nested].strip(_WHITESPACE):
                 raise InvalidJson()
             else:

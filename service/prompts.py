@@ -1,12 +1,10 @@
 """Prompts to token ids and token ids to text, off the event loop.
 
 One thread does all of it: tokenizers are not safe to share between threads, and text is rare here.
+Its work is queued per API key, prompts apart from responses, and the queues are served in turn.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from coppice.wire.rollouts import Prompt
@@ -14,9 +12,13 @@ from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Conversation, Engine, Reply
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
+from service.fair_executor import FairExecutor, QueueLimits
+from service.logs import key_name
 
-Given = TypeVar("Given")
 Result = TypeVar("Result")
+
+WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
+"""Characters of prompts; a tokenizer takes about 1 s for 1 MiB."""
 
 
 class Prompts:
@@ -25,10 +27,10 @@ class Prompts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._token_texts: dict[int, str] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._tokenizer = FairExecutor("tokenizer", WAITING)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._tokenizer.close()
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
         return self._checked(await self._tokens(prompt))
@@ -39,7 +41,10 @@ class Prompts:
     async def rendered(self, conversation: Conversation) -> list[int]:
         """As above, of any length."""
         try:
-            return await self._off_loop(self._engine.encode_conversation, conversation)
+            return await self._encoded(
+                _num_chars(conversation.messages) + _num_chars(conversation.tools),
+                lambda: self._engine.encode_conversation(conversation),
+            )
         except ConversationRefused as error:
             raise InvalidRequest.of_parameter(error.field, str(error)) from error
         except errors.PromptTooLong as error:
@@ -49,35 +54,36 @@ class Prompts:
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Of any length: callers bound the text."""
-        encode = partial(self._engine.encode_text, add_special_tokens=add_special_tokens)
-        return await self._off_loop(encode, text)
+        engine = self._engine
+        return await self._encoded(
+            len(text), lambda: engine.encode_text(text, add_special_tokens=add_special_tokens)
+        )
 
     async def text(self, token_ids: Sequence[int]) -> str:
-        return await self._off_loop(self._engine.decode, token_ids)
+        return await self._decoded(lambda: self._engine.decode(token_ids))
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
         """With special tokens."""
-        decode = partial(self._engine.decode, skip_special_tokens=False)
-        return await self._off_loop(decode, token_ids)
+        return await self._decoded(
+            lambda: self._engine.decode(token_ids, skip_special_tokens=False)
+        )
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return await self._off_loop(self._engine.token_pieces, token_ids)
+        return await self._decoded(lambda: self._engine.token_pieces(token_ids))
 
     async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
         """The text of each token; every token of the vocabulary is decoded once."""
 
-        def decode(known: dict[int, str]) -> Mapping[int, str]:
+        def decode() -> Mapping[int, str]:
+            known = self._token_texts
             new = list(set(collect()) - known.keys())
             known.update(zip(new, self._engine.token_texts(new), strict=True))
             return known
 
-        return await self._off_loop(decode, self._token_texts)
+        return await self._decoded(decode)
 
     async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        def parse(given: Sequence[int]) -> Reply:
-            return self._engine.reply(given, conversation)
-
-        return await self._off_loop(parse, token_ids)
+        return await self._decoded(lambda: self._engine.reply(token_ids, conversation))
 
     def _checked(self, tokens: list[int]) -> list[int]:
         facts = self._engine.facts
@@ -98,12 +104,39 @@ class Prompts:
         if prompt.segments is not None:
             return [token for segment in prompt.segments for token in segment.token_ids]
         if prompt.text is not None:
-            return await self._off_loop(self._engine.encode_text, prompt.text)
+            return await self._text_tokens(prompt.text)
         messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
-        try:
-            return await self._off_loop(self._engine.encode_messages, messages)
-        except RequestRefused as error:
-            raise NoChatTemplate() from error
+        return await self.rendered(Conversation(messages=messages))
 
-    async def _off_loop(self, function: Callable[[Given], Result], given: Given) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, given)
+    async def _text_tokens(self, text: str) -> list[int]:
+        """Refuses what cannot fit before it is tokenized."""
+        facts = self._engine.facts
+        if facts.max_token_chars is not None:
+            max_chars = facts.max_context_tokens * facts.max_token_chars
+            if len(text) > max_chars:
+                raise PromptTooLong(
+                    f"{len(text)} characters; the context holds {facts.max_context_tokens} tokens, "
+                    f"which are at most {max_chars} characters"
+                )
+        return await self._encoded(len(text), lambda: self._engine.encode_text(text))
+
+    async def _encoded(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
+
+    async def _decoded(self, decode: Callable[[], Result]) -> Result:
+        """What was sampled is never refused."""
+        return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
+
+
+def _num_chars(value: object) -> int:
+    """Of all strings in plain values, without recursion."""
+    total, waiting = 0, [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            total += len(found)
+        elif isinstance(found, Mapping):
+            waiting += [*found.keys(), *found.values()]
+        elif isinstance(found, Sequence):
+            waiting += found
+    return total

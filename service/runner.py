@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from service.bounded_protocol import bounded_by
-from service.collector import collect_at_intervals
+from service.interpreter import tuned
 from service.settings import Settings
 from service.stop import Life, Stop
 
@@ -137,11 +137,11 @@ async def _serve(
     stop = Stop(life, server, drain_seconds=settings.server.drain_seconds)
     async with asyncio.TaskGroup() as group:
         announcement = group.create_task(_announce(server, life, settings, listener))
-        collecting = group.create_task(collect_at_intervals())
+        tuning = group.create_task(tuned())
         with stop.on_signals():
             async with operators.running() if operators else nullcontext():
                 await server.serve(sockets=[listener])
-        collecting.cancel()
+        tuning.cancel()
         if announcement.done():
             return announcement.result()
         announcement.cancel()

@@ -7,7 +7,7 @@ computed, and exported, in a sample's first step.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from tests.fake_export import FORMAT, write_export
 
 VOCAB_SIZE = 256
 EOS = 0
+ROLES = ("system", "user", "assistant", "tool")
 BLOCK_SIZE = 32
 
 
@@ -130,6 +131,7 @@ class FakeEngine:
             kv_reason=None if self.prompt_kv else "disabled",
             max_logprobs=20,
             template_variables=frozenset({"enable_thinking"}),
+            max_token_chars=1,
             max_adapters=self.max_adapters,
             max_adapter_rank=16 if self.max_adapters else 0,
         )
@@ -167,18 +169,15 @@ class FakeEngine:
         """Without a special token of its own."""
         return list(text.encode())
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if any(
-            message["role"] not in ("system", "user", "assistant", "tool") for message in messages
-        ):
-            raise RequestRefused("unknown role")
-        return list("".join(message["content"] for message in messages).encode())
-
     def encode_conversation(self, conversation: Conversation) -> list[int]:
         if conversation.template_options.get("max_length"):
             raise ConversationRefused("chat_template_kwargs", "max_length: not a variable")
+        messages = conversation.messages
+        if any(message["role"] not in ROLES for message in messages):
+            raise RequestRefused("unknown role")
         named = [str(tool["function"]["name"]) for tool in conversation.tools]
-        return self.encode_text("".join(named)) + self.encode_messages(conversation.messages)
+        contents = [str(message["content"]) for message in messages]
+        return self.encode_text("".join(named + contents))
 
     def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         """With tools, every response calls the first one, unless `parses` is false."""

@@ -31,7 +31,7 @@ from service.compat.running import (
 )
 from service.compat.sampling import MaxTokens, SamplingFields
 from service.compat.tool_choice import ToolChoice
-from service.connection import NOBODY_READS
+from service.connection import NOBODY_READS, while_connected
 from service.errors import InvalidRequest
 from service.rollout import Rollout
 from service.routes.dependencies import ReadyServer
@@ -113,7 +113,9 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     likeliest.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
     _count_ignored(server, body.chat_template_kwargs or {})
-    prompt = await server.prompts.conversation(conversation)
+    prompt = await while_connected(request, server.prompts.conversation(conversation))
+    if prompt is None:
+        return NOBODY_READS
     most = body.max_completion_tokens or body.max_tokens
     others = body.top_logprobs if body.logprobs else None
     work = body.work([prompt], body, most, adapter, others)

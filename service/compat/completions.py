@@ -32,7 +32,7 @@ from service.compat.running import (
     usage,
 )
 from service.compat.sampling import SamplingFields
-from service.connection import NOBODY_READS
+from service.connection import NOBODY_READS, while_connected
 from service.errors import InvalidRequest
 from service.rollout import Rollout
 from service.routes.dependencies import ReadyServer
@@ -65,7 +65,9 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
     echo.check(body, n=body.n, stream=body.stream, max_tokens=body.max_tokens)
-    prompts = await tokens_of(server, lambda: _prompts(body))
+    prompts = await while_connected(request, tokens_of(server, lambda: _prompts(body)))
+    if prompts is None:
+        return NOBODY_READS
     # With max_tokens 0 vLLM samples one token as well, and leaves it out.
     most = body.max_tokens if body.max_tokens != 0 else 1
     work = body.work(prompts, body, most, adapter, body.logprobs)

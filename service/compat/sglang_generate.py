@@ -24,7 +24,7 @@ from service.compat.running import (
     tokens_of,
 )
 from service.compat.sampling import MaxTokens, SamplingFields, masked
-from service.connection import NOBODY_READS
+from service.connection import NOBODY_READS, while_connected
 from service.errors import InvalidRequest
 from service.routes.dependencies import ReadyServer
 
@@ -83,7 +83,9 @@ async def generate(
     body = await read_foreign(request, SglangBody, server)
     if body.stream:
         raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
-    prompts = await tokens_of(server, body.prompts)
+    prompts = await while_connected(request, tokens_of(server, body.prompts))
+    if prompts is None:
+        return NOBODY_READS
     wanted = body.sampling_params
     work = Work(
         prompts=prompts,

@@ -74,7 +74,10 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         raise Forbidden("the key lacks the role kv, which prompt KV needs")
     owner = caller.name
     claim = None if key is None else await _claim(owner, key, content)
-    rollout = await server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
+    starting = server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
+    rollout = await while_connected(request, starting)
+    if rollout is None:
+        return NOBODY_READS
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
     if body.stream or form is Form.NDJSON:

@@ -312,7 +312,7 @@ async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
 
 
 async def test_a_conversation_is_rendered_by_the_models_own_template(subject: Subject) -> None:
-    plain = subject.engine.encode_messages(ASKED)
+    plain = subject.engine.encode_conversation(Conversation(messages=ASKED))
     options = {"tokenize": False, "add_generation_prompt": False, "no_such_name": 1}
     asked = Conversation(messages=ASKED, template_options=options)
     assert subject.engine.encode_conversation(asked) == plain

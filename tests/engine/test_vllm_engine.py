@@ -14,7 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from engine.errors import CheckpointRefused, RequestRefused, StartFailed
-from engine.protocol import Completion, GraphCounts, Place, SampleRequest, Sampling
+from engine.protocol import Completion, Conversation, GraphCounts, Place, SampleRequest, Sampling
 from engine.settings import GraphsSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
@@ -248,7 +248,7 @@ async def test_weights_of_another_model_are_refused_by_name(
 
 async def test_messages_are_rendered_by_the_models_own_template(engine: VllmEngine) -> None:
     message = {"role": "user", "content": "12+3"}
-    rendered = engine.encode_messages([message])
+    rendered = engine.encode_conversation(Conversation(messages=[message]))
     assert engine.decode(rendered).count("12+3") == 1
     assert all(token < engine.facts.vocab_size for token in rendered)
 

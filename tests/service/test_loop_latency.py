@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
-from service.collector import collect_at_intervals
 from service.encoding import PART_BYTES, rollout_parts, value_parts
+from service.interpreter import tuned
 from service.turns import Turns
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
@@ -107,13 +108,14 @@ def test_values_in_parts_are_the_values(value: object) -> None:
     assert json.loads(b"".join(value_parts(value))) == value
 
 
-async def test_full_collections_come_at_intervals_and_as_before_afterwards() -> None:
-    before = gc.get_threshold()
+async def test_the_interpreter_is_tuned_for_as_long_as_the_server_runs() -> None:
+    before, switch = gc.get_threshold(), sys.getswitchinterval()
     collections = gc.get_stats()[2]["collections"]
-    collecting = asyncio.create_task(collect_at_intervals(0.01))
+    collecting = asyncio.create_task(tuned(0.01))
     await asyncio.sleep(0.1)
     assert gc.get_stats()[2]["collections"] > collections
-    assert gc.get_threshold()[2] > before[2]
+    assert gc.get_threshold()[2] > before[2] and sys.getswitchinterval() < switch
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
     assert gc.get_threshold() == before
+    assert sys.getswitchinterval() == pytest.approx(switch)

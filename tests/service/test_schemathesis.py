@@ -4,7 +4,7 @@ Always the same requests: the seed is fixed and nothing is remembered. The serve
 socket, in a thread, because its rollouts outlive single requests.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_path
 
-from engine.protocol import EngineFacts
+from engine.protocol import Conversation, EngineFacts
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread
@@ -96,8 +96,8 @@ class Obliging(FakeEngine):
     def facts(self) -> EngineFacts:
         return replace(super().facts, vocab_size=2**31)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return [len(messages) % 256]
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        return [len(conversation.messages) % 256]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""Text prompts: bounded before they are tokenized, and one key's do not hold up another's."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coppice.wire.rollouts import Prompt
+from service.errors import Overloaded, PromptTooLong, QuotaExceeded
+from service.fair_executor import FairExecutor, QueueLimits
+from service.logs import key_name
+from service.prompts import Prompts
+from tests.fake_engine import FakeEngine
+from tests.serving import serving
+
+
+class SlowTokenizer(FakeEngine):
+    """Tokenizes nothing before `go`; `seen` are the texts and responses in their order."""
+
+    def __init__(self) -> None:
+        super().__init__(max_context_tokens=10**9)
+        self.go = threading.Event()
+        self.seen: list[str] = []
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert self.go.wait(30)
+        self.seen.append(text[:2])
+        return [1]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.seen.append("response")
+        return ""
+
+
+def tokenized(prompts: Prompts, key: str, text: str) -> asyncio.Task[list[int]]:
+    async def work() -> list[int]:
+        key_name.set(key)
+        return await prompts.token_ids(Prompt(text=text))
+
+    return asyncio.create_task(work())
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    engine = SlowTokenizer()
+    engine.max_context_tokens = 100
+    with pytest.raises(PromptTooLong, match="101 characters"):
+        await Prompts(engine).token_ids(Prompt(text="a" * 101))
+    assert engine.seen == []
+
+
+async def test_keys_take_turns_and_responses_do_not_wait_behind_prompts() -> None:
+    engine = SlowTokenizer()
+    prompts = Prompts(engine)
+    many = [tokenized(prompts, "one", f"{number:02}") for number in range(10)]
+    await asyncio.sleep(0)
+    other = tokenized(prompts, "another", "xx")
+    await asyncio.sleep(0)
+    response = asyncio.create_task(prompts.text([1]))
+    await asyncio.sleep(0)
+    engine.go.set()
+    await asyncio.gather(*many, other, response)
+    assert engine.seen[:4] == ["00", "01", "xx", "response"]
+    prompts.close()
+
+
+async def test_text_of_a_caller_that_left_is_not_tokenized() -> None:
+    engine = SlowTokenizer()
+    prompts = Prompts(engine)
+    tasks = [tokenized(prompts, "one", f"{number:02}") for number in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    engine.go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert engine.seen == ["00", "02"]
+    prompts.close()
+
+
+async def test_a_caller_that_disconnects_leaves_no_text_behind(tmp_path: Path) -> None:
+    engine = SlowTokenizer()
+    async with serving(engine, tmp_path) as served:
+        sampling = {"max_tokens": 1}
+        bodies = [
+            {"groups": [{"prompt": {"text": f"{number:02}"}}], "sampling": sampling}
+            for number in range(2)
+        ]
+        asked = [asyncio.create_task(served.http.post("/v1/rollouts", json=b)) for b in bodies]
+        await asyncio.sleep(0.3)
+        asked[1].cancel()
+        await asyncio.sleep(0.3)
+        engine.go.set()
+        assert (await asked[0]).status_code == 200
+        await asyncio.sleep(0.1)
+        assert engine.seen[0] == "00" and "01" not in engine.seen
+
+
+async def test_waiting_work_is_bounded_per_key_and_in_all() -> None:
+    executor = FairExecutor("test", QueueLimits(key_bytes=10, total_bytes=25))
+    go = threading.Event()
+
+    def run(key: str, num_bytes: int) -> asyncio.Task[bool]:
+        return asyncio.create_task(executor.run(key, num_bytes, lambda: go.wait(30)))
+
+    accepted = [run("a", 9), run("a", 9), run("b", 9)]
+    await asyncio.sleep(0)
+    with pytest.raises(QuotaExceeded):
+        await run("a", 2)
+    with pytest.raises(Overloaded):
+        await run("c", 9)
+    free = run("c", 0)
+    go.set()
+    assert all(await asyncio.gather(*accepted, free))
+    executor.close()
