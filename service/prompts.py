@@ -14,6 +14,7 @@ from engine.protocol import Conversation, Engine, Reply
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.fair_executor import FairExecutor, QueueLimits
 from service.logs import key_name
+from service.turns import TimeSlice
 
 Result = TypeVar("Result")
 
@@ -34,6 +35,13 @@ class Prompts:
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
         return self._checked(await self._tokens(prompt))
+
+    async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        tokens, turn = list[list[int]](), TimeSlice()
+        for prompt in prompts:
+            tokens.append(await self.token_ids(prompt))
+            await turn.pause()
+        return tokens
 
     async def conversation(self, conversation: Conversation) -> list[int]:
         return self._checked(await self.rendered(conversation))

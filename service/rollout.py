@@ -136,8 +136,8 @@ class Rollout:
     async def _spread(self, group: Group) -> None:
         """A turn of the event loop for every so many samples, which enter the engine in it."""
         self._num_started += group.n
-        if self._num_started >= PER_TURN:
-            self._num_started = 0
+        while self._num_started >= PER_TURN:
+            self._num_started -= PER_TURN
             await asyncio.sleep(0)
 
     def _count(self, group: Group, group_ended: GroupEnded, _: asyncio.Task[None]) -> None:

@@ -27,7 +27,6 @@ from service.kept import Kept
 from service.kv.prompt_kv import PromptKv
 from service.prompts import Prompts
 from service.rollout import GroupEnded, Rollout
-from service.turns import TimeSlice
 from service.versions import Versions
 
 Ended = Callable[[Rollout], None]
@@ -147,7 +146,7 @@ class Rollouts:
         num_samples = asked.num_samples(request)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        prompts = await self._tokenized(request)
+        prompts = await self._prompts.all_token_ids([group.prompt for group in request.groups])
         facts = self._engine.facts
         await check_continued(
             request,
@@ -164,13 +163,6 @@ class Rollouts:
         except BaseException:
             self._admission.release(place)
             raise
-
-    async def _tokenized(self, request: RolloutRequest) -> list[list[int]]:
-        prompts, turn = list[list[int]](), TimeSlice()
-        for group in request.groups:
-            prompts.append(await self._prompts.token_ids(group.prompt))
-            await turn.pause()
-        return prompts
 
     async def _groups(
         self, request: RolloutRequest, prompts: list[list[int]], owner: str, aside: Aside

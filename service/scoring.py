@@ -58,7 +58,7 @@ class Scoring:
             raise InvalidRequest(
                 f"{num_responses} responses; one request may have {self._max_samples}"
             )
-        prompts = [await self._prompts.token_ids(item.prompt) for item in request.items]
+        prompts = await self._prompts.all_token_ids([item.prompt for item in request.items])
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
             self._check(prompt, item.responses)

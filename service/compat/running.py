@@ -35,7 +35,6 @@ from service.grouping import Aside
 from service.keys import Key
 from service.rollout import Rollout
 from service.server import Server
-from service.turns import TimeSlice
 
 FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
@@ -138,11 +137,7 @@ async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[l
         raise fault(error) from error
     if not 0 < len(prompts) <= MAX_GROUPS:
         raise InvalidRequest(f"between 1 and {MAX_GROUPS} prompts are taken at once")
-    tokens, turn = list[list[int]](), TimeSlice()
-    for prompt in prompts:
-        tokens.append(await server.prompts.token_ids(prompt))
-        await turn.pause()
-    return tokens
+    return await server.prompts.all_token_ids(prompts)
 
 
 async def start(server: Server, caller: Key, work: Work) -> Rollout:
