@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coppice.wire.base import ThreadSwitch, TokenIds
+from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
 from service.compat import refused
 from service.metrics import Metrics
@@ -22,9 +22,7 @@ DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 # Of a union every member is tried: without fail_fast each collects an error per element.
 Texts = Annotated[list[Text], Field(max_length=MAX_GROUPS, fail_fast=True)]
-ListsOfTokenIds = Annotated[
-    list[Annotated[TokenIds, ThreadSwitch]], Field(max_length=MAX_GROUPS, fail_fast=True)
-]
+ListsOfTokenIds = Annotated[list[TokenIds], Field(max_length=MAX_GROUPS, fail_fast=True)]
 
 
 class ForeignModel(BaseModel):

@@ -9,7 +9,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from coppice.wire.rollouts import RolloutRequest
+from coppice.wire.base import SLICE_TOKENS
+from coppice.wire.rollouts import MAX_TOKENS, RolloutRequest
 from service import bodies
 from service.bodies import INLINE_BYTES, MAX_FAULTS, Bodies, parse_in_steps
 from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
@@ -89,6 +90,26 @@ def test_of_a_million_wrong_token_ids_the_first_is_named(parse: Parse) -> None:
     error = refused(body, parse)
     assert time.process_time() - began < 2
     assert [fault["location"] for fault in error.errors or []] == ["groups.0.prompt.token_ids.7"]
+
+
+@pytest.mark.parametrize("index", [0, SLICE_TOKENS - 1, SLICE_TOKENS, 3 * SLICE_TOKENS + 5])
+def test_a_wrong_token_id_is_named_by_its_index_in_the_whole_list(parse: Parse, index: int) -> None:
+    token_ids = ["1"] * (3 * SLICE_TOKENS + 6)
+    token_ids[index] = "-2"
+    assert refused(asked(",".join(token_ids)), parse).errors == [
+        {
+            "location": f"groups.0.prompt.token_ids.{index}",
+            "message": "Input should be an integer at least 0 and below 2147483648",
+        }
+    ]
+
+
+def test_a_long_list_of_token_ids_keeps_its_order_and_its_bounds(parse: Parse) -> None:
+    token_ids = list(range(2 * SLICE_TOKENS + 1))
+    parsed = parse(asked(",".join(map(str, token_ids))), RolloutRequest)
+    assert parsed.groups[0].prompt.token_ids == token_ids
+    [fault] = refused(asked("1" + ",1" * MAX_TOKENS), parse).errors or []
+    assert fault["location"] == "groups.0.prompt.token_ids"
 
 
 @pytest.mark.parametrize("number", [1, MAX_FAULTS, MAX_FAULTS + 1])

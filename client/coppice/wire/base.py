@@ -3,15 +3,17 @@
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 
 class JsonInteger:
@@ -49,15 +51,36 @@ def _requirement(integer: CoreSchema) -> str:
     return f"Input should be an integer {' and '.join(bounds)}".rstrip()
 
 
-def _unchanged(value: list[int]) -> list[int]:
-    return value
+def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> list[int]:
+    """pydantic holds the GIL until it calls a Python function: other threads run in between."""
+    if not isinstance(value, list) or len(value) <= SLICE_TOKENS:
+        token_ids: list[int] = validate(value)
+        return token_ids
+    token_ids = []
+    for start in range(0, len(value), SLICE_TOKENS):
+        try:
+            token_ids += validate(value[start : start + SLICE_TOKENS])
+        except ValidationError as error:
+            raise _with_index(error, start) from None
+    return token_ids
 
 
-ThreadSwitch = AfterValidator(_unchanged)
-"""Lets another thread run: pydantic holds the GIL until it calls a Python function."""
+def _with_index(error: ValidationError, start: int) -> ValidationError:
+    """The error of a slice, with the index that its element has in the whole list."""
+    (found,) = error.errors()
+    index, *inner = found["loc"]
+    assert isinstance(index, int)
+    details = InitErrorDetails(
+        type=PydanticCustomError(found["type"], "{message}", {"message": found["msg"]}),
+        loc=(start + index, *inner),
+        input=found["input"],
+    )
+    return ValidationError.from_exception_data(error.title, [details])
 
+
+SLICE_TOKENS = 2**14
 TokenId = Annotated[int, Field(ge=0, lt=2**31), JsonInteger()]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_validate_in_slices)]
 """The first wrong one is named; a million would take longer to list than to refuse."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A weights version as its publisher names it: safe as a file name and in a URL."""

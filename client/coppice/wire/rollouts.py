@@ -11,7 +11,6 @@ from coppice.wire.base import (
     JsonInteger,
     Label,
     RequestModel,
-    ThreadSwitch,
     TokenIds,
 )
 from coppice.wire.branching import Branching
@@ -51,7 +50,7 @@ class Message(RequestModel):
 class PromptSegment(RequestModel):
     """A piece of a prompt. With a name in `reuse` it stands in other prompts too."""
 
-    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     reuse: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
@@ -137,7 +136,7 @@ class UnfinishedSample(RequestModel):
     """What an earlier rollout answered of a sample that it did not finish."""
 
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
-    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
 

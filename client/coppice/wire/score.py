@@ -9,12 +9,11 @@ from coppice.wire.base import (
     AdapterName,
     AnswerModel,
     RequestModel,
-    ThreadSwitch,
     TokenIds,
 )
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
 
-Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS), ThreadSwitch]
+Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
 
 class ScoreItem(RequestModel):
