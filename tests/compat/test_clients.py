@@ -37,6 +37,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(installed: None, adapters: Path) -> Iterator[str]:
     settings = {
         "--engine.dtype": "float32",
+        "--engine.seed": "0",
         "--engine.max-adapters": "4",  # two of a test before, and two of one that swaps its own
         "--weights.source-directories": str(adapters),
     }
