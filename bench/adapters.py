@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from engine.adapters.check import CONFIG_FILE, PREFIX, PROJECTIONS, SIDES, TENSORS_FILE
+from engine.adapters.validation import CONFIG_FILE, PREFIX, PROJECTIONS, SIDES, TENSORS_FILE
 from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine

@@ -34,7 +34,7 @@ from bench.harness.served import served
 from bench.harness.talk import Talk, num_prompt_tokens
 from coppice import AsyncRollouts, PromptSegment, Reuse
 from engine.settings import EngineSettings
-from service.kv.settings import KvSettings
+from service.prompt_kv.settings import KvSettings
 
 FIRST_TOKENS = (0, 1, 4, 16, 64)
 PLAIN = {"computed": Reuse(mode="off")}

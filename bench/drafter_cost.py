@@ -18,7 +18,7 @@ import uvloop
 from bench.harness.drafted import Traffic, drafted
 from bench.harness.pairs import Pairs, Ratio, in_turn
 from bench.harness.record import Record, Row
-from engine.drafter.training.trainer import SETTLED_SHARE
+from engine.drafter.trainer.training_loop import SETTLED_SHARE
 
 GOAL_LOST = 0.05
 SETTLING_SECONDS = 180.0
@@ -78,7 +78,7 @@ async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
 
 def _trainer() -> psutil.Process:
     children = psutil.Process().children(recursive=True)
-    [found] = [child for child in children if "engine.drafter.training" in child.cmdline()]
+    [found] = [child for child in children if "engine.drafter.trainer" in child.cmdline()]
     return found
 
 

@@ -20,12 +20,12 @@ import torch
 from bench.harness.graph_arms import Arm, Captured, Request
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from engine.graphs.lengths import Lengths
-from engine.graphs.memory import GraphMemory, of_model
-from engine.graphs.planner import Plan, plan
-from engine.graphs.shape import Shape
-from engine.graphs.tables import Limits, product
-from engine.graphs.trace import Trace, read_trace
+from engine.cudagraphs.alternatives import Limits, product
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.memory_model import GraphMemory, of_model
+from engine.cudagraphs.planner import Plan, plan
+from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape_trace import Trace, read_trace
 
 TRACE = Path(__file__).parent / "traces" / "seedling.json"
 MAX_TOKENS, MIXED_TOKENS, MIB = 2048, 512, 2**20

@@ -23,7 +23,7 @@ import uvloop
 
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from engine.exported import ExportSlot, ExportWord
+from engine.kv_types import ExportSlot, ExportWord
 from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from bench.harness.pairs import Pairs, in_turn
 from bench.harness.record import Record, Row
 from coppice import KvHandle, KvSource, PromptKV
-from coppice.kv.connection import Download
-from coppice.kv.nixl import installed
+from coppice.prompt_kv.http_client import Download
+from coppice.prompt_kv.nixl import installed
 from engine.settings import EngineSettings
 from tests.promises.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
 from tests.promises.kv_server import BYTES_PER_TOKEN, kv_server

@@ -19,7 +19,7 @@ from examples.seedling.measure import (
     held_out_problems,
     sample_groups,
 )
-from service.enough import Enough, FinishPolicy
+from service.rollouts.finish_policy import Enough, FinishPolicy
 
 POLICIES: Sequence[FinishPolicy] = ("first", "random_k", "balanced_length")
 NEEDED = (4, 6)

@@ -25,7 +25,7 @@ import torch
 from bench.harness.record import Record, Row
 from bench.harness.stepped import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.trees import Tree
-from engine.environment import spawning, started_by_coppice
+from engine.launch.environment import spawning, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
 PARTS = {

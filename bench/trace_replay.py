@@ -22,9 +22,9 @@ from bench.replay.replaying import (
     Replayer,
 )
 from bench.replay.traces import TRACES, Group, Trace
+from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCost
-from engine.speculation.trust import Trust
 from kernels.drafts.drafted import EVERY_SCOPE, Scope
 
 FINISHED = (0, 1, 3, 7, 15)
@@ -215,7 +215,7 @@ def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
         f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
-        f"{STATED.fixed:g} and {STATED.token:g} more for every token that it computes{also}."
+        f"{STATED.fixed:g} and {STATED.token:g} more per token{also}."
     )
 
 

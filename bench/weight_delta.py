@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 
 from bench.harness.record import Record, Row
 from coppice import Rollouts
-from coppice.weights.changes import write_delta
 from coppice.weights.delta import Lineage, apply_delta
-from coppice.weights.stored import Stored, read_exactly, read_stored, spans_of
+from coppice.weights.delta_writer import write_delta
+from coppice.weights.safetensors_index import Stored, read_exactly, read_stored, spans_of
 from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.questions import Questions

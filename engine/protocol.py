@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from engine.exported import ExportSlot, KvFormat, Load
+from engine.kv_types import ExportSlot, KvFormat, Load
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from engine.graphs.lengths import Lengths
+from engine.cudagraphs.draft_lengths import Lengths
 
 GIB = 2**30
 LONGEST_DRAFT = 15

@@ -20,24 +20,24 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine import shared_memory, token_text
-from engine.adapters.check import check_adapter
-from engine.adapters.loaded import LoadedAdapters
-from engine.arguments import WORKER_EXTENSION
+from engine.adapters.registry import LoadedAdapters
+from engine.adapters.validation import check_adapter
 from engine.attention.counts import over_ranks
-from engine.calls import answered
-from engine.chat import Chat
-from engine.drafter.drafter import Drafter
-from engine.drafter.first import open_folder
-from engine.drafter.folder import Folder
+from engine.cudagraphs.counts import over_ranks as graphs_over_ranks
+from engine.cudagraphs.from_settings import plan_for_start
+from engine.cudagraphs.planner import Plan
+from engine.drafter.service.bootstrap import open_folder
+from engine.drafter.service.checkpoint_dir import Folder
+from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
-from engine.facts import gather_facts, kv_support
-from engine.graphs.counts import over_ranks as graphs_over_ranks
-from engine.graphs.planned import plan_for_start
-from engine.graphs.planner import Plan
-from engine.heartbeat import Heartbeat
-from engine.launch import engine_processes, kill_processes, launch
-from engine.model_files import locate
+from engine.io import token_text
+from engine.io.chat import Chat
+from engine.io.scoring import scored
+from engine.io.vllm_types import Pending, first_logprobs, places, sampling_params
+from engine.launch.arguments import WORKER_EXTENSION
+from engine.launch.info import gather_facts, kv_support
+from engine.launch.model_files import locate
+from engine.launch.processes import engine_processes, kill_processes, launch
 from engine.protocol import (
     AdapterForm,
     Completion,
@@ -53,14 +53,15 @@ from engine.protocol import (
     SharedPrefixCounts,
     SpeculationCounts,
 )
-from engine.scoring import scored
-from engine.scratch import Scratch
+from engine.runtime import shared_memory
+from engine.runtime.heartbeat import Heartbeat
+from engine.runtime.rpc import answered
+from engine.runtime.temp_dir import Scratch
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import start as speculation_start
 from engine.speculation.counts import counts_of
-from engine.translation import Pending, first_logprobs, places, sampling_params
-from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_served
+from engine.weights.validation import check
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from engine.settings import (
     GraphsSettings,
     SpeculationSettings,
 )
-from service.directory.settings import DirectorySettings
-from service.kv.settings import KvSettings
-from service.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
+from service.cluster.settings import DirectorySettings
+from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
+from service.prompt_kv.settings import KvSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]

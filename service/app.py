@@ -10,16 +10,17 @@ from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
 from engine.protocol import Engine
-from service import problems
-from service.access import authorised
-from service.browsers import AllowedHosts
+from service.auth.access import authorised
+from service.auth.keyring import Keyring
+from service.cluster.registry import Directory
 from service.compat.app import Audience, create_compat
-from service.compat.names import Names
+from service.compat.request_ids import Names
 from service.compat.weight_updates import WeightUpdates
-from service.directory.directory import Directory
-from service.edges import Edges
-from service.keyring import Keyring
-from service.requests import RequestScope
+from service.config.settings import Settings
+from service.http import exception_handlers
+from service.http.cross_site import AllowedHosts
+from service.http.limits import Edges
+from service.http.middleware import RequestScope
 from service.routes import (
     adapters,
     control,
@@ -37,7 +38,6 @@ from service.routes import (
     weights,
 )
 from service.server import Server
-from service.settings import Settings
 
 CALLERS = (rollouts, trees, score, kv, weight_files, status, health, documents)
 OPERATORS = (weights, adapters, drafter, control, metrics)
@@ -90,7 +90,7 @@ def _app(
     app.state.allowed_hosts = AllowedHosts(server.settings.server)
     app.add_middleware(Edges, limits=server.settings.limits)
     app.add_middleware(RequestScope, metrics=server.metrics, traces=server.traces)
-    problems.install(app)
+    exception_handlers.install(app)
     app.router.routes.extend(_routes(tuple(parts)))
     return app
 

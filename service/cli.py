@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 import yaml
 
-from engine import heap
 from engine.errors import StartFailed
 from engine.protocol import Engine
-from service.flags import with_settings_flags
-from service.graphs import plan_as_text
-from service.keys import new_key, read_keys
-from service.logs import configure_logging
-from service.settings import LogSettings, Settings, load_settings, masked
-from service.sources import SettingsError
+from engine.runtime import gc_freeze
+from service.auth.keys import new_key, read_keys
+from service.config.flags import with_settings_flags
+from service.config.settings import LogSettings, Settings, load_settings, masked
+from service.config.sources import SettingsError
+from service.graph_plan import plan_as_text
+from service.observability.logs import configure_logging
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from service.stop import Life
+    from service.http.shutdown import Life
 
 ServerRunner = Callable[["FastAPI", "Life", Settings, socket.socket], None]
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def load_engine(settings: Settings) -> Engine:
     """By name, and only here: nothing else of the service may pull in torch and vLLM."""
     try:
-        with heap.importing():
+        with gc_freeze.importing():
             module = importlib.import_module("engine.vllm_engine")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):
@@ -57,7 +57,7 @@ def create_app(settings: Settings, engine: Engine) -> "FastAPI":
 
 
 def run_server(app: "FastAPI", life: "Life", settings: Settings, listener: socket.socket) -> None:
-    from service.runner import run_server
+    from service.http.serve import run_server
 
     run_server(app, life, settings, listener)
 
@@ -132,8 +132,8 @@ def _serve(settings: Settings, parts: Parts) -> None:
 
 
 def _load_and_run(settings: Settings, parts: Parts) -> None:
-    from service.connections import raise_file_limit
-    from service.runner import open_listener
+    from service.http.connections import raise_file_limit
+    from service.http.serve import open_listener
 
     raise_file_limit()  # before the engine's processes inherit it
     with open_listener(settings.server.host, settings.server.port) as listener:

@@ -2,11 +2,11 @@
 imports its parent's main module: so it imports nothing of the service before it is called.
 """
 
-from engine import heap
-from engine.environment import started_by_coppice
+from engine.launch.environment import started_by_coppice
+from engine.runtime import gc_freeze
 
 if started_by_coppice():
-    heap.begin_imports()  # the plugin ends them
+    gc_freeze.begin_imports()  # the plugin ends them
 
 
 def main() -> None:

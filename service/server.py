@@ -12,38 +12,38 @@ from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
-from service.activation import Activation
-from service.adapters.adapters import Adapters
-from service.adapters.intake import Intake
-from service.admission import Admission
-from service.bodies import Bodies
-from service.checkpoints import Checkpoints
-from service.connections import Connections, connection_limit
-from service.directory.chosen import directory_of
-from service.directory.directory import Directory, Replica
-from service.directory.fleet import Fleet
-from service.directory.names import new_replica_id
-from service.drafters import Drafters
-from service.fleet_weights.fleet_weights import FleetWeights
-from service.fleet_weights.standing import Standing
-from service.group import Group
-from service.grouping import Grouping
-from service.kv.prompt_kv import PromptKv
-from service.kv.sending import Sending
-from service.lag import watch_lag
-from service.metrics import Metrics
-from service.prompts import Prompts
-from service.publisher import Publisher
-from service.ranks import Ranks
-from service.readiness import Readiness
-from service.reuse.segments import Segments
-from service.rollout import Rollout
-from service.rollouts import Rollouts
-from service.scoring import Scoring
-from service.settings import Settings
-from service.traces import Traces
-from service.trees.open_trees import OpenTrees
-from service.versions import Versions, first_version
+from service.adapters.manager import Adapters
+from service.adapters.upload import Intake
+from service.cluster.factory import directory_of
+from service.cluster.ids import new_replica_id
+from service.cluster.membership import Fleet
+from service.cluster.registry import Directory, Replica
+from service.config.settings import Settings
+from service.http.bodies import Bodies
+from service.http.connections import Connections, connection_limit
+from service.kv_reuse.group_factory import Segments
+from service.observability.loop_lag import watch_lag
+from service.observability.metrics import Metrics
+from service.observability.readiness import Readiness
+from service.observability.tracing import Traces
+from service.prompt_kv.prompt_kv import PromptKv
+from service.prompt_kv.socket_sender import Sending
+from service.rollouts.admission import Admission
+from service.rollouts.group import Group
+from service.rollouts.group_factory import Grouping
+from service.rollouts.manager import Rollouts
+from service.rollouts.priority import Ranks
+from service.rollouts.rollout import Rollout
+from service.rollouts.scoring import Scoring
+from service.rollouts.tokenizer import Prompts
+from service.trees.external_trees import OpenTrees
+from service.weights.activation import Activation
+from service.weights.checkpoint_store import Checkpoints
+from service.weights.drafter import Drafters
+from service.weights.replication.replica_status import Standing
+from service.weights.replication.replication import FleetWeights
+from service.weights.stager import Publisher
+from service.weights.versions import Versions, first_version
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.exported import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportWord, KvFormat
 
 ALIGNMENT = 64
 CANARY = 0xA5

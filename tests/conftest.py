@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine import heap
+from engine.runtime import gc_freeze
 
 # How long an example takes says how busy the machine is. The same examples every time: a change is
 # not to fail for what it did not touch. `make soak` draws others.
@@ -35,11 +35,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection() -> None:
-    heap.begin_imports()
+    gc_freeze.begin_imports()
 
 
 def pytest_collection_finish() -> None:
-    heap.end_imports()
+    gc_freeze.end_imports()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

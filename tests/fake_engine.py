@@ -18,7 +18,7 @@ from engine.errors import (
     EngineError,
     RequestRefused,
 )
-from engine.exported import ExportWord
+from engine.kv_types import ExportWord
 from engine.protocol import (
     AdapterForm,
     Completion,

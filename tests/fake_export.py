@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.exported import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportWord, KvFormat
 
 FORMAT = KvFormat(
     num_layers=2,

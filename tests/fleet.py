@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol import Engine
-from service.directory.directory import Directory, DirectoryLost
+from service.cluster.registry import Directory, DirectoryLost
 from tests.ports import free_port
 from tests.serving import Served, serving
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from coppice.kv.nixl import installed
+from coppice.prompt_kv.nixl import installed
 
 needs_nixl = pytest.mark.skipif(not installed(), reason="NIXL is not installed")
 PATIENCE_SECONDS = 60.0
@@ -15,7 +15,9 @@ PATIENCE_SECONDS = 60.0
 def agent_process() -> psutil.Process:
     """Of the server in this process."""
     (found,) = (
-        child for child in psutil.Process().children() if "service.kv.nixl_agent" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "service.prompt_kv.nixl_agent" in child.cmdline()
     )
     return found
 

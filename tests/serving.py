@@ -14,11 +14,11 @@ from fastapi import FastAPI
 
 from engine.protocol import Engine
 from service.app import create_app
-from service.bounded_protocol import bounded_by
-from service.directory.directory import Directory
-from service.runner import Listener
+from service.cluster.registry import Directory
+from service.config.settings import Settings
+from service.http.protocol import bounded_by
+from service.http.serve import Listener
 from service.server import Server
-from service.settings import Settings
 from tests.contract.recorded import Recorded
 
 START_SECONDS = 120.0

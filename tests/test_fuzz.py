@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from coppice.core.reader import RecordReader
 from coppice.errors import BadAnswer
+from coppice.transport.ndjson import RecordReader
 from coppice.wire.packed import pack, unpack
 from coppice.wire.records import EndRecord, StartRecord
 from coppice.wire.rollouts import RolloutAnswer
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
-from service.credentials import presented_key
-from service.keys import read_keys
-from service.sources import SettingsError
+from service.auth.credentials import presented_key
+from service.auth.keys import read_keys
+from service.config.sources import SettingsError
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,9 @@ def imported(statement: str, *paths: Path) -> set[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        "service.settings",
+        "service.config.settings",
         "service.cli",
-        "service.runner",
+        "service.http.serve",
         "service.app",
         "engine.settings",
         "engine.protocol",
@@ -44,7 +44,7 @@ def test_the_service_imports_neither_torch_nor_vllm(module: str) -> None:
     assert modules.isdisjoint({"torch", "vllm", "transformers"})
 
 
-@pytest.mark.parametrize("module", ["service.settings", "service.cli", "engine.protocol"])
+@pytest.mark.parametrize("module", ["service.config.settings", "service.cli", "engine.protocol"])
 def test_settings_and_commands_need_no_http_server(module: str) -> None:
     modules = imported(f"import {module}", ROOT, ROOT / "client")
     assert modules.isdisjoint({"fastapi", "uvicorn"})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from service.logs import JsonFormatter
+from service.observability.logs import JsonFormatter
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 

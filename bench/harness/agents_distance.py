@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from bench.harness.answering import Prompted, answered, log_probabilities
 from bench.harness.placed import Placed, divergence
 from examples.seedling import agents
-from service.reuse.spans import Part, joined, spans_of
+from service.kv_reuse.layout import Part, joined, spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

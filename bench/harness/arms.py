@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.drafting import GNU, Workload
-from engine.environment import spawning
+from engine.launch.environment import spawning
 from engine.settings import AttentionSettings, EngineSettings
 
 Run = dict[str, Any]

@@ -21,8 +21,8 @@ from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed, divergence
 from bench.harness.record import Row
 from examples.seedling import arithmetic
-from service.reuse.anchors import Anchor
-from service.reuse.spans import Part, joined
+from service.kv_reuse.anchors import Anchor
+from service.kv_reuse.layout import Part, joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3

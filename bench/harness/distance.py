@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness.placed import Placed, divergence
 from examples.seedling import arithmetic
-from service.reuse.spans import Part, joined, spans_of
+from service.kv_reuse.layout import Part, joined, spans_of
 
 SEEDLING = "examples/seedling/model"
 NUM_PROMPTS, NUM_TEXTS = 16, 4

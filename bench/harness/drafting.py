@@ -76,14 +76,14 @@ class Arm:
     def __init__(self, name: str, model: Path, cache: Path) -> None:
         from vllm import LLM
 
-        from engine.attention import installed as attention
+        from engine.attention import register as attention
         from engine.patches.installed import install_patches
-        from engine.speculation import installed
+        from engine.speculation import register
 
         name = name.removesuffix(GNU)
         install_patches("EngineCore")
         attention.install(AttentionSettings(shared_prefix="off"))
-        installed.install(
+        register.install(
             SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
         )
         config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
@@ -134,7 +134,7 @@ class Arm:
 
     def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> Came:
         """With `texts` the samples say these."""
-        from engine.speculation.rows import GROUP
+        from engine.speculation.request_slots import GROUP
 
         came, ids = Came(), []
         self._be(name.removesuffix(GNU))

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from engine.exported import ExportSlot
+from engine.kv_types import ExportSlot
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
-from service.kv.extents import Extent
-from service.reuse.anchors import Anchor, Context
-from service.reuse.choice import Choice, candidates_of, choose, compared
-from service.reuse.kept import Kept, Key
-from service.reuse.orders import Scope
-from service.reuse.shape import Shape, shape_of
-from service.reuse.spans import Part, joined
+from service.kv_reuse.anchor_selection import Choice, candidates_of, choose, compared
+from service.kv_reuse.anchors import Anchor, Context
+from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.prefix_order import Scope
+from service.kv_reuse.template import Shape, shape_of
+from service.prompt_kv.allocator import Extent
 
 SCOPE = Scope("nobody", None)
 

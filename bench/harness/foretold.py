@@ -10,9 +10,9 @@ from bench.replay.costs import Measured
 from bench.replay.drafters import Ours
 from bench.replay.replaying import Controller, Fixed, Replayer
 from bench.replay.traces import Group
+from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCost
-from engine.speculation.trust import Trust
 
 LEAST = 2
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.graphs.counts import COUNTS
-from engine.graphs.planner import Plan
-from engine.graphs.tables import Limits
+from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.counts import COUNTS
+from engine.cudagraphs.planner import Plan
 
 STEPS, SETTLING = 20, 4
 CONTEXT_TOKENS = 512

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
-from service.reuse.spans import Part, Span, joined, spans_of
+from service.kv_reuse.layout import Part, Span, joined, spans_of
 
 
 class Placed:

@@ -12,9 +12,9 @@ from prometheus_client import REGISTRY
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
-from service.bounded_protocol import bounded_by
-from service.kv.settings import KvSettings
-from service.settings import Settings, WeightsSettings
+from service.config.settings import Settings, WeightsSettings
+from service.http.protocol import bounded_by
+from service.prompt_kv.settings import KvSettings
 
 
 @asynccontextmanager

@@ -116,9 +116,9 @@ class Engine:
     def __init__(self, model: Path, cache: Path, *, alone: bool, **settings: Any) -> None:
         from vllm import LLM
 
-        from engine.attention import installed
+        from engine.attention import register
 
-        installed.install(AttentionSettings(shared_prefix="auto", cache_directory=cache))
+        register.install(AttentionSettings(shared_prefix="auto", cache_directory=cache))
         self._llm = LLM(
             str(model),
             load_format="dummy",

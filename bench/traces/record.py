@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.graphs.lengths import Lengths
-from engine.graphs.memory import of_model
-from engine.graphs.planner import plan
-from engine.graphs.recorder import Recorder
-from engine.graphs.report import compared, rendered
-from engine.graphs.tables import Limits
-from engine.graphs.trace import Trace
+from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.planner import plan
+from engine.cudagraphs.report import compared, rendered
+from engine.cudagraphs.shape_recorder import Recorder
+from engine.cudagraphs.shape_trace import Trace
 from engine.patches.installed import install_patches
 from engine.settings import EngineSettings
 

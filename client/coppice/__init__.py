@@ -1,7 +1,6 @@
 """The trainer's side of Coppice."""
 
 from coppice.client import AsyncRollouts, Pending, Rollouts
-from coppice.core.pending import AsyncPending
 from coppice.credit import (
     effective_leaves,
     segment_advantages,
@@ -46,9 +45,10 @@ from coppice.errors import (
     VersionUnavailable,
     WeightsRefused,
 )
-from coppice.kv.prompt_kv import PromptKV
-from coppice.kv.source import KvSource
+from coppice.operations.pending import AsyncPending
 from coppice.plot import plot_tree
+from coppice.prompt_kv.prompt_kv import PromptKV
+from coppice.prompt_kv.source import KvSource
 from coppice.prompts import PromptLike
 from coppice.pruning import pruned_by_depth, pruned_by_width
 from coppice.results import Group, RolloutResult

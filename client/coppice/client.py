@@ -6,26 +6,26 @@ from typing import Self, Unpack
 
 import httpx
 
-from coppice.core.adapters import AdapterOperations
-from coppice.core.control import ControlOperations
-from coppice.core.courier import Courier
-from coppice.core.drafter import DrafterOperations
-from coppice.core.driver import Driver
-from coppice.core.following import Following
-from coppice.core.pace import Pace
-from coppice.core.pending import AsyncPending
-from coppice.core.rollouts import RolloutOperations
-from coppice.core.scoring import ScoreOperations
-from coppice.core.trees import TreeOperations
-from coppice.core.weights import WeightsOperations
-from coppice.face import Face, blocking, iterating
-from coppice.http.asynchronous import AsyncDriver, AsyncPace
-from coppice.http.blocking import BlockingDriver, BlockingPace, run
-from coppice.http.exchange import client_options
-from coppice.http.trust import Trust
+from coppice.operations.adapters import AdapterOperations
+from coppice.operations.control import ControlOperations
+from coppice.operations.drafter import DrafterOperations
+from coppice.operations.pending import AsyncPending
+from coppice.operations.rollouts import RolloutOperations
+from coppice.operations.scoring import ScoreOperations
+from coppice.operations.trees import TreeOperations
+from coppice.operations.weights import WeightsOperations
 from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
 from coppice.retry import Retry
+from coppice.sync_wrapper import Face, blocking, iterating
+from coppice.transport.async_driver import AsyncDriver, AsyncPace
+from coppice.transport.blocking_driver import BlockingDriver, BlockingPace, run
+from coppice.transport.clock import Pace
+from coppice.transport.driver import Driver
+from coppice.transport.httpx_types import client_options
+from coppice.transport.redirect_policy import Trust
+from coppice.transport.redirecting_driver import Following
+from coppice.transport.request_sender import Courier
 
 USUAL_TIMEOUT_SECONDS = 60.0
 USUAL_RETRY = Retry()

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
-from coppice.continuing import continue_from_of
 from coppice.prompts import PromptLike, groups_of
+from coppice.resume import continue_from_of
 from coppice.samples import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv

@@ -22,14 +22,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from engine.attention import cpu_trials, kept_crossover
-from engine.attention.behind import behind
+from engine.attention import cpu_calibration, crossover_cache
 from engine.attention.counts import COUNTS
 from engine.attention.crossover import Crossover
-from engine.attention.installed import settings
-from engine.attention.sharing import Sharer, Sharing
-from engine.guard import feature
+from engine.attention.grouping import Sharer, Sharing
+from engine.attention.register import settings
+from engine.attention.unshared_metadata import behind
 from engine.protocol import SkipReason
+from engine.runtime.guard import feature
 from kernels.shared_prefix import cpu
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return None if None in reasons else next(iter(reasons), "failed")
 
     def _crossover(self) -> Crossover:
-        geometry = cpu_trials.Geometry(
+        geometry = cpu_calibration.Geometry(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_dim,
@@ -99,10 +99,10 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             dtype=self.dtype,
             isa=self.isa,
         )
-        return kept_crossover.crossover(
+        return crossover_cache.crossover(
             settings().cache_directory,
             geometry.circumstances() | {"kernel": cpu.version(), "vllm": vllm_version},
-            lambda: cpu_trials.measure(geometry),
+            lambda: cpu_calibration.measure(geometry),
         )
 
     def build(

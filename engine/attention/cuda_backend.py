@@ -29,11 +29,11 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from engine.attention.behind import behind
+from engine.attention.block_tables import FEATURE, host_table
 from engine.attention.counts import COUNTS
-from engine.attention.installed import settings
-from engine.attention.sharing import Sharer, Sharing
-from engine.attention.tables import FEATURE, host_table
+from engine.attention.grouping import Sharer, Sharing
+from engine.attention.register import settings
+from engine.attention.unshared_metadata import behind
 from engine.protocol import SkipReason
 from kernels.shared_prefix import cuda
 from kernels.shared_prefix.plan import SharingPlan

@@ -18,11 +18,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.environment import graph_plan
-from engine.graphs.counts import COUNTS
-from engine.graphs.planner import Plan
-from engine.graphs.shape import Shape
-from engine.guard import feature
+from engine.cudagraphs.counts import COUNTS
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import Shape
+from engine.launch.environment import graph_plan
+from engine.runtime.guard import feature
 
 FEATURE = feature("counting of graphs")
 UPSTREAM = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.speculation.rows import Row
+from engine.speculation.request_slots import Row
 from kernels.drafts.drafted import Drafted, Int32Array
 
 

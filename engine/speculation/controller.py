@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol import SpeculationChoice
+from engine.speculation.calibration import Trust
 from engine.speculation.cost import LEAST_SECONDS, Step, StepCost
-from engine.speculation.trust import Trust
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from vllm import __version__ as vllm_version
 
-from engine.attention import installed as attention
-from engine.attention.kept_crossover import Circumstances
-from engine.guard import Failure, attempt, feature
+from engine.attention import register as attention
+from engine.attention.crossover_cache import Circumstances
+from engine.runtime.guard import Failure, attempt, feature
+from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller
 from engine.speculation.cost import StepCost
 from engine.speculation.counts import COUNTS
-from engine.speculation.doze import Doze, can_doze
-from engine.speculation.installed import settings
-from engine.speculation.kept_profile import KeptProfile
 from engine.speculation.profile import Profile, can_pay
+from engine.speculation.profile_cache import KeptProfile
+from engine.speculation.register import settings
+from engine.speculation.skip_draft_step import Doze, can_doze
 from engine.speculation.speculator import Lists, Speculator
-from engine.speculation.trust import Trust
-from engine.speculation.verifying import Verifier
+from engine.speculation.verification import Verifier
 from kernels.drafts.drafted import Int32Array
 from kernels.drafts.store import DraftStore
 

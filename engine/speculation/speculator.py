@@ -18,7 +18,7 @@ from engine.speculation.batch import Batch, Sent
 from engine.speculation.controller import Controller
 from engine.speculation.counts import Counts
 from engine.speculation.profile import Profile
-from engine.speculation.rows import Row, Rows
+from engine.speculation.request_slots import Row, Rows
 from kernels.drafts.drafted import Drafted, Int32Array, Store
 
 Lists = list[list[int]]

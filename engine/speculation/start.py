@@ -9,8 +9,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.calls import answered
 from engine.protocol import EngineFacts
+from engine.runtime.rpc import answered
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.profile import Batch, batches, num_tokens
 from kernels.drafts.store import built

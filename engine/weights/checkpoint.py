@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointRefused
-from engine.weights.stored import NUM_VALUE_BYTES, StoredTensor, shown
+from engine.weights.tensor_file import NUM_VALUE_BYTES, StoredTensor, shown
 
 SINGLE_FILE: Final = "model.safetensors"
 SHARD_INDEX: Final = "model.safetensors.index.json"

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.drafter.shape import config_for, num_multiplied, write_fresh
-from engine.drafter.training.learner import Learner
-from engine.drafter.training.messages import Sample
-from engine.drafter.training.packing import pack
+from engine.drafter.service.model_init import config_for, num_multiplied, write_fresh
+from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.model_trainer import Learner
+from engine.drafter.trainer.packing import pack
 from engine.weights.checkpoint import read_served
 from examples.seedling import arithmetic
 

@@ -10,12 +10,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from pydantic_core import to_json
 
-from service.access import needs
-from service.adapters.held import Held
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.adapters.loaded_adapter import Held
+from service.auth.access import needs
 from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.document import body_of
-from service.errors import (
+from service.compat.openapi_document import body_of
+from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,
@@ -25,7 +24,8 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
-from service.parameters import label
+from service.http.params import label
+from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 

@@ -9,8 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import to_json
 from starlette.routing import BaseRoute
 
-from service import problems
-from service.access import authorised, declared, public
+from service.auth.access import authorised, declared, public
 from service.compat import (
     adapters,
     chat,
@@ -21,28 +20,29 @@ from service.compat import (
     sglang_control,
     sglang_generate,
     tokenize,
-    unserved,
+    unsupported_routes,
     vllm_control,
 )
-from service.compat.document import document
-from service.compat.messages import with_message
-from service.settings import Shape
+from service.compat.error_format import with_message
+from service.compat.openapi_document import document
+from service.config.settings import Shape
+from service.http import exception_handlers
 
 DOCUMENT = "/compat/openapi.json"
 
 Audience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (models.router, completions.router, chat.router, unserved.openai)
+OPENAI = (models.router, completions.router, chat.router, unsupported_routes.openai)
 ROUTERS: dict[Shape, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
         *(*OPENAI, server_info.router, adapters.router),
         *(generate.router, tokenize.router, vllm_control.router),
-        *(unserved.vllm, unserved.skyrl),
+        *(unsupported_routes.vllm, unsupported_routes.skyrl),
     ),
     "sglang": (
         *(*OPENAI, server_info.router, adapters.router),
-        *(sglang_generate.router, sglang_control.router, unserved.sglang),
+        *(sglang_generate.router, sglang_control.router, unsupported_routes.sglang),
     ),
 }
 
@@ -56,7 +56,7 @@ def create_compat(shapes: Sequence[Shape], audience: Audience = "everybody") -> 
         redoc_url=None,
         redirect_slashes=False,
     )
-    problems.install(app, with_message)
+    exception_handlers.install(app, with_message)
     app.router.routes = [route for route in _routes(tuple(shapes)) if _is_for(audience, route)]
     _describe(app)
     return app

@@ -1,7 +1,8 @@
 """Bodies of clients that were written for other servers.
 
 They send more than is needed, so what nobody here knows is ignored and counted. What would change
-the samples is refused (service/compat/refused.py); what would reach into the engine is dropped.
+the samples is refused (service/compat/unsupported_params.py); what would reach into the engine is
+dropped.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
-from service.compat import refused
-from service.metrics import Metrics
+from service.compat import unsupported_params
+from service.observability.metrics import Metrics
 from service.server import Server
 
 # Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
@@ -48,7 +49,7 @@ async def read_foreign(
 def settle(body: ForeignModel, metrics: Metrics) -> None:
     for part in _parts(body):
         for name, value in (part.model_extra or {}).items():
-            if value is None or refused.check(name, value):
+            if value is None or unsupported_params.check(name, value):
                 continue
             metrics.compat_fields.labels("dropped" if name in DROPPED else "unknown").inc()
 

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.protocol import Conversation, Reply
-from service.access import Caller, needs
-from service.compat import events, likeliest, token_names
+from service.auth.access import Caller, needs
+from service.compat import events, token_logprobs, token_names
 from service.compat.bodies import Flag, ForeignModel, read_foreign
-from service.compat.document import body_of
 from service.compat.openai_route import OpenAIRoute
-from service.compat.running import (
+from service.compat.openapi_document import body_of
+from service.compat.rollout_adapter import (
     STREAMED,
     RequestFields,
     adapter_of,
@@ -31,9 +31,9 @@ from service.compat.running import (
 )
 from service.compat.sampling import MaxTokens, SamplingFields
 from service.compat.tool_choice import ToolChoice
-from service.connection import NOBODY_READS, while_connected
-from service.errors import InvalidRequest
-from service.rollout import Rollout
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.errors import InvalidRequest
+from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
@@ -92,7 +92,7 @@ class ChatBody(SamplingFields, RequestFields, events.StreamFields):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: Flag = False
-    top_logprobs: likeliest.Count | None = None
+    top_logprobs: token_logprobs.Count | None = None
     return_tokens_as_token_ids: Flag = False
 
     def conversation(self) -> Conversation:
@@ -110,7 +110,7 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     body = await read_foreign(request, ChatBody, server)
     body.check_stream()
     adapter = adapter_of(server, body.model)
-    likeliest.check(server, top_logprobs=body.top_logprobs)
+    token_logprobs.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
     _count_ignored(server, body.chat_template_kwargs or {})
     prompt = await while_connected(request, server.prompts.conversation(conversation))
@@ -175,7 +175,7 @@ class Talk:
         return choice
 
     async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
-        places = likeliest.of_sample(self._rollout, 0, sample.index)
+        places = token_logprobs.of_sample(self._rollout, 0, sample.index)
         name = await token_names.names(
             self._server.prompts,
             lambda: token_names.tokens_of(sample, places),

@@ -11,13 +11,13 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
 from engine.protocol import Place
-from service.access import Caller, needs
-from service.compat import echo, events, likeliest, token_names
+from service.auth.access import Caller, needs
+from service.compat import echo, events, token_logprobs, token_names
 from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_foreign
-from service.compat.document import body_of
 from service.compat.echo import EchoFields
 from service.compat.openai_route import OpenAIRoute
-from service.compat.running import (
+from service.compat.openapi_document import body_of
+from service.compat.rollout_adapter import (
     STREAMED,
     RequestFields,
     adapter_of,
@@ -32,9 +32,9 @@ from service.compat.running import (
     usage,
 )
 from service.compat.sampling import SamplingFields
-from service.connection import NOBODY_READS, while_connected
-from service.errors import InvalidRequest
-from service.rollout import Rollout
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.errors import InvalidRequest
+from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
@@ -61,7 +61,7 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     body = await read_foreign(request, CompletionBody, server)
     body.check_stream()
     adapter = adapter_of(server, body.model)
-    likeliest.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
+    token_logprobs.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
     echo.check(body, n=body.n, stream=body.stream, max_tokens=body.max_tokens)
@@ -71,7 +71,7 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     # With max_tokens 0 vLLM samples one token as well, and leaves it out.
     most = body.max_tokens if body.max_tokens != 0 else 1
     work = body.work(prompts, body, most, adapter, body.logprobs)
-    scored = await likeliest.of_prompts(server, caller, work, body.num_of_prompts)
+    scored = await token_logprobs.of_prompts(server, caller, work, body.num_of_prompts)
     rollout = await start(server, caller, work)
     if body.stream:
         return _streamed(server, rollout, body, prompts)
@@ -118,7 +118,7 @@ class Said:
     body: CompletionBody
     rollout: Rollout
     prompts: list[list[int]]
-    scored: likeliest.Prompts
+    scored: token_logprobs.Prompts
     name: token_names.Name = token_names.id_name
     echoed: list[str] | None = None
 
@@ -150,7 +150,9 @@ class Said:
             "finish_reason": finish_reason(sample),
             "stop_reason": None,
             "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
-            "prompt_logprobs": None if self.body.echo else likeliest.numbered(self.scored, group),
+            "prompt_logprobs": None
+            if self.body.echo
+            else token_logprobs.numbered(self.scored, group),
             "weight_versions": spans(sample),
         }
         if self.body.return_token_ids:
@@ -173,7 +175,7 @@ class Said:
         )
 
     def _places(self, group: int, sample: SampleAnswer) -> list[Place]:
-        return likeliest.of_sample(self.rollout, group, sample.index)
+        return token_logprobs.of_sample(self.rollout, group, sample.index)
 
 
 def _answer(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.protocol import Place
-from service.compat import likeliest
+from service.compat import token_logprobs
 from service.compat.bodies import Flag, ForeignModel
-from service.errors import InvalidRequest
+from service.http.errors import InvalidRequest
 from service.server import Server
 
 
@@ -17,8 +17,8 @@ class EchoFields(ForeignModel):
     """Part of a completion's body."""
 
     echo: Flag = False
-    logprobs: likeliest.Count | None = None
-    prompt_logprobs: likeliest.Count | None = None
+    logprobs: token_logprobs.Count | None = None
+    prompt_logprobs: token_logprobs.Count | None = None
 
     @property
     def num_of_prompts(self) -> int | None:

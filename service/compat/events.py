@@ -13,11 +13,11 @@ from coppice.wire.problems import Problem
 from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
 from coppice.wire.rollouts import SampleAnswer
 from service.compat.bodies import Flag, ForeignModel
-from service.compat.messages import members
-from service.compat.running import EVENT_STREAM, token_counts, usage
-from service.errors import InvalidRequest
-from service.failures import service_error
-from service.rollout import Rollout
+from service.compat.error_format import members
+from service.compat.rollout_adapter import EVENT_STREAM, token_counts, usage
+from service.http.errors import InvalidRequest
+from service.http.failures import service_error
+from service.rollouts.rollout import Rollout
 from service.server import Server
 
 KEEP_ALIVE = b": samples are still being drawn\n\n"

@@ -9,11 +9,11 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, RolloutAnswer, SampleAnswer
 from engine.protocol import Place
-from service.access import Caller, needs
-from service.compat import likeliest
+from service.auth.access import Caller, needs
+from service.compat import token_logprobs
 from service.compat.bodies import read_foreign
-from service.compat.document import body_of
-from service.compat.running import (
+from service.compat.openapi_document import body_of
+from service.compat.rollout_adapter import (
     SAMPLED,
     RequestFields,
     adapter_of,
@@ -25,8 +25,8 @@ from service.compat.running import (
     usage,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
-from service.connection import NOBODY_READS
-from service.rollout import Rollout
+from service.http.disconnect import NOBODY_READS
+from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
@@ -36,8 +36,8 @@ class GenerateSampling(SamplingFields):
     """`logprobs`: 0 or 1 for those of the sampled tokens alone, more for the likeliest as well."""
 
     max_tokens: MaxTokens | None = None
-    logprobs: likeliest.Count | None = None
-    prompt_logprobs: likeliest.Count | None = None
+    logprobs: token_logprobs.Count | None = None
+    prompt_logprobs: token_logprobs.Count | None = None
 
     @property
     def num_likeliest(self) -> int:
@@ -60,9 +60,9 @@ async def generate(request: Request, server: ReadyServer, caller: Caller) -> Res
     body = await read_foreign(request, GenerateBody, server)
     adapter = adapter_of(server, body.model)
     wanted = body.sampling_params
-    likeliest.check(server, logprobs=wanted.logprobs, prompt_logprobs=wanted.prompt_logprobs)
+    token_logprobs.check(server, logprobs=wanted.logprobs, prompt_logprobs=wanted.prompt_logprobs)
     work = body.work([body.token_ids], wanted, wanted.max_tokens, adapter, wanted.num_likeliest)
-    scored = await likeliest.of_prompts(server, caller, work, wanted.prompt_logprobs)
+    scored = await token_logprobs.of_prompts(server, caller, work, wanted.prompt_logprobs)
     rollout = await start(server, caller, work)
     answer = await answered(request, server, rollout)
     if answer is None:
@@ -71,7 +71,7 @@ async def generate(request: Request, server: ReadyServer, caller: Caller) -> Res
 
 
 def _answer(
-    answer: RolloutAnswer, body: GenerateBody, rollout: Rollout, scored: likeliest.Prompts
+    answer: RolloutAnswer, body: GenerateBody, rollout: Rollout, scored: token_logprobs.Prompts
 ) -> dict[str, Any]:
     with_logprobs = body.sampling_params.logprobs is not None
     samples = answer.groups[0].samples
@@ -79,13 +79,13 @@ def _answer(
         "request_id": body.request_id or answer.id,
         "choices": [_choice(sample, with_logprobs, rollout) for sample in samples],
         "prompt_token_ids": body.token_ids if body.return_token_ids else None,
-        "prompt_logprobs": likeliest.numbered(scored, 0),
+        "prompt_logprobs": token_logprobs.numbered(scored, 0),
         "usage": usage(answer),
     }
 
 
 def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict[str, Any]:
-    places = likeliest.of_sample(rollout, 0, sample.index)
+    places = token_logprobs.of_sample(rollout, 0, sample.index)
     return {
         "index": sample.index,
         "token_ids": sample.token_ids,
@@ -97,7 +97,7 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
 
 def logprobs(sample: SampleAnswer, places: Sequence[Place]) -> list[dict[str, Any]]:
     """vLLM 0.32 renamed `token` to `token_id`; clients of either kind find theirs."""
-    others = [likeliest.listed(place) for place in places] or [[]] * len(sample.token_ids)
+    others = [token_logprobs.listed(place) for place in places] or [[]] * len(sample.token_ids)
     return [
         {
             "token": f"token_id:{token}",

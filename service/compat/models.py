@@ -6,12 +6,12 @@ from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
 from engine.protocol import EngineFacts
-from service.access import any_key
-from service.answers import JSON, WHEN_READY, WITH_KEY, answers
+from service.auth.access import any_key
 from service.compat import events
 from service.compat.openai_route import OpenAIRoute
-from service.compat.running import name_of
-from service.errors import NotFound
+from service.compat.rollout_adapter import name_of
+from service.http.errors import NotFound
+from service.http.responses import JSON, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 

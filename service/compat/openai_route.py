@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from service.answers import Responses
-from service.errors import CallerError
+from service.http.errors import CallerError
+from service.http.responses import Responses
 
 UNPROCESSABLE, BAD_REQUEST = 422, 400
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]

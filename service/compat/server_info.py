@@ -7,9 +7,9 @@ from pydantic_core import to_json
 
 from engine.protocol import EngineFacts
 from service import __version__
-from service.access import any_key
-from service.answers import JSON, WHEN_READY, WITH_KEY, answers
+from service.auth.access import any_key
 from service.compat.vllm_control import vllm_config
+from service.http.responses import JSON, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()

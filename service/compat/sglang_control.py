@@ -8,14 +8,14 @@ from pydantic_core import to_json
 
 from coppice.wire.base import Label
 from engine.protocol import PauseMode
-from service.access import Caller, any_key, needs, public
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
-from service.browsers import refuse_browsers
+from service.auth.access import Caller, any_key, needs, public
 from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.document import body_of
-from service.compat.names import Running
+from service.compat.openapi_document import body_of
+from service.compat.request_ids import Running
 from service.compat.vllm_control import ADMIN, CHANGED, EmptyBody, Updates
-from service.errors import InvalidRequest
+from service.http.cross_site import refuse_browsers
+from service.http.errors import InvalidRequest
+from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()

@@ -7,11 +7,11 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
-from service.access import Caller, needs
+from service.auth.access import Caller, needs
 from service.compat.bodies import Flag, ForeignModel, ListsOfTokenIds, Text, Texts, read_foreign
-from service.compat.document import body_of
-from service.compat.names import Running
-from service.compat.running import (
+from service.compat.openapi_document import body_of
+from service.compat.request_ids import Running
+from service.compat.rollout_adapter import (
     SAMPLED,
     Work,
     adapter_of,
@@ -24,8 +24,8 @@ from service.compat.running import (
     tokens_of,
 )
 from service.compat.sampling import MaxTokens, SamplingFields, masked
-from service.connection import NOBODY_READS, while_connected
-from service.errors import InvalidRequest
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.errors import InvalidRequest
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()

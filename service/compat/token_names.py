@@ -6,7 +6,7 @@ from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
 from engine.protocol import Place
-from service.prompts import Prompts
+from service.rollouts.tokenizer import Prompts
 
 Name = Callable[[int], str]
 

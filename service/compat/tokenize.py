@@ -7,14 +7,14 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from coppice.wire.base import TokenIds
-from service.access import needs
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.auth.access import needs
 from service.compat.bodies import Flag, ForeignModel, read_foreign
 from service.compat.chat import ChatBody, ChatMessage, Tool
-from service.compat.document import body_of
 from service.compat.openai_route import OpenAIRoute, as_openai
-from service.compat.running import adapter_of
-from service.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
+from service.compat.openapi_document import body_of
+from service.compat.rollout_adapter import adapter_of
+from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
+from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 

@@ -8,13 +8,12 @@ from pydantic_core import to_json
 
 from coppice.wire.base import Label
 from engine.protocol import EngineFacts, PauseMode
-from service.access import any_key, needs, public
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.auth.access import any_key, needs, public
 from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.document import body_of
-from service.compat.unserved import NCCL
+from service.compat.openapi_document import body_of
+from service.compat.unsupported_routes import NCCL
 from service.compat.weight_updates import WeightUpdates
-from service.errors import (
+from service.http.errors import (
     ActivationFailed,
     EngineGone,
     InvalidRequest,
@@ -25,6 +24,7 @@ from service.errors import (
     VersionNotFound,
     WeightsRefused,
 )
+from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()

@@ -8,9 +8,9 @@ import asyncio
 from pathlib import Path
 
 from coppice.wire.weights import ActivationAnswer
-from service.errors import WeightsRefused
+from service.http.errors import WeightsRefused
 from service.server import Server
-from service.versions import Version
+from service.weights.versions import Version
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 

@@ -4,11 +4,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.adapters import LoadAdapterRequest
-from service.access import needs
-from service.adapters.held import Held
-from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
-from service.bodies import bounded, read_small_json
-from service.errors import (
+from service.adapters.loaded_adapter import Held
+from service.auth.access import needs
+from service.http.bodies import bounded, read_small_json
+from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,
@@ -20,7 +19,8 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
-from service.parameters import label
+from service.http.params import label
+from service.http.responses import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 

@@ -4,9 +4,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.control import PauseAnswer, PauseRequest
-from service.access import needs
-from service.answers import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
-from service.bodies import read_small_json
+from service.auth.access import needs
+from service.http.bodies import read_small_json
+from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")

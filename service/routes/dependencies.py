@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.directory.names import replica_of
-from service.errors import KvGone, ReplicaGone
+from service.cluster.ids import replica_of
+from service.http.errors import KvGone, ReplicaGone
 from service.server import Server
 
 

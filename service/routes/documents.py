@@ -5,8 +5,8 @@ from pathlib import Path
 
 from fastapi import APIRouter, Response
 
-from service.access import public
-from service.answers import answers
+from service.auth.access import public
+from service.http.responses import answers
 
 router = APIRouter()
 

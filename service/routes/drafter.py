@@ -8,11 +8,9 @@ from typing import BinaryIO
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from service.access import needs
-from service.answers import JSON, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
-from service.bodies import bounded
-from service.checkpoints import WRITE_BYTES
-from service.errors import (
+from service.auth.access import needs
+from service.http.bodies import bounded
+from service.http.errors import (
     DigestMismatch,
     InsufficientStorage,
     InvalidRequest,
@@ -21,9 +19,11 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
-from service.parameters import label
-from service.preferences import wants_file
+from service.http.params import label
+from service.http.preferences import wants_file
+from service.http.responses import JSON, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
+from service.weights.checkpoint_store import WRITE_BYTES
 
 router = APIRouter(prefix="/v1/drafter")
 

@@ -9,9 +9,9 @@
 from fastapi import APIRouter, Response
 
 from coppice.wire.control import HealthAnswer
-from service.access import public
-from service.answers import JSON, WHEN_READY, answers
-from service.errors import EngineGone, NotReady
+from service.auth.access import public
+from service.http.errors import EngineGone, NotReady
+from service.http.responses import JSON, WHEN_READY, answers
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 

@@ -4,10 +4,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.kv import KvLease, KvLeaseAnswer
-from service.access import Caller, needs
-from service.answers import ELSEWHERE, JSON, NOTHING, OF_BODY, WITH_KEY, answers
-from service.bodies import read_small_json
-from service.errors import (
+from service.auth.access import Caller, needs
+from service.http.bodies import read_small_json
+from service.http.errors import (
     DirectoryUnavailable,
     Draining,
     InvalidRequest,
@@ -18,8 +17,9 @@ from service.errors import (
     QuotaExceeded,
     RangeNotSatisfiable,
 )
-from service.kv.transfer import MEDIA_TYPE, KvData
-from service.parameters import asserted_version
+from service.http.params import asserted_version
+from service.http.responses import ELSEWHERE, JSON, NOTHING, OF_BODY, WITH_KEY, answers
+from service.prompt_kv.http_transfer import MEDIA_TYPE, KvData
 from service.routes.dependencies import HANDLE_HERE, AnyServer
 
 router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_HERE])

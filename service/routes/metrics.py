@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
-from service.access import public
-from service.answers import answers
+from service.auth.access import public
+from service.http.responses import answers
+from service.observability.status import observe
 from service.routes.dependencies import AnyServer
-from service.state import observe
 
 router = APIRouter()
 

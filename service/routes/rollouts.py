@@ -9,22 +9,10 @@ from pydantic import BaseModel
 
 from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
-from service.access import Caller, needs
-from service.answers import (
-    ELSEWHERE,
-    JSON,
-    OF_BODY,
-    OF_ENGINE_WORK,
-    OF_FLEET,
-    WHEN_READY,
-    WITH_KEY,
-    answers,
-)
-from service.bodies import INLINE_BYTES
-from service.claim import Claim
-from service.connection import NOBODY_READS, while_connected
-from service.encoding import PartsResponse, rollout_parts
-from service.errors import (
+from service.auth.access import Caller, needs
+from service.http.bodies import INLINE_BYTES
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.errors import (
     DirectoryUnavailable,
     Draining,
     EngineGone,
@@ -35,9 +23,21 @@ from service.errors import (
     NotAcceptable,
     RolloutNotFound,
 )
-from service.parameters import wait_seconds
-from service.preferences import Form, wanted_form, wants_async
-from service.rollout import Rollout
+from service.http.json_response import PartsResponse, rollout_parts
+from service.http.params import wait_seconds
+from service.http.preferences import Form, wanted_form, wants_async
+from service.http.responses import (
+    ELSEWHERE,
+    JSON,
+    OF_BODY,
+    OF_ENGINE_WORK,
+    OF_FLEET,
+    WHEN_READY,
+    WITH_KEY,
+    answers,
+)
+from service.rollouts.claim import Claim
+from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_HERE, AnyServer
 from service.server import Server
 

@@ -5,10 +5,10 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
-from service.access import Caller, needs
-from service.answers import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
-from service.connection import NOBODY_READS, while_connected
-from service.encoding import PartsResponse, model_parts
+from service.auth.access import Caller, needs
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.json_response import PartsResponse, model_parts
+from service.http.responses import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter(prefix="/v1/score")

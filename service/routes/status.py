@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
-from service.access import any_key
-from service.answers import JSON, WITH_KEY, answers
+from service.auth.access import any_key
+from service.http.responses import JSON, WITH_KEY, answers
+from service.observability.status import status
 from service.routes.dependencies import AnyServer
-from service.state import status
 
 router = APIRouter(prefix="/v1")
 

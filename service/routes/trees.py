@@ -5,18 +5,18 @@ from pydantic import BaseModel
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
-from service.access import Caller, needs
-from service.answers import ELSEWHERE, JSON, OF_BODY, OF_FLEET, WHEN_READY, WITH_KEY, answers
-from service.bodies import INLINE_BYTES, parse, read
-from service.claim import Claim
-from service.connection import NOBODY_READS, while_connected
-from service.errors import (
+from service.auth.access import Caller, needs
+from service.http.bodies import INLINE_BYTES, parse, read
+from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     RolloutNotFound,
     SegmentNotFound,
     TreeClosed,
 )
+from service.http.responses import ELSEWHERE, JSON, OF_BODY, OF_FLEET, WHEN_READY, WITH_KEY, answers
+from service.rollouts.claim import Claim
 from service.routes.dependencies import ROLLOUT_HERE, ReadyServer
 
 router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_HERE])

@@ -13,9 +13,9 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
-from service.access import needs, page, public
-from service.answers import WITH_KEY, answers
-from service.live import snapshot
+from service.auth.access import needs, page, public
+from service.http.responses import WITH_KEY, answers
+from service.observability.dashboard import snapshot
 from service.routes.dependencies import AnyServer
 from service.server import Server
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from starlette.responses import StreamingResponse
 
-from service.access import needs
-from service.answers import WITH_KEY, answers
-from service.checkpoints import DELTA, WRITE_BYTES
-from service.errors import VersionNotFound
-from service.fleet_weights import manifests
+from service.auth.access import needs
+from service.http.errors import VersionNotFound
+from service.http.responses import WITH_KEY, answers
 from service.routes.dependencies import AnyServer
-from service.versions import Version
+from service.weights.checkpoint_store import DELTA, WRITE_BYTES
+from service.weights.replication import manifests
+from service.weights.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
 

@@ -4,11 +4,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.weights import ActivateRequest, StageRequest
-from service.access import needs
-from service.answers import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
-from service.bodies import bounded, read_small_json
-from service.checkpoints import SINGLE, checked_name
-from service.errors import (
+from service.auth.access import needs
+from service.http.bodies import bounded, read_small_json
+from service.http.errors import (
     ActivationFailed,
     BaseUnavailable,
     DigestMismatch,
@@ -20,9 +18,11 @@ from service.errors import (
     VersionNotFound,
     WeightsRefused,
 )
-from service.parameters import label, sequence, upload_parameters
+from service.http.params import label, sequence, upload_parameters
+from service.http.responses import JSON, NOTHING, OF_BODY, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
 from service.routes.dependencies import ReadyServer
-from service.versions import Version
+from service.weights.checkpoint_store import SINGLE, checked_name
+from service.weights.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
 

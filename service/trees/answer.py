@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentFinish
-from service.group import Decode
+from service.rollouts.group import Decode
 from service.trees.tree import Row, Segment
 
 WHOLE: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from coppice.wire.branching import Branching, Entropy
-from service.errors import InvalidRequest
+from service.http.errors import InvalidRequest
 
 UNUSED = {
     "interval": ("positions", "lease_seconds"),

@@ -1,7 +1,7 @@
 """What a request to branch may ask of a tree, and how far it lets it grow."""
 
 from coppice.wire.branching import BranchRequest
-from service.errors import InvalidRequest
+from service.http.errors import InvalidRequest
 from service.trees.budget import Budget
 from service.trees.path import Reach
 from service.trees.plan import Plan, next_cut

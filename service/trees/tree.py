@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.spans import joined_spans
-from service.errors import SegmentNotFound
-from service.trees.grown import Grown
+from service.http.errors import SegmentNotFound
+from service.trees.tokens import Grown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

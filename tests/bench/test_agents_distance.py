@@ -11,7 +11,7 @@ from bench.harness.agents_rows import agents_rows, change
 from bench.harness.answering import Prompted, answered
 from examples.seedling import agents
 from examples.seedling.grow import SEEDLING
-from service.reuse.spans import joined
+from service.kv_reuse.layout import joined
 
 SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
 

@@ -3,7 +3,7 @@
 from bench.cross_context import PREDICTED, Arm, Shape, placed, shapes_of, time_rows
 from bench.harness.by_threshold import FEWEST, Predictions, Tokens, prediction_rows
 from bench.harness.record import Row
-from service.reuse.spans import Part
+from service.kv_reuse.layout import Part
 
 
 def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = ()) -> Arm:

@@ -22,12 +22,12 @@ from bench.graph_pool_gpu import (
 from bench.graph_pool_gpu import main as bench
 from bench.harness.graph_arms import Captured, schedule
 from bench.harness.pairs import Pairs
-from engine.graphs.lengths import Lengths
-from engine.graphs.lookup import Ladder, NextTokens
-from engine.graphs.memory import of_model
-from engine.graphs.score import score
-from engine.graphs.tables import Limits
-from engine.graphs.trace import read_trace
+from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.dispatch import Ladder, NextTokens
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.evaluate import score
+from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.shape_trace import read_trace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")

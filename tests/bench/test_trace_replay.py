@@ -9,9 +9,9 @@ from bench.replay.drafters import Ngram, Ours
 from bench.replay.replaying import Controller, Fixed, Likely, Replayer, matching
 from bench.replay.traces import TRACES, Group, Trace
 from bench.trace_replay import LENGTHS, whole, with_finished
+from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCost
-from engine.speculation.trust import Trust
 from kernels.drafts import store
 
 pytestmark = pytest.mark.skipif(

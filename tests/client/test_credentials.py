@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from coppice import CoppiceError, Retry, Unauthorized
-from coppice.http.address import address_of
+from coppice.transport.address import address_of
 from tests.client.app import App, failing, refusing
 from tests.client.conftest import Connect
-from tests.client.pace import FakePace
+from tests.client.fake_clock import FakePace
 
 KEY = "s3same-0pen"
 WAYS: list[dict[str, Any]] = [

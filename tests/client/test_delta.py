@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save, save_file
 
-from coppice.weights.changes import NoDelta, write_delta
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
-from coppice.weights.stored import read_stored
+from coppice.weights.delta_writer import NoDelta, write_delta
+from coppice.weights.safetensors_index import read_stored
 from coppice.wire import difference
 from coppice.wire.difference import DifferenceError, decode_block, encode_block
 

@@ -22,8 +22,8 @@ from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, LINES, RECORDS
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming
 from tests.client.conftest import Connect
+from tests.client.fake_clock import FakePace
 from tests.client.faulty import Faulty, faulty_server, stream_bytes
-from tests.client.pace import FakePace
 from tests.client.test_rollout import assert_is_the_answer
 
 RUNNING = answering(RunningAnswer(id="r1", samples=3, samples_done=1), 202)

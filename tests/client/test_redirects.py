@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice import KvSource, PromptKV, Redirected, Retry
-from coppice.http.trust import Trust
+from coppice.transport.redirect_policy import Trust
 from tests.client.answers import ANSWER, LINES, VERSION
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect
-from tests.client.pace import FakePace
+from tests.client.fake_clock import FakePace
 from tests.client.test_kv import assert_right, fetched, handle_from, server
 
 Answer = Callable[[httpx.Request], httpx.Response]

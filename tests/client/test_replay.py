@@ -9,7 +9,7 @@ from coppice import (
     RolloutLost,
     StartRecord,
 )
-from coppice.core.replay import Replay
+from coppice.transport.deduplicator import Replay
 from tests.client.answers import RECORDS, USAGE
 
 START, SAMPLE, GROUP, _, *REST = RECORDS

@@ -18,8 +18,8 @@ from coppice import (
     StreamBroken,
 )
 from tests.client.conftest import Connect
+from tests.client.fake_clock import FakePace
 from tests.client.faulty import Faulty, faulty_server, records_of, stream_parts
-from tests.client.pace import FakePace
 
 pytestmark = pytest.mark.slow
 

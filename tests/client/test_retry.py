@@ -28,7 +28,7 @@ from tests.client.answers import ACTIVATION, LINES, RECORDS, USAGE, VERSION
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming
 from tests.client.checkpoints import single
 from tests.client.conftest import Connect
-from tests.client.pace import FakePace
+from tests.client.fake_clock import FakePace
 
 PAUSED = answering(PauseAnswer(paused=True))
 LOST = failing(httpx.ReadError("lost"))

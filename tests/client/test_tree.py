@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from coppice import Branching, InvalidRequest, Retry, TreeClosed
-from coppice.core.collector import Collector
 from coppice.errors import BadAnswer
+from coppice.operations.collector import Collector
 from coppice.results import result_of_packed
 from coppice.tree import tree_of
 from coppice.wire.kv import KvHandle

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from coppice.core.driver import CHUNK_BYTES
+from coppice.transport.driver import CHUNK_BYTES
 from coppice.weights.tensor import StateDict, Tensor, tensors_of
 from coppice.weights.writer import write_safetensors
 

@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
-from service.access import declared
 from service.app import create_app
-from service.settings import Shape
+from service.auth.access import declared
+from service.config.settings import Shape
 from tests.compat.foreign import foreign
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

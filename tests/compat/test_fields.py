@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.protocol import SampleRequest
 from service.compat.bodies import DROPPED
-from service.compat.refused import REFUSED
+from service.compat.unsupported_params import REFUSED
 from tests.compat.foreign import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from engine.settings import EngineSettings
-from service.live import snapshot
+from service.observability.dashboard import snapshot
 from tests.compat.foreign import foreign
 from tests.fake_engine import FakeEngine
 

@@ -25,9 +25,9 @@ from service.compat.bodies import DROPPED
 from service.compat.chat import ChatBody, ChatMessage
 from service.compat.completions import CompletionBody
 from service.compat.generate import GenerateBody, GenerateSampling
-from service.compat.refused import REFUSED
 from service.compat.sglang_generate import SglangBody, SglangSampling
 from service.compat.tokenize import DetokenizeBody, TokenizeBody
+from service.compat.unsupported_params import REFUSED
 from tests.compat.foreign import foreign
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from coppice import AsyncRollouts, Unsupported
-from coppice.verl.asked import Lengths, options_of
-from coppice.verl.gate import Gate
 from coppice.verl.generation import Drawn, Generation
 from coppice.verl.labels import Labels, global_steps
 from coppice.verl.publisher import Publisher
-from coppice.verl.target import Target
+from coppice.verl.request_gate import Gate
+from coppice.verl.sampling_options import Lengths, options_of
+from coppice.verl.server_list import Target
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from service.fleet_weights.peers import Peers
-from service.settings import Settings, load_settings
+from service.config.settings import Settings, load_settings
+from service.weights.replication.peers import Peers
 from tests.examples.nginx import EXAMPLE
 
 DOCKER = Path(__file__).parents[2] / "docker"

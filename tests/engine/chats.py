@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
-from engine.chat import Chat
+from engine.io.chat import Chat
 from engine.protocol import Conversation, Reply
 from engine.settings import EngineSettings
 from tests.engine.seedling import MODEL

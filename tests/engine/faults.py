@@ -5,9 +5,9 @@ from itertools import islice
 
 import torch
 
+from engine.launch.worker import WorkerExtension
 from engine.weights import reload
 from engine.weights.checkpoint import Checkpoint
-from engine.worker import WorkerExtension
 
 
 class FaultyExtension(WorkerExtension):

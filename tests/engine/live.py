@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine import core_methods
-from engine.exported import ExportSlot, Load
-from engine.kv.place import carrying
+from engine.kv_transfer.params import carrying
+from engine.kv_types import ExportSlot, Load
+from engine.launch import core_methods
 from engine.patches.installed import install_patches
 from engine.protocol import VersionSpan
 
-EXTENSION = "engine.worker.WorkerExtension"
+EXTENSION = "engine.launch.worker.WorkerExtension"
 FAULTY = "tests.engine.faults.FaultyExtension"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coppice.weights.checkpoint import checkpoint_files
-from coppice.weights.stored import read_stored
+from coppice.weights.safetensors_index import read_stored
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from engine.launch.worker import WorkerExtension
 from engine.weights.checkpoint import Checkpoint
-from engine.worker import WorkerExtension
 
 LOAD_SECONDS = 5.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
-from engine.chat_template import template_options
 from engine.errors import ConversationRefused, RequestRefused
+from engine.io.chat_template import template_options
 from engine.protocol import Conversation, Reply
 from tests.engine.chats import TemplateChat, make_chat
 

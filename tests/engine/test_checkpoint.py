@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
 from engine.errors import CheckpointRefused
-from engine.weights.check import check
 from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_served
-from engine.weights.stored import read_chunks, read_into
+from engine.weights.tensor_file import read_chunks, read_into
+from engine.weights.validation import check
 from tests.engine.models import Tensors
 
 NORM = "model.norm.weight"

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from engine.errors import ConversationRefused, RequestRefused
-from engine.exported import ExportSlot, ExportWord, Load, LoadPiece
+from engine.kv_types import ExportSlot, ExportWord, Load, LoadPiece
 from engine.protocol import Completion, Conversation, Engine, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
 from tests.engine.adapters.trained import saved

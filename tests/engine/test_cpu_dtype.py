@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from engine.arguments import engine_arguments
-from engine.cpu_dtype import cpu_dtype
+from engine.launch.arguments import engine_arguments
+from engine.launch.cpu_dtype import cpu_dtype
 from engine.settings import DType, EngineSettings
 from tests.engine.seedling import MODEL
 

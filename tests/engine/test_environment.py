@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import (
+from engine.launch.environment import (
     attention_settings,
     spawning,
     speculation_settings,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from coppice import AsyncRollouts, Policy
 from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
 from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models, write_model
 from tests.engine.seedling import MODEL as SEEDLING

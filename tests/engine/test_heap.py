@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine import heap
-from engine.environment import spawning
+from engine.launch.environment import spawning
+from engine.runtime import gc_freeze
 from engine.settings import AttentionSettings, EngineSettings
 
 CHILD = """
 import gc, service.entry
 assert not gc.isenabled()
-from engine.plugin import install
+from engine.launch.processes.plugin import install
 install()
 assert gc.isenabled() and gc.get_freeze_count() > 0
 """
@@ -22,7 +22,7 @@ assert gc.isenabled() and gc.get_freeze_count() > 0
 
 def test_nothing_is_collected_during_imports_and_what_they_made_is_left_alone() -> None:
     frozen = gc.get_freeze_count()
-    with heap.importing():
+    with gc_freeze.importing():
         assert not gc.isenabled()
         kept: list[list[int]] = [[] for _ in range(1000)]
     assert gc.isenabled()
@@ -30,7 +30,7 @@ def test_nothing_is_collected_during_imports_and_what_they_made_is_left_alone() 
 
 
 def test_an_import_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ImportError), heap.importing():
+    with pytest.raises(ImportError), gc_freeze.importing():
         raise ImportError
     assert gc.isenabled()
 

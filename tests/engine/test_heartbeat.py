@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from engine.heartbeat import Heartbeat
+from engine.runtime.heartbeat import Heartbeat
 
 
 class Clock:

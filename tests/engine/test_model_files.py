@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.model_files import locate
+from engine.launch.model_files import locate
 
 COMMIT = "0123456789" * 4
 

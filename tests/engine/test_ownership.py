@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import ownership
-from engine.ownership import own, own_folder, ownerless
+from engine.runtime import file_lock
+from engine.runtime.file_lock import own, own_folder, ownerless
 
 PREFIX = "place-"
 
@@ -69,7 +69,7 @@ def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
             owned(tmp_path, locks)
         return own(file)
 
-    monkeypatch.setattr(ownership, "own", own_late)
+    monkeypatch.setattr(file_lock, "own", own_late)
     path = owned(tmp_path, locks)
     assert len(late) == 3, "the first, the sweeping one's, and the first anew"
     assert (path / ".owner").exists()

@@ -15,9 +15,9 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from engine import shared_memory
 from engine.errors import EngineDead
 from engine.protocol import Completion, SampleRequest, Sampling
+from engine.runtime import shared_memory
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
 from tests.engine.slow_load import LOAD_SECONDS

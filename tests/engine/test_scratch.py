@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scratch import Scratch
+from engine.runtime.temp_dir import Scratch
 
 
 @pytest.fixture(autouse=True)

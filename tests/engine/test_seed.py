@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from coppice import AsyncRollouts
-from engine.arguments import engine_arguments
+from engine.launch.arguments import engine_arguments
 from engine.protocol import SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
 from tests.engine.seedling import MODEL, settings
 from tests.fleet import fleet
 

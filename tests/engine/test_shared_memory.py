@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine import shared_memory
-from engine.shared_memory import SHARED, held_files, sweep
+from engine.runtime import shared_memory
+from engine.runtime.shared_memory import SHARED, held_files, sweep
 
 
 def leave(folder: Path, *names: str) -> None:

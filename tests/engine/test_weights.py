@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.protocol import VersionSpan
-from engine.weights.check import check
 from engine.weights.checkpoint import read_served
+from engine.weights.validation import check
 from tests.engine.greedy import assert_greedy
 from tests.engine.live import FAULTY, Answer, LiveEngine, assert_same, live_engine
 from tests.engine.models import in_bfloat16, make_models, random_tensors, write_model

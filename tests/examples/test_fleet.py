@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from coppice import AsyncRollouts, Rollouts
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
 from tests.examples.nginx import nginx
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.runner import FLUSH_SECONDS
-from service.settings import load_settings
+from service.config.settings import load_settings
+from service.http.serve import FLUSH_SECONDS
 from tests.helm.chart import (
     FILES,
     WITH_KEYS,

@@ -6,7 +6,7 @@ import pytest
 from helm_python import HelmError
 
 from helm.golden import templates
-from service.settings import Settings, settings_fields
+from service.config.settings import Settings, settings_fields
 from tests.helm.chart import WITH_KEYS, Object, defaults
 
 pytestmark = pytest.mark.slow

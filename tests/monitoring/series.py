@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import Metric
 
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 
 OF_TARGETS = {"namespace", "job", "instance", "pod", "le"}
 _NAME = re.compile(r"\b(?:coppice_|vllm:|job:|process_|up\b)[\w:]*")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from helm import dashboard
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 from tests.monitoring.series import (
     OF_TARGETS,
     families,

@@ -19,11 +19,11 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from engine.exported import ExportWord, KvFormat
+from engine.kv_types import ExportWord, KvFormat
 from engine.protocol import EngineFacts
 from service.app import create_app
-from service.bounded_protocol import bounded_by
-from service.settings import Settings
+from service.config.settings import Settings
+from service.http.protocol import bounded_by
 from tests.fake_engine import FakeEngine, Running
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.shared_memory import Identity, held_by, identity, leftovers
+from engine.runtime.shared_memory import Identity, held_by, identity, leftovers
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from coppice.wire.rollouts import RolloutRequest
-from service.errors import Draining
-from service.rollout import Rollout
+from service.http.errors import Draining
+from service.rollouts.rollout import Rollout
 from service.server import Server
 from tests.fake_engine import FakeEngine
 from tests.promises.hesitant import HesitantEngine, turns

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.protocol import PauseMode
-from service.claim import Claim
-from service.errors import ServiceError
-from service.group import Group
-from service.rollout import Rollout
+from service.http.errors import ServiceError
+from service.rollouts.claim import Claim
+from service.rollouts.group import Group
+from service.rollouts.rollout import Rollout
 from service.server import Server
-from service.versions import Version
+from service.weights.versions import Version
 from tests.promises.hesitant import HesitantEngine, turns
 from tests.service.test_rollouts import body, group
 from tests.serving import settings_for

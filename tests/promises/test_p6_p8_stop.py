@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.shared_memory import MIN_AGE_SECONDS
+from engine.runtime.shared_memory import MIN_AGE_SECONDS
 from tests.promises.load import Load, load
 from tests.promises.process import Home, ServiceProcess, home, service, until
 

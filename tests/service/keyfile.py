@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from service.keys import new_key
+from service.auth.keys import new_key
 
 
 def write_keys(file: Path, **roles: str) -> dict[str, str]:

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from engine.errors import LoadFailed
-from service.adapters.intake import _copy
-from service.directory.embedded import EmbeddedDirectory
-from service.errors import WeightsRefused
+from service.adapters.upload import _copy
+from service.cluster.in_memory import EmbeddedDirectory
+from service.http.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.admission import Admission, Reservation
-from service.errors import InvalidRequest, Overloaded, QuotaExceeded, ServiceError
-from service.settings import LimitsSettings
+from service.config.settings import LimitsSettings
+from service.http.errors import InvalidRequest, Overloaded, QuotaExceeded, ServiceError
+from service.rollouts.admission import Admission, Reservation
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import body, group, running_samples

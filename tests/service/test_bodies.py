@@ -11,12 +11,12 @@ import pytest
 
 from coppice.wire.base import SLICE_TOKENS
 from coppice.wire.rollouts import MAX_TOKENS, RolloutRequest
-from service import bodies
-from service.bodies import INLINE_BYTES, MAX_FAULTS, Bodies, parse_in_steps
-from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
-from service.json_reader import MAX_MEMBERS, JsonLimits
-from service.logs import key_name
-from service.settings import LimitsSettings
+from service.config.settings import LimitsSettings
+from service.http import bodies
+from service.http.bodies import INLINE_BYTES, MAX_FAULTS, Bodies, parse_in_steps
+from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
+from service.http.json_reader import MAX_MEMBERS, JsonLimits
+from service.observability.logs import key_name
 
 LIMITS = JsonLimits(values=10**7, containers=10**6)
 

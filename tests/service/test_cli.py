@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from engine.errors import StartFailed
 from engine.protocol import Engine, Pulse
 from service.cli import Parts, build_cli
-from service.flags import settings_flags
-from service.settings import Settings, masked, settings_fields
-from service.stop import Life
+from service.config.flags import settings_flags
+from service.config.settings import Settings, masked, settings_fields
+from service.http.shutdown import Life
 
 
 class IdleServer:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.edges import PIECE_BYTES, Edges
-from service.settings import LimitsSettings
+from service.config.settings import LimitsSettings
+from service.http.limits import PIECE_BYTES, Edges
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import parsed, raw

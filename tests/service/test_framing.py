@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.access import public
+from service.auth.access import public
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import Raw, raw

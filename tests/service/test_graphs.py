@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.graphs.shape import decode, mixed
-from engine.graphs.trace import Trace
+from engine.cudagraphs.shape import decode, mixed
+from engine.cudagraphs.shape_trace import Trace
 from engine.protocol import GraphCounts
 from service.cli import build_cli
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
 
 TIERED = ("--graphs.lengths", "8:0,2,4 32:0,2 0")
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import StartFailed
 from engine.protocol import SharedPrefixCounts
-from service.reuse.store import SegmentStore
+from service.kv_reuse.store import SegmentStore
 from tests.fake_engine import FakeEngine
 from tests.service.test_continue_from import started
 from tests.service.test_rollouts import body, group, running_samples

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from service.errors import InvalidJson
-from service.json_reader import JsonLimits, read_value
+from service.http.errors import InvalidJson
+from service.http.json_reader import JsonLimits, read_value
 
 MALFORMED = object()
 MAX_PEAK_MIB = 512
@@ -104,10 +104,10 @@ body = b'{"groups":[' + b",".join([group] * 3) + b"]}"
 PROGRAM = """
 import sys
 from coppice.wire.rollouts import RolloutRequest
-from service.bodies import parse_in_steps
-from service.errors import InvalidRequest
-from service.json_reader import JsonLimits
-from service.settings import LimitsSettings
+from service.http.bodies import parse_in_steps
+from service.http.errors import InvalidRequest
+from service.http.json_reader import JsonLimits
+from service.config.settings import LimitsSettings
 
 limits = LimitsSettings()
 {body}

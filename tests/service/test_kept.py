@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from service.rollout import Rollout
+from service.rollouts.rollout import Rollout
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

@@ -12,14 +12,14 @@ import yaml
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
-from service.access import declared
 from service.app import create_app
+from service.auth.access import declared
+from service.auth.keyring import LOCAL, Keyring
+from service.auth.keys import ROLES, find_key, read_keys
 from service.cli import build_cli
-from service.keyring import LOCAL, Keyring
-from service.keys import ROLES, find_key, read_keys
-from service.logs import current_ids
-from service.settings import load_settings
-from service.sources import SettingsError
+from service.config.settings import load_settings
+from service.config.sources import SettingsError
+from service.observability.logs import current_ids
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, entries, write_keys
 from tests.service.test_rollouts import body, group, running_samples

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from service.logs import HumanFormatter, JsonFormatter, log_context, logging_config
-from service.settings import LogSettings
+from service.config.settings import LogSettings
+from service.observability.logs import HumanFormatter, JsonFormatter, log_context, logging_config
 
 
 def record(message: str, *arguments: object, **extra: object) -> logging.LogRecord:
@@ -81,8 +81,8 @@ def test_the_configuration_survives_a_file() -> None:
 
 LOG_TWICE = """
 import json, logging, logging.config, os
-from service.logs import configure_logging
-from service.settings import LogSettings
+from service.observability.logs import configure_logging
+from service.config.settings import LogSettings
 
 def log(message):
     for name in ("uvicorn.error", "vllm.engine", "engine"):

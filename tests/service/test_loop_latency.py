@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
-from service.encoding import PART_BYTES, rollout_parts, value_parts
-from service.interpreter import tuned
-from service.turns import Turns
+from service.http.interpreter import tuned
+from service.http.json_response import PART_BYTES, rollout_parts, value_parts
+from service.rollouts.time_slice import Turns
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

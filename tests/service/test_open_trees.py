@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from coppice import BranchRequest
-from service.errors import EngineGone
-from service.trees.open_tree import OpenTree
+from service.http.errors import EngineGone
+from service.trees.external_tree import OpenTree
 from tests.fake_engine import FakeEngine
 from tests.promises.hesitant import HesitantEngine
 from tests.service.keyfile import bearer, write_keys

@@ -12,13 +12,13 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from service.access import declared
 from service.app import create_app
-from service.audit import LOGGER
-from service.logs import logging_config
-from service.runner import open_listener, run_server, server_url
-from service.settings import LogSettings, load_settings
-from service.sources import SettingsError
+from service.auth.access import declared
+from service.auth.audit_log import LOGGER
+from service.config.settings import LogSettings, load_settings
+from service.config.sources import SettingsError
+from service.http.serve import open_listener, run_server, server_url
+from service.observability.logs import logging_config
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port
 from tests.service.keyfile import bearer, write_keys

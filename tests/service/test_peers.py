@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.fleet_weights.peers import Peers, parse_allowed
-from service.settings import load_settings
-from service.sources import SettingsError
+from service.config.settings import load_settings
+from service.config.sources import SettingsError
+from service.weights.replication.peers import Peers, parse_allowed
 
 ALLOWED = (
     "http://10.0.0.0/8:8000",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import Prompt
-from service.errors import Overloaded, PromptTooLong, QuotaExceeded
-from service.fair_executor import FairExecutor, QueueLimits
-from service.logs import key_name
-from service.prompts import Prompts
+from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
+from service.http.fair_executor import FairExecutor, QueueLimits
+from service.observability.logs import key_name
+from service.rollouts.tokenizer import Prompts
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

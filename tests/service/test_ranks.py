@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ranks import MICROSECONDS, Ranks
+from service.rollouts.priority import MICROSECONDS, Ranks
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving

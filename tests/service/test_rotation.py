@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.keyring import CHECK_SECONDS
-from service.keys import new_key
+from service.auth.keyring import CHECK_SECONDS
+from service.auth.keys import new_key
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer
 from tests.service.test_rollouts import body, group

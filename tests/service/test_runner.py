@@ -13,9 +13,9 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from engine.protocol import EngineStage, Pulse
-from service.connections import Connections
-from service.runner import curl_line, open_listener, run_server, server_url
-from service.settings import LogSettings, Settings
+from service.config.settings import LogSettings, Settings
+from service.http.connections import Connections
+from service.http.serve import curl_line, open_listener, run_server, server_url
 
 
 class Life:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from service.settings import Settings, load_settings, masked, settings_fields
-from service.sources import SettingsError, variable_name
+from service.config.settings import Settings, load_settings, masked, settings_fields
+from service.config.sources import SettingsError, variable_name
 
 
 def refusal(

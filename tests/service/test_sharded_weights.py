@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from service.compat.messages import with_message
-from service.errors import WeightsRefused
-from service.problems import as_json
+from service.compat.error_format import with_message
+from service.http.errors import WeightsRefused
+from service.http.exception_handlers import as_json
 from tests.fake_engine import FakeEngine
 from tests.service.test_weights import activate
 from tests.serving import serving
@@ -63,7 +63,7 @@ async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
 
 async def test_an_index_is_read_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names are listed by every look at the versions."""
-    monkeypatch.setattr("service.checkpoints.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("service.weights.checkpoint_store.MAX_JSON_BYTES", 100)
     index = json.dumps({"weight_map": {"a": f"{'m' * 100}.safetensors"}}).encode()
     engine = FakeEngine()
     engine.refused_weights["v1"] = "the index is too large"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.app import create_app
-from service.runner import open_listener, run_server, server_url
+from service.http.serve import open_listener, run_server, server_url
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
 from tests.serving import settings_for

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.protocol import Completion, SampleRequest, Sampling
-from service.group import GroupFields
-from service.trees.cutter import deal
-from service.trees.kinds import tree_group
+from service.rollouts.group import GroupFields
+from service.trees.entropy_split import deal
+from service.trees.factory import tree_group
 from service.trees.plan import next_cut, split
 from tests.fake_engine import FakeEngine
 

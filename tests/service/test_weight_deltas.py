@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from coppice.weights.changes import write_delta
 from coppice.weights.delta import Lineage
+from coppice.weights.delta_writer import write_delta
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 

@@ -10,7 +10,7 @@ from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
 from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
 from coppice.results import RolloutResult
-from service.reuse.spans import Part, joined
+from service.kv_reuse.layout import Part, joined
 from tests.serving import Served
 from tests.together.prompt_kv import assert_all_are_the_models
 

@@ -13,7 +13,7 @@ from coppice.train.attention import (
     causal_attention,
     shared_prompt_attention,
 )
-from coppice.train.pieces import Piece, pieces_of
+from coppice.train.attention_tiles import Piece, pieces_of
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Branch, Spans
 

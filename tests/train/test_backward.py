@@ -13,7 +13,7 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.interface import attending
+from coppice.train.hf_attention import attending
 from coppice.train.prompts import no_grad_layers
 from coppice.train.responses import response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model

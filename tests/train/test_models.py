@@ -29,8 +29,8 @@ from coppice.train import (
     naive_backward,
 )
 from coppice.train.memory import free_bytes, graph_bytes, graph_fits, left_to_container
+from coppice.train.model_info import Traits, traits_of
 from coppice.train.schedules import choose
-from coppice.train.traits import Traits, traits_of
 from examples.seedling.arithmetic import draw, written_out
 from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, without_the_prompts

@@ -21,7 +21,7 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.passes import plan_families, response_inputs
+from coppice.train.micro_batches import plan_families, response_inputs
 from coppice.train.tree import families_of, longest
 from coppice.tree import Segment, Tree
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model

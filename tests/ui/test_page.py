@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from service.app import create_app
-from service.live import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
+from service.observability.dashboard import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv.asked import handle

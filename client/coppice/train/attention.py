@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coppice.train.pieces import pieces_of
+from coppice.train.attention_tiles import pieces_of
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Spans
 

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from coppice.train.distributed import loss_scale, unsynchronised, unwrapped
 from coppice.train.groups import TrainingGroup
-from coppice.train.interface import attending
+from coppice.train.hf_attention import attending
 from coppice.train.logprobs import packed_logprobs
+from coppice.train.model_info import traits_of
 from coppice.train.prompt_kv import Layers, PromptKV, backward_through, leaves_of, relative_error
 from coppice.train.prompts import compute_layers, inject, no_grad_layers
-from coppice.train.ranks import loss_scale, unsynchronised, unwrapped
 from coppice.train.responses import PASS_TOKENS, passes_of, response_logprobs
 from coppice.train.rows import LossFunction
 from coppice.train.schedules import Schedule, choose
-from coppice.train.traits import traits_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from coppice.train.contexts import PackedContext
+from coppice.train.distributed import is_sharded, unwrapped
 from coppice.train.groups import TrainingGroup
-from coppice.train.interface import attending, forward, is_attending
-from coppice.train.passes import joined, prompt_inputs, response_inputs
+from coppice.train.hf_attention import attending, forward, is_attending
+from coppice.train.micro_batches import joined, prompt_inputs, response_inputs
+from coppice.train.model_info import traits_of
 from coppice.train.prompt_kv import PromptKV, prompt_kv_of
 from coppice.train.prompts import compute_layers, no_grad_layers
-from coppice.train.ranks import is_sharded, unwrapped
 from coppice.train.responses import PASS_TOKENS, part_of, passes_of, response_logprobs, whole
 from coppice.train.rows import RowLogprobs, token_logprobs
-from coppice.train.traits import traits_of
 from coppice.train.tree import families_of, longest
 
 

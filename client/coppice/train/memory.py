@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coppice.train.traits import Traits
+from coppice.train.model_info import Traits
 
 # Of what is free: the responses' passes need the rest.
 SHARE = 0.5

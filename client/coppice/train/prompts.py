@@ -6,10 +6,10 @@ import torch
 
 from coppice.train.contexts import InjectingContext, PromptContext
 from coppice.train.groups import TrainingGroup
-from coppice.train.interface import forward
-from coppice.train.passes import prompt_inputs
+from coppice.train.hf_attention import forward
+from coppice.train.micro_batches import prompt_inputs
+from coppice.train.model_info import traits_of
 from coppice.train.prompt_kv import Layers, PromptKV, layers_of
-from coppice.train.traits import traits_of
 
 
 def compute_layers(model: Any, group: TrainingGroup) -> Layers:

@@ -4,7 +4,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from coppice.train.groups import TrainingGroup
 from coppice.train.memory import graph_fits
-from coppice.train.traits import Traits
+from coppice.train.model_info import Traits
 
 Schedule: TypeAlias = Literal["kept", "recomputed", "injected", "packed"]
 """

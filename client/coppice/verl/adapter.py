@@ -12,7 +12,7 @@ from verl.workers.rollout.base import BaseRollout
 from coppice.errors import Unsupported
 from coppice.verl.checkpoint import WIRE_FORMAT
 from coppice.verl.publisher import Publisher, Weights, drain
-from coppice.verl.target import Target
+from coppice.verl.server_list import Target
 
 _MERGE = "set actor_rollout_ref.model.lora.merge=True, and whole weights are sent"
 

@@ -9,7 +9,7 @@ from typing import Any
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from coppice.verl.publisher import Publisher, Weights, drain
-from coppice.verl.target import Target
+from coppice.verl.server_list import Target
 
 WIRE_FORMAT = "coppice"
 

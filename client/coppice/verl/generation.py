@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.client import AsyncRollouts
-from coppice.core.pending import AsyncPending
 from coppice.errors import CoppiceError, Incomplete
+from coppice.operations.pending import AsyncPending
 from coppice.options import RolloutOptions
 from coppice.results import Group
 from coppice.samples import Sample
-from coppice.verl.asked import Lengths, options_of
-from coppice.verl.gate import Gate
 from coppice.verl.labels import global_steps
+from coppice.verl.request_gate import Gate
+from coppice.verl.sampling_options import Lengths, options_of
 
 _REASONS = {"stop": "completed", "length": "completed"}
 ABORTED = "aborted"

@@ -9,7 +9,7 @@ from typing import Any
 
 from coppice.client import AsyncRollouts
 from coppice.verl.labels import Labels
-from coppice.verl.target import Target
+from coppice.verl.server_list import Target
 from coppice.weights.tensor import tensors_of
 from coppice.weights.writer import write_safetensors
 

@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from coppice.errors import Unsupported
 from coppice.verl.server import CoppiceServer
-from coppice.verl.target import Target
+from coppice.verl.server_list import Target
 
 
 class CoppiceReplica(RolloutReplica):  # type: ignore[misc]

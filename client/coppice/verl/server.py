@@ -11,8 +11,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from coppice.client import AsyncRollouts
 from coppice.errors import Unsupported
-from coppice.verl.asked import Lengths
 from coppice.verl.generation import Generation
+from coppice.verl.sampling_options import Lengths
 
 log = logging.getLogger("coppice")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coppice.weights.stored import read_head
+from coppice.weights.safetensors_index import read_head
 
 _INDEX = "model.safetensors.index.json"
 

@@ -18,8 +18,15 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from coppice.weights.ahead import ahead
-from coppice.weights.stored import Span, Stored, StoredFile, read_exactly, read_stored, spans_of
+from coppice.weights.ordered_map import ahead
+from coppice.weights.safetensors_index import (
+    Span,
+    Stored,
+    StoredFile,
+    read_exactly,
+    read_stored,
+    spans_of,
+)
 from coppice.wire.difference import LENGTH_BYTES, DifferenceError, decode_block
 
 FORMAT = "coppice-delta"

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Generator
 from pathlib import Path
 
-from coppice.core.driver import CHUNK_BYTES
+from coppice.transport.driver import CHUNK_BYTES
 
 
 def sha256_of(path: Path) -> Generator[None, None, bytes]:

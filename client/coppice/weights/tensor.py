@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.weights.stored import Span, Stored, read_exactly, read_stored
+from coppice.weights.safetensors_index import Span, Stored, read_exactly, read_stored
 
 StateDict = Mapping[str, Any]
 """Names to numpy arrays or torch tensors."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from coppice.core.driver import CHUNK_BYTES
+from coppice.transport.driver import CHUNK_BYTES
 from coppice.weights.tensor import Tensor
 
 FROM_TORCH: Mapping[str, str] = {"format": "pt"}

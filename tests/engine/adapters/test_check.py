@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.adapters.check import check_adapter
+from engine.adapters.validation import check_adapter
 from engine.errors import CheckpointRefused
 from engine.protocol import AdapterForm
 from engine.weights.checkpoint import Checkpoint, read_served

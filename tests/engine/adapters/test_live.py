@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.adapters.check import check_adapter
-from engine.adapters.loaded import LoadedAdapters
-from engine.arguments import adapters
+from engine.adapters.registry import LoadedAdapters
+from engine.adapters.validation import check_adapter
+from engine.launch.arguments import adapters
 from engine.weights.checkpoint import read_served
 from tests.engine.adapters.trained import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine

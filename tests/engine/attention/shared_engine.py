@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.attention import installed
+from engine.attention import register
 from engine.attention.counts import COUNTS, Counted
 from engine.settings import AttentionSettings, SharedPrefixMode
 from tests.engine.live import LiveEngine, live_engine
@@ -44,8 +44,8 @@ class SharedEngine:
 def shared_engine(
     model: Path, cache: Path, *, mode: SharedPrefixMode = "always", **settings: Any
 ) -> Iterator[SharedEngine]:
-    take_out()  # an engine before this one, in the same process, may have chosen the stock backend
-    installed.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
+    take_out()  # an earlier engine in this process may have registered the stock backend
+    register.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
     try:
         with live_engine(model, **settings) as live:
             yield SharedEngine(live)
@@ -60,4 +60,4 @@ def take_out() -> None:
 
     AttentionBackendEnum.CPU_ATTN.clear_override()
     selector._cached_get_attn_backend.cache_clear()
-    installed._register.cache_clear()
+    register._register.cache_clear()

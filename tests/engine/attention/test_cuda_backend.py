@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.block_tables import note_table
 from engine.attention.counts import COUNTS, Counts
-from engine.attention.sharing import Sharer
-from engine.attention.tables import note_table
-from engine.guard import FeatureState
+from engine.attention.grouping import Sharer
+from engine.runtime.guard import FeatureState
 from kernels.shared_prefix.work_list import WorkList, WorkShape
 from tests.engine.attention.tables import BLOCK, table_of
 
@@ -118,7 +118,7 @@ def test_a_step_of_prefill_is_stocks() -> None:
 
 
 def test_after_a_failure_a_captured_graph_finds_a_list_that_shares_nothing() -> None:
-    from engine.attention.tables import FEATURE
+    from engine.attention.block_tables import FEATURE
 
     made = builder()
     made._with_sharing(*step(SHARED, [1, 1, 1]), made._work)

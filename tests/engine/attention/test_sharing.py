@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.attention.counts import Counted, Counts, over_ranks
 from engine.attention.crossover import Crossover
-from engine.attention.sharing import Sharer
+from engine.attention.grouping import Sharer
 from engine.protocol import SharedPrefixCounts
 from tests.engine.attention.tables import BLOCK, table_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.tables import host_table, note_blocks, note_table
+from engine.attention.block_tables import host_table, note_blocks, note_table
 
 
 def first_runners(rows: list[list[int]]) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.shape import config_for, write_fresh
+from engine.drafter.service.model_init import config_for, write_fresh
 from tests.engine.models import CONFIG
 
 

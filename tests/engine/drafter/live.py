@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.attention import installed as attention
-from engine.drafter.core_side import counted
+from engine.attention import register as attention
+from engine.drafter.core.rpc import counted
+from engine.drafter.core.scheduler_hooks import Drafting
 from engine.drafter.counts import Counted
-from engine.drafter.drafting import Drafting
 from engine.settings import AttentionSettings
 from engine.speculation.controller import Controller
 from tests.engine.live import LiveEngine, live_engine

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.drafter.drafting import Drafting
+from engine.drafter.core.scheduler_hooks import Drafting
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step, StepCost
 

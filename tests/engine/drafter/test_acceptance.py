@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.drafter.acceptance import Acceptance
+from engine.drafter.core.acceptance import Acceptance
 
 
 def test_each_place_has_its_own_rate_among_those_that_were_reached() -> None:

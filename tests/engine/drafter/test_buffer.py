@@ -1,7 +1,7 @@
 """What a drafter learns from: the newest, and long ones of before."""
 
-from engine.drafter.training.buffer import Buffer
-from engine.drafter.training.messages import Sample
+from engine.drafter.trainer.buffer import Buffer
+from engine.drafter.trainer.messages import Sample
 
 
 def said(version: str, length: int) -> Sample:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.arguments import engine_arguments
-from engine.graphs.planner import Plan
-from engine.graphs.shape import decode, mixed
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import decode, mixed
+from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
 from engine.speculation.start import resolved
 from tests.engine.seedling import MODEL, settings

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.contest import Contest
 from engine.drafter.counts import Counted, Pair
-from engine.drafter.folder import FIRST, Folder
-from engine.drafter.trial import WINDOW_DRAFTS
+from engine.drafter.service.ab_test import WINDOW_DRAFTS
+from engine.drafter.service.checkpoint_dir import FIRST, Folder
+from engine.drafter.service.promotion import Contest
 from engine.errors import DrafterRefused
 from engine.speculation.counts import Counts
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from engine.drafter.training.course import LOOKED_BACK, Course
+from engine.drafter.trainer.loss_tracker import LOOKED_BACK, Course
 
 
 def rows(mean: float, number: int) -> Iterator[float]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.drafter import drafting as module
-from engine.drafter.length import HELD, NEW_PROBES
-from engine.guard import FeatureState
-from engine.speculation.rows import NO_DRAFTS
+from engine.drafter.core import scheduler_hooks as module
+from engine.drafter.core.draft_length import HELD, NEW_PROBES
+from engine.runtime.guard import FeatureState
+from engine.speculation.request_slots import NO_DRAFTS
 from tests.engine.drafter.scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
 
 

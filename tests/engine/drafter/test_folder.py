@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.first import open_folder
-from engine.drafter.folder import FIRST, Folder
-from engine.drafter.shape import write_fresh
+from engine.drafter.service.bootstrap import open_folder
+from engine.drafter.service.checkpoint_dir import FIRST, Folder
+from engine.drafter.service.model_init import write_fresh
 from engine.errors import StartFailed
 from engine.weights.checkpoint import read_served
 from tests.engine.models import CONFIG, random_tensors, write_model
@@ -84,7 +84,7 @@ def test_another_drafter_is_another_folder(opened: Opened, drafter_folder: Path)
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(opened: Opened, tmp_path: Path) -> None:
-    from engine.drafter.shape import config_for
+    from engine.drafter.service.model_init import config_for
 
     write_fresh(tmp_path / "other", config_for(CONFIG | {"vocab_size": 77}, 1, ranks=1))
     with pytest.raises(StartFailed, match="77 tokens"):

@@ -9,10 +9,10 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.drafter.training.learner import Learner, Trained
-from engine.drafter.training.likeliest import as_text, recorded
-from engine.drafter.training.messages import Sample
-from engine.drafter.training.packing import Packed, pack
+from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.model_trainer import Learner, Trained
+from engine.drafter.trainer.packing import Packed, pack
+from engine.drafter.trainer.soft_targets import as_text, recorded
 from engine.protocol import Ranked
 
 SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drafter.training.likeliest import KEPT, as_text, from_text, recorded
+from engine.drafter.trainer.soft_targets import KEPT, as_text, from_text, recorded
+from engine.io.vllm_types import Pending
 from engine.protocol import Completion, Place, Ranked, SampleRequest, Sampling
-from engine.translation import Pending
 
 CERTAIN: Place = [Ranked(5, 0.0, 1), Ranked(5, 0.0, 1)]
 UNSURE: Place = [Ranked(9, math.log(0.1), 3), Ranked(4, math.log(0.6), 1), Ranked(2, -1.5, 2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.guard import features
+from engine.runtime.guard import features
 from tests.engine.drafter.live import FIRST, drafter_engine, num_accepted, read
 from tests.engine.greedy import assert_greedy
 from tests.engine.live import FAULTY, LiveEngine

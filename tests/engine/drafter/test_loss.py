@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine.drafter.training.loss import loss_of
-from engine.drafter.training.packing import IGNORED, Packed, Soft
+from engine.drafter.trainer.loss import loss_of
+from engine.drafter.trainer.packing import IGNORED, Packed, Soft
 
 NUM_TOKENS, VOCAB = 6, 11
 LABELS = [IGNORED, 3, 4, IGNORED, 5, 6]

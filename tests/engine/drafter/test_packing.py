@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.training.likeliest import KEPT, as_text, recorded
-from engine.drafter.training.messages import Sample
-from engine.drafter.training.packing import IGNORED, pack
+from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.packing import IGNORED, pack
+from engine.drafter.trainer.soft_targets import KEPT, as_text, recorded
 from engine.protocol import Ranked
 
 SAMPLES = [
@@ -43,7 +43,7 @@ def test_what_is_longer_than_a_row_loses_the_far_ends(prompt: int, response: int
 
 
 def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) -> None:
-    from engine.drafter.training.learner import Learner
+    from engine.drafter.trainer.model_trainer import Learner
 
     learner = Learner(drafter_folder, trained="all")
     together = learner.loss_of(pack(iter(SAMPLES * 2).__next__, 9))

@@ -12,7 +12,7 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import WeightsRefused
 from coppice.wire.drafter import DrafterAnswer
-from engine.drafter.shape import write_fresh
+from engine.drafter.service.model_init import write_fresh
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.models import random_tensors, write_model
@@ -65,7 +65,7 @@ async def until(rollouts: AsyncRollouts, reached: Callable[[DrafterAnswer], bool
 
 def trainers() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "engine.drafter.training" in child.cmdline()]
+    return [child for child in children if "engine.drafter.trainer" in child.cmdline()]
 
 
 async def test_a_drafter_learns_from_what_is_served_and_one_that_is_worse_is_sent_away(

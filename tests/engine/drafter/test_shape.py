@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from engine.drafter.shape import SHARE, config_for, cost_of, num_multiplied, write_fresh
+from engine.drafter.service.model_init import (
+    SHARE,
+    config_for,
+    cost_of,
+    num_multiplied,
+    write_fresh,
+)
 from engine.weights.checkpoint import read_served
 from tests.engine.seedling import MODEL
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.training.course import LOOKED_BACK
-from engine.drafter.training.ears import Ears
-from engine.drafter.training.learner import Learner
-from engine.drafter.training.messages import (
+from engine.drafter.trainer.inbox import Ears
+from engine.drafter.trainer.loss_tracker import LOOKED_BACK
+from engine.drafter.trainer.messages import (
     Adopted,
     Paused,
     Progress,
@@ -23,9 +22,10 @@ from engine.drafter.training.messages import (
     line_of,
     read_line,
 )
-from engine.drafter.training.trainer import LEAST_STEPS, LEAST_TOKENS, MOST_PASSES, Trainer
-from engine.weights.check import check
+from engine.drafter.trainer.model_trainer import Learner
+from engine.drafter.trainer.training_loop import LEAST_STEPS, LEAST_TOKENS, MOST_PASSES, Trainer
 from engine.weights.checkpoint import read_served
+from engine.weights.validation import check
 from tests.engine.drafter.test_learner import packed
 from tests.tools import ROOT
 
@@ -149,7 +149,7 @@ def test_once_there_is_little_to_learn_it_rests_after_every_step(
 def test_the_process_trains_publishes_keeps_and_resumes(drafter_folder: Path) -> None:
     """As the server runs it, with the least priority there is, until its input ends."""
     command = [
-        *(sys.executable, "-m", "engine.drafter.training", "--drafter", str(drafter_folder)),
+        *(sys.executable, "-m", "engine.drafter.trainer", "--drafter", str(drafter_folder)),
         *("--folder", str(drafter_folder), "--trained", "all", "--published-seconds", "0.5"),
     ]
 

@@ -2,7 +2,7 @@
 
 import random
 
-from engine.drafter.trial import WINDOW_DRAFTS, WINDOWS, Trial
+from engine.drafter.service.ab_test import WINDOW_DRAFTS, WINDOWS, Trial
 
 
 def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from bench.harness.graph_arms import Arm, Request
-from engine.graphs.lengths import Lengths
-from engine.graphs.memory import of_model
-from engine.graphs.planner import plan
-from engine.graphs.tables import Limits
+from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.planner import plan
 from tests.engine.graphs.managers import SEEDLING
 
 pytestmark = [

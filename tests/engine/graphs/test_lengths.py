@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.graphs.lengths import Lengths, of_drafter
+from engine.cudagraphs.draft_lengths import Lengths, of_drafter
 from engine.settings import GraphsSettings
 
 

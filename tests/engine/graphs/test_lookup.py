@@ -1,9 +1,9 @@
 """Which graph serves a step: by a ladder for each length, and as vLLM 0.32 looks."""
 
-from engine.graphs.lookup import Ladder, NextTokens
-from engine.graphs.memory import GraphMemory
-from engine.graphs.score import RIDGE_TOKENS, score
-from engine.graphs.shape import UNEVEN, Shape, decode, mixed
+from engine.cudagraphs.dispatch import Ladder, NextTokens
+from engine.cudagraphs.evaluate import RIDGE_TOKENS, score
+from engine.cudagraphs.memory_model import GraphMemory
+from engine.cudagraphs.shape import UNEVEN, Shape, decode, mixed
 
 SHAPES = [decode(2, 1), decode(4, 1), decode(2, 3), mixed(8), mixed(4)]
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.graphs.memory import LEAST_GRAPH_BYTES, GraphMemory, of_model
+from engine.cudagraphs.memory_model import LEAST_GRAPH_BYTES, GraphMemory, of_model
 
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from engine.graphs.lengths import Lengths
-from engine.graphs.lookup import Ladder
-from engine.graphs.memory import GraphMemory
-from engine.graphs.planner import MOST, BudgetTooSmall, Plan, plan
-from engine.graphs.score import score, step_cost
-from engine.graphs.shape import Shape, decode, mixed
-from engine.graphs.tables import Limits, bucketed, product
-from engine.graphs.trace import Trace
+from engine.cudagraphs.alternatives import Limits, bucketed, product
+from engine.cudagraphs.dispatch import Ladder
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.evaluate import score, step_cost
+from engine.cudagraphs.memory_model import GraphMemory
+from engine.cudagraphs.planner import MOST, BudgetTooSmall, Plan, plan
+from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.shape_trace import Trace
 
 MEMORY = GraphMemory(graph_bytes=6 * 2**20, token_bytes=10**5)
 TIERS = ["0", "3", "8:0,2,4,8 32:0,2,4 64:0,2 0", "4:8,15 16:0,4 64:2 0", "2:1 4:0 8:1 0"]

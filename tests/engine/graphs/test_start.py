@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import NO_SPECULATION, graph_plan, spawning
-from engine.graphs.counts import Counted, Counts, over_ranks
-from engine.graphs.planned import plan_for_start
-from engine.graphs.planner import Plan
-from engine.graphs.shape import decode
+from engine.cudagraphs.counts import Counted, Counts, over_ranks
+from engine.cudagraphs.from_settings import plan_for_start
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import decode
+from engine.launch.environment import NO_SPECULATION, graph_plan, spawning
 from engine.protocol import GraphCounts
 from engine.settings import (
     AttentionSettings,
@@ -85,7 +85,7 @@ def test_the_engines_processes_are_told_the_plan(plan: Plan | None) -> None:
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_vllm_is_given_the_sizes_of_the_plan() -> None:
-    from engine.arguments import engine_arguments
+    from engine.launch.arguments import engine_arguments
 
     arguments = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False, graphs=PLAN)
     assert arguments.compilation_config.cudagraph_capture_sizes == [4]

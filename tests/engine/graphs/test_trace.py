@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.graphs.recorder import Recorder
-from engine.graphs.shape import UNEVEN, Shape, decode, mixed
-from engine.graphs.trace import Trace, read_trace
+from engine.cudagraphs.shape import UNEVEN, Shape, decode, mixed
+from engine.cudagraphs.shape_recorder import Recorder
+from engine.cudagraphs.shape_trace import Trace, read_trace
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

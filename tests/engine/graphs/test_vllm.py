@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.graphs.counts import COUNTS
-from engine.graphs.lengths import Lengths
-from engine.graphs.lookup import Ladder, NextTokens
-from engine.graphs.memory import GraphMemory
-from engine.graphs.planner import Plan, plan
-from engine.graphs.shape import Shape, decode, mixed
-from engine.graphs.tables import Limits, product, vllm_sizes
+from engine.cudagraphs.alternatives import Limits, product, vllm_sizes
+from engine.cudagraphs.counts import COUNTS
+from engine.cudagraphs.dispatch import Ladder, NextTokens
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.memory_model import GraphMemory
+from engine.cudagraphs.planner import Plan, plan
+from engine.cudagraphs.shape import Shape, decode, mixed
 from engine.patches import graph_candidates
 from tests.engine.graphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed
 

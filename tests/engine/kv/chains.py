@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.exported import ExportSlot, Load
-from service.reuse.chain_links import ends_of, load_of
-from service.reuse.spans import Part, Span, joined, spans_of
+from engine.kv_types import ExportSlot, Load
+from service.kv_reuse.layout import Part, Span, joined, spans_of
+from service.kv_reuse.splice_load import ends_of, load_of
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED
 from tests.engine.live import Answer, LiveEngine

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.exported import ExportSlot, ExportWord, KvFormat
-from engine.kv.loading import CONNECTOR
+from engine.kv_transfer.vllm_config import CONNECTOR
+from engine.kv_types import ExportSlot, ExportWord, KvFormat
 from tests.arena import TestArena
 from tests.engine.live import LiveEngine
 from tests.engine.models import HEAD_DIM, HEADS, HIDDEN, INNER, LAYERS, VOCAB

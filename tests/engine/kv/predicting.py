@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.exported import ExportSlot, Load
-from service.kv.extents import Extent
-from service.reuse.anchors import Anchor, Context
-from service.reuse.choice import candidates_of, choose, compared
-from service.reuse.distances import distance
-from service.reuse.kept import Kept, Key
-from service.reuse.orders import Scope
-from service.reuse.prediction import pieces_of
-from service.reuse.shape import shape_of
-from service.reuse.spans import Part, joined
+from engine.kv_types import ExportSlot, Load
+from service.kv_reuse.anchor_selection import candidates_of, choose, compared
+from service.kv_reuse.anchors import Anchor, Context
+from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.kv_distance import distance
+from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.prediction import pieces_of
+from service.kv_reuse.prefix_order import Scope
+from service.kv_reuse.template import shape_of
+from service.prompt_kv.allocator import Extent
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED
 from tests.engine.live import Answer, LiveEngine

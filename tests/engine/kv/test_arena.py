@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.exported import ExportWord
-from engine.kv.arena import ArenaRefused, MappedArena
+from engine.kv_transfer.worker.arena import ArenaRefused, MappedArena
+from engine.kv_types import ExportWord
 
 SIZE = 8192
 

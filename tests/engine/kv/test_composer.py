@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv.composing import Composer
-from engine.kv.exports import Exports
-from engine.kv.form import CacheForm
-from engine.kv.place import Piece, Place, Seen
+from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.params import Piece, Place, Seen
+from engine.kv_transfer.worker.assemble import Composer
+from engine.kv_transfer.worker.exports import Exports
 from kernels.kv_blend.blend import Observation
 from kernels.kv_blend.reference import slow_predicted, slow_weights
 from kernels.rotary_shift.rotary import Rotary, rotary_of

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.exported import ExportSlot
-from engine.kv.composing import MOST_TOKENS, Composer, runs_of
-from engine.kv.exports import Exports
-from engine.kv.place import Piece, Place, Seen
+from engine.kv_transfer.params import Piece, Place, Seen
+from engine.kv_transfer.worker.assemble import MOST_TOKENS, Composer, runs_of
+from engine.kv_transfer.worker.exports import Exports
+from engine.kv_types import ExportSlot
 from kernels.rotary_shift.rotary import rotary_of
 from tests.arena import TestArena
 from tests.engine.kv.exporting import kv_format

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.exported import KvFormat
-from service.kv.layout import Layouts
+from engine.kv_types import KvFormat
+from service.prompt_kv.layout import Layouts
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -41,7 +41,7 @@ def caches(*groups: tuple[list[str], Any]) -> Any:
 
 
 def test_plain_attention_is_exported_in_layer_order() -> None:
-    from engine.kv.form import cache_form
+    from engine.kv_transfer.cache_spec import cache_form
 
     form = cache_form(config(), caches((NAMES[::-1], plain())))
     assert form.layers == tuple(NAMES)
@@ -50,7 +50,7 @@ def test_plain_attention_is_exported_in_layer_order() -> None:
 
 
 def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
-    from engine.kv.form import cache_form
+    from engine.kv_transfer.cache_spec import cache_form
 
     form = cache_form(config(), caches((NAMES, plain())))
     told = KvFormat(
@@ -66,7 +66,7 @@ def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
 def test_layers_of_a_draft_model_are_left_out() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    from engine.kv.form import cache_form
+    from engine.kv_transfer.cache_spec import cache_form
 
     drafts = [f"draft_model.{name}" for name in NAMES[:1]]
     beside = caches((drafts, plain(head_size=32)), (NAMES, plain()))
@@ -80,7 +80,7 @@ def test_layers_of_a_draft_model_are_left_out() -> None:
 
 
 def test_heads_are_dealt_to_ranks_and_a_replica_writes_none() -> None:
-    from engine.kv.form import cache_form
+    from engine.kv_transfer.cache_spec import cache_form
 
     two = cache_form(config(tensor=2), caches((NAMES, plain(num_kv_heads=1))))
     assert [list(two.heads_of(rank)) for rank in range(2)] == [[0], [1]]
@@ -90,7 +90,7 @@ def test_heads_are_dealt_to_ranks_and_a_replica_writes_none() -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", "decode_context", "prefill_context"])
 def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
-    from engine.kv.form import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
 
     with pytest.raises(UnsupportedCache, match=name.replace("_", " ")):
         cache_form(config(**{name: 2}), caches((NAMES, plain())))
@@ -113,7 +113,7 @@ def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
 def test_a_cache_that_is_more_than_keys_and_values_is_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
-    from engine.kv.form import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
 
     with pytest.raises(UnsupportedCache, match=reason):
         cache_form(config(), caches((NAMES, plain(**changes))))
@@ -122,7 +122,7 @@ def test_a_cache_that_is_more_than_keys_and_values_is_refused(
 def test_special_attention_is_refused_by_its_name() -> None:
     from vllm.v1 import kv_cache_interface as known
 
-    from engine.kv.form import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
 
     common = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     for spec in (
@@ -136,7 +136,7 @@ def test_special_attention_is_refused_by_its_name() -> None:
 
 
 def test_layers_of_two_kinds_or_too_few_are_refused() -> None:
-    from engine.kv.form import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
 
     with pytest.raises(UnsupportedCache, match="several kinds"):
         cache_form(config(), caches((NAMES[:1], plain()), (NAMES[1:], plain())))

@@ -4,8 +4,8 @@ import threading
 
 import torch
 
-from engine.guard import Failure
-from engine.kv.landing import Landing
+from engine.kv_transfer.worker.d2h_copy import Landing
+from engine.runtime.guard import Failure
 
 
 class Transfer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.exported import ExportSlot, ExportWord
+from engine.kv_types import ExportSlot, ExportWord
 from tests.arena import TestArena
 from tests.engine.kv.exporting import (
     COMMITTED,

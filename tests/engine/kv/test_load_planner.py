@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.exported import ExportSlot, Load, LoadPiece, Observed
-from engine.kv.load_planner import LONGEST_WAIT_SECONDS, LoadPlanner
-from engine.kv.place import carrying
+from engine.kv_transfer.core.load_planner import LONGEST_WAIT_SECONDS, LoadPlanner
+from engine.kv_transfer.params import carrying
+from engine.kv_types import ExportSlot, Load, LoadPiece, Observed
 from tests.engine.kv.test_loader_step import FORM
 
 BLOCK = FORM.block_size

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from engine.guard import feature
-from engine.kv.form import CacheForm
-from engine.kv.jobs import LoadJob
-from engine.kv.loader import Loader
-from engine.kv.place import Piece, Place
+from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.jobs import LoadJob
+from engine.kv_transfer.params import Piece, Place
+from engine.kv_transfer.worker.loader import Loader
+from engine.runtime.guard import feature
 
 FORM = CacheForm(
     group=0,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.reuse.chain_links import ends_of
-from service.reuse.spans import Part, joined
+from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.splice_load import ends_of
 from tests.arena import TestArena
 from tests.engine.kv.chains import Chains, spans
 from tests.engine.kv.exporting import (

@@ -10,7 +10,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from engine.kv.own_blocks import part_ways
+from engine.kv_transfer.core.private_block_hash import part_ways
 
 BLOCK = 16
 CHAIN = "chain"

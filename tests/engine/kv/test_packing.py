@@ -26,7 +26,7 @@ def test_what_was_written_comes_back_bit_for_bit(
 ) -> None:
     from vllm import _custom_ops
 
-    from engine.kv.packing import derive_order
+    from engine.kv_transfer.worker.packed_order import derive_order
     from kernels.kv_pack.unpack import unpack
 
     num_tokens, ids = 2 * block + 5, [3, 0, 4]

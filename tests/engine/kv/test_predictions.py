@@ -12,11 +12,11 @@ import torch
 
 from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
-from engine.exported import Load
-from engine.guard import features
-from engine.kv.composing import runs_of
-from engine.kv.place import Piece, Pieces, carrying
-from service.reuse.spans import Part, joined
+from engine.kv_transfer.params import Piece, Pieces, carrying
+from engine.kv_transfer.worker.assemble import runs_of
+from engine.kv_types import Load
+from engine.runtime.guard import features
+from service.kv_reuse.layout import Part, joined
 from tests.arena import TestArena
 from tests.engine.kv.exporting import EXPORTING, kv_format, reference, save_model, true_kv, worst
 from tests.engine.kv.predicting import Predicting

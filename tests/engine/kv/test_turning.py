@@ -23,7 +23,7 @@ def embedding(*, theta: float = 10000.0, scale: float = 1.0, **changes: Any) -> 
 
 
 def rotary_in(*embeddings: Any, **config: Any) -> Any:
-    from engine.kv import turning
+    from engine.kv_transfer.worker import rope_check
 
     form: Any = SimpleNamespace(layers=LAYERS[: len(embeddings)], head_dim=HEAD_DIM)
     modules = {
@@ -38,7 +38,9 @@ def rotary_in(*embeddings: Any, **config: Any) -> Any:
         return modules[name]
 
     model = SimpleNamespace(get_submodule=get_submodule)
-    return turning.rotary_in(model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), form)
+    return rope_check.rotary_in(
+        model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), form
+    )
 
 
 def test_one_turn_of_all_layers_is_taken_scaled_or_in_short_numbers() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.exported import ExportSlot, ExportWord
-from engine.guard import Feature
-from engine.kv.place import Place, carrying
+from engine.kv_transfer.params import Place, carrying
+from engine.kv_types import ExportSlot, ExportWord
+from engine.runtime.guard import Feature
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED, exported
 from tests.fake_export import FORMAT
@@ -27,7 +27,7 @@ def arena(tmp_path: Path) -> TestArena:
 
 
 def cache_form() -> Any:
-    from engine.kv.form import CacheForm
+    from engine.kv_transfer.cache_spec import CacheForm
 
     return CacheForm(
         group=0,
@@ -42,7 +42,7 @@ def cache_form() -> Any:
 
 def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
     """Ready to write what is in a cache of ones, but for the first block's zeros."""
-    from engine.kv.worker_side import ExportWriter
+    from engine.kv_transfer.worker.export_writer import ExportWriter
 
     form = cache_form()
     split = BLOCK // kernel_block
@@ -57,7 +57,7 @@ def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
 
 
 def job(slot: ExportSlot, *block_ids: int, word: ExportWord = ExportWord.COMMITTED) -> Any:
-    from engine.kv.jobs import ExportJob
+    from engine.kv_transfer.jobs import ExportJob
 
     place = Place.carried(carrying(slot))
     assert place is not None

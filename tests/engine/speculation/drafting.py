@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.attention import installed as attention
+from engine.attention import register as attention
 from engine.settings import AttentionSettings, SpeculationSettings
-from engine.speculation import installed
+from engine.speculation import register
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer
-from engine.speculation.rows import GROUP, NO_DRAFTS
+from engine.speculation.request_slots import GROUP, NO_DRAFTS
 from engine.speculation.speculator import Lists, Speculator
 from kernels.drafts.drafted import Int32Array
 from kernels.drafts.store import built
@@ -44,7 +44,7 @@ def drafting_engine(
     chosen = SpeculationSettings(
         mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
     )
-    installed.install(chosen)
+    register.install(chosen)
     attention.install(AttentionSettings(shared_prefix="off"))
     sequences = settings.setdefault("max_num_seqs", 32)
     config = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.speculation.rows import GROUP, NO_DRAFTS
+from engine.speculation.request_slots import GROUP, NO_DRAFTS
 from engine.speculation.speculator import Speculator
 
 WIDTH = 256

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.arguments import engine_arguments
+from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
 from engine.speculation.cost import Step
-from engine.speculation.kept_profile import KeptProfile
 from engine.speculation.profile import Profile, batches
+from engine.speculation.profile_cache import KeptProfile
 from engine.speculation.start import resolved
 from kernels.drafts.store import built
 from tests.engine.seedling import MODEL, settings

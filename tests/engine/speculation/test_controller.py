@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from engine.speculation.calibration import Trust
 from engine.speculation.controller import CHECKED_EVERY, MOST_LOST, RESTED, Controller
 from engine.speculation.cost import StepCost
-from engine.speculation.trust import Trust
 from tests.engine.speculation.machine import Drafts, Machine, Run, believed, best_rate
 from tests.engine.speculation.test_cost import profile
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.guard import Feature
+from engine.runtime.guard import Feature
 from engine.speculation.counts import Counts
-from engine.speculation.doze import Doze
+from engine.speculation.skip_draft_step import Doze
 from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
 from kernels.drafts.reference import ReferenceStore
 from tests.engine.speculation.drafting import Everything

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.speculation.trust import REMEMBERED, Trust
+from engine.speculation.calibration import REMEMBERED, Trust
 
 PROMISED = np.array([0.15, 0.3, 0.6, 0.97])
 

@@ -14,7 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from engine.patches.installed import install_patches
-from engine.speculation.verifying import Verifier
+from engine.speculation.verification import Verifier
 from tests.engine.speculation.counts import TIMES
 from tests.engine.speculation.law import VOCAB, Setting, chance_of, difference, misfit
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.directory.directory import (
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.redis_registry import RedisDirectory
+from service.cluster.registry import (
     Directory,
     Manifest,
     ManifestConflict,
@@ -14,9 +16,7 @@ from service.directory.directory import (
     Order,
     Replica,
 )
-from service.directory.embedded import EmbeddedDirectory
-from service.directory.over_redis import RedisDirectory
-from service.directory.settings import DirectorySettings
+from service.cluster.settings import DirectorySettings
 from tests.redis_server import RedisServer, redis_server
 
 LONG = 60.0

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from service.directory.claims import CLAIMS_A_BEAT
-from service.directory.directory import DirectoryLost, Replica, Sight
-from service.directory.elsewhere import Elsewhere
-from service.directory.embedded import EmbeddedDirectory
-from service.directory.fleet import Fleet
-from service.directory.settings import DirectorySettings
-from service.errors import DirectoryUnavailable, ReplicaGone
+from service.cluster.claims import CLAIMS_A_BEAT
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.membership import Fleet
+from service.cluster.redirect import Elsewhere
+from service.cluster.registry import DirectoryLost, Replica, Sight
+from service.cluster.settings import DirectorySettings
+from service.http.errors import DirectoryUnavailable, ReplicaGone
 
 A = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 B = Replica(id="b" * 12, url="http://b", state="serving", version="v0", sequence=0)

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from service.directory.directory import DirectoryLost, Manifest, Order, Replica
-from service.directory.over_redis import RedisDirectory
-from service.directory.settings import DirectorySettings
+from service.cluster.redis_registry import RedisDirectory
+from service.cluster.registry import DirectoryLost, Manifest, Order, Replica
+from service.cluster.settings import DirectorySettings
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica, sees
 from tests.ports import free_port

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.directory.directory import Manifest, ManifestFile, Replica
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import Manifest, ManifestFile, Replica
 
 
 class Mute:

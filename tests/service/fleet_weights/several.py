@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save
 
-from service.directory.directory import DirectoryLost, Manifest, Order, Replica, Sight
-from service.directory.embedded import EmbeddedDirectory
-from service.errors import NotReady
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import DirectoryLost, Manifest, Order, Replica, Sight
+from service.http.errors import NotReady
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet
 from tests.serving import Served

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.directory.directory import Manifest, Replica, Sight
-from service.directory.embedded import EmbeddedDirectory
-from service.fleet_weights.attempts import RETRY_SECONDS
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import Manifest, Replica, Sight
+from service.weights.replication.load_history import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.redis_server import redis_server

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.directory.directory import Order
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import Order
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.fleet_weights.mute import mute_peer

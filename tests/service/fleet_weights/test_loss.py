@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LoadFailed
-from service.directory.directory import Replica
-from service.directory.embedded import EmbeddedDirectory
-from service.errors import VersionConflict
-from service.fleet_weights.pull import SILENCE_SECONDS
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import Replica
+from service.http.errors import VersionConflict
+from service.weights.replication.downloader import SILENCE_SECONDS
 from tests.service.fleet_weights.mute import mute_peer
 from tests.service.fleet_weights.several import (
     NEW,

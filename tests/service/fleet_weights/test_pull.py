@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.directory.directory import Manifest, ManifestFile
-from service.fleet_weights.manifests import same_files
-from service.fleet_weights.pull import PullFailed, _chunks
+from service.cluster.registry import Manifest, ManifestFile
+from service.weights.replication.downloader import PullFailed, _chunks
+from service.weights.replication.manifests import same_files
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:

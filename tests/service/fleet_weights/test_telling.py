@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from service.directory.directory import Replica, Sight
-from service.directory.fleet import Fleet
-from service.directory.settings import DirectorySettings
-from service.fleet_weights.telling import Telling
-from service.versions import Version, Versions, first_version
+from service.cluster.membership import Fleet
+from service.cluster.registry import Replica, Sight
+from service.cluster.settings import DirectorySettings
+from service.weights.replication.announcer import Telling
+from service.weights.versions import Version, Versions, first_version
 from tests.service.fleet_weights.several import Faulty
 
 ME = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.directory.directory import Manifest, ManifestFile, Order, Replica
-from service.directory.embedded import EmbeddedDirectory
+from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.registry import Manifest, ManifestFile, Order, Replica
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.fleet_weights.several import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.kv.arena import LEAST_BYTES, PREFIX, Arena, sweep
+from service.prompt_kv.arena import LEAST_BYTES, PREFIX, Arena, sweep
 
 ROOT = Path(__file__).parents[3]
 WANTED_BYTES = 4 * 2**20
@@ -56,7 +56,7 @@ def test_there_is_none_where_there_is_no_shared_memory(tmp_path: Path) -> None:
 def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
     living = created(tmp_path)
     left = (
-        "import os, sys; from pathlib import Path; from service.kv.arena import Arena\n"
+        "import os, sys; from pathlib import Path; from service.prompt_kv.arena import Arena\n"
         f"Arena.create(Path({str(tmp_path)!r}), 2**20); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", left], cwd=ROOT, env=environment(), check=False)
@@ -99,7 +99,7 @@ def test_an_arena_that_is_being_made_is_not_swept(
 _ON_64_MIB = """
 import os, subprocess, sys
 from pathlib import Path
-from service.kv.arena import Arena
+from service.prompt_kv.arena import Arena
 
 mount = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)

@@ -11,9 +11,9 @@ from safetensors.numpy import load, save
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
-from engine.exported import ExportWord
+from engine.kv_types import ExportWord
 from engine.protocol import EngineFacts
-from service.kv.slots import State
+from service.prompt_kv.slots import State
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.kv.asked import PROMPT, asking, groups, handle

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from service.kv.leases import Leases
+from service.prompt_kv.leases import Leases
 
 MAX_SECONDS = 60.0
 MAX_LIFETIME_SECONDS = 150.0

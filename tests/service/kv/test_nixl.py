@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.kv import KvAgent
-from service.kv import nixl
+from service.prompt_kv import nixl
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
 from tests.service.keyfile import bearer, write_keys
@@ -65,7 +65,13 @@ async def test_only_who_may_read_a_handle_hears_of_the_agent(
 @pytest.mark.slow
 def test_the_agent_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "arena").write_bytes(bytes(2**20))
-    command = [sys.executable, "-m", "service.kv.nixl_agent", str(tmp_path / "arena"), str(2**20)]
+    command = [
+        sys.executable,
+        "-m",
+        "service.prompt_kv.nixl_agent",
+        str(tmp_path / "arena"),
+        str(2**20),
+    ]
     environment = nixl.environment()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

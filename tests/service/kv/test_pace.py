@@ -1,6 +1,12 @@
 import pytest
 
-from service.kv.pace import BURST_SECONDS, LEAST_PIECE_BYTES, PIECE_BYTES, Pace, ReaderRate
+from service.prompt_kv.rate_limit import (
+    BURST_SECONDS,
+    LEAST_PIECE_BYTES,
+    PIECE_BYTES,
+    Pace,
+    ReaderRate,
+)
 
 
 class Time:

@@ -1,6 +1,6 @@
 import pytest
 
-from service.kv.ranges import OutOfRange, Part, wanted_part
+from service.prompt_kv.byte_range import OutOfRange, Part, wanted_part
 
 ETAG = '"0123"'
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import uvloop
 
-from service.bounded_protocol import HANDOFF
-from service.kv.sending import Sending
-from service.kv.settings import KvSettings
+from service.http.protocol import HANDOFF
+from service.prompt_kv.settings import KvSettings
+from service.prompt_kv.socket_sender import Sending
 from tests.service.kv.readers import (
     CAPACITY,
     NUM_BYTES,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.exported import KvFormat
-from service.kv.layout import Layouts
+from engine.kv_types import KvFormat
+from service.prompt_kv.layout import Layouts
 
 OPERATION = Path(__file__).parents[3] / "docs" / "operation.md"
 ROW = re.compile(

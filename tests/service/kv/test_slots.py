@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from service.directory.names import new_replica_id
-from service.errors import KvGone, KvNotFound
-from service.kv.extents import PAGE_BYTES
-from service.kv.handles import Handle, Handles
-from service.kv.layout import Layouts
-from service.kv.leases import Leases
-from service.kv.slots import Slot, Slots, State
+from service.cluster.ids import new_replica_id
+from service.http.errors import KvGone, KvNotFound
+from service.prompt_kv.allocator import PAGE_BYTES
+from service.prompt_kv.handles import Handle, Handles
+from service.prompt_kv.layout import Layouts
+from service.prompt_kv.leases import Leases
+from service.prompt_kv.slots import Slot, Slots, State
 from tests.fake_export import FORMAT
 
 LAYOUTS = Layouts("fake", FORMAT)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coppice.http.address import address_of
-from coppice.http.trust import Trust
-from coppice.kv.connection import Download, Endpoint
+from coppice.prompt_kv.http_client import Download, Endpoint
+from coppice.transport.address import address_of
+from coppice.transport.redirect_policy import Trust
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv.asked import handle
 from tests.service.kv.readers import (

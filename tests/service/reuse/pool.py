@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from engine.exported import ExportWord
-from service.reuse.anchors import Anchor, Anchors
-from service.reuse.kept import Kept
-from service.reuse.orders import Scope
-from service.reuse.shape import Shape, shape_of
-from service.reuse.spans import Part
-from service.reuse.store import SegmentStore
+from engine.kv_types import ExportWord
+from service.kv_reuse.anchors import Anchor, Anchors
+from service.kv_reuse.cache_entry import Kept
+from service.kv_reuse.layout import Part
+from service.kv_reuse.prefix_order import Scope
+from service.kv_reuse.store import SegmentStore
+from service.kv_reuse.template import Shape, shape_of
 from tests.fake_engine import FakeEngine
 
 SCOPE = Scope("key", None)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.exported import ExportWord
+from engine.kv_types import ExportWord
 from engine.protocol import SampleRequest
-from service.reuse.anchors import MOST_ANCHORS
+from service.kv_reuse.anchors import MOST_ANCHORS
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from engine.protocol import Completion, SampleRequest, Sampling
-from service.reuse.chain import Chain
+from service.kv_reuse.splice_plan import Chain
 
 ENDS = (16, 240)
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.exported import ExportSlot, KvFormat
-from service.kv.extents import Extent
-from service.reuse.anchors import Anchor, Context
-from service.reuse.choice import (
+from engine.kv_types import ExportSlot, KvFormat
+from service.kv_reuse.anchor_selection import (
     MOST_OBSERVED,
     Choice,
     candidates_of,
@@ -22,11 +20,13 @@ from service.reuse.choice import (
     nearness,
     shareable,
 )
-from service.reuse.distances import distance
-from service.reuse.kept import Kept, Key
-from service.reuse.prediction import pieces_of
-from service.reuse.shape import shape_of
-from service.reuse.spans import Part, joined
+from service.kv_reuse.anchors import Anchor, Context
+from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.kv_distance import distance
+from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.prediction import pieces_of
+from service.kv_reuse.template import shape_of
+from service.prompt_kv.allocator import Extent
 from tests.service.reuse.pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]

@@ -1,5 +1,5 @@
-from service.reuse.orders import MOST_ORDERS, Orders, Scope
-from service.reuse.spans import Part
+from service.kv_reuse.layout import Part
+from service.kv_reuse.prefix_order import MOST_ORDERS, Orders, Scope
 
 SCOPE = Scope("key", None)
 

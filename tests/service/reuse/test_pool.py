@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from engine.exported import ExportWord
-from service.reuse.anchors import MOST_ANCHORS, OLDEST, Anchor, least_used
-from service.reuse.distances import Distances
-from service.reuse.orders import Scope
-from service.reuse.spans import Part
+from engine.kv_types import ExportWord
+from service.kv_reuse.anchors import MOST_ANCHORS, OLDEST, Anchor, least_used
+from service.kv_reuse.kv_distance import Distances
+from service.kv_reuse.layout import Part
+from service.kv_reuse.prefix_order import Scope
 from tests.service.reuse.pool import SCOPE, a_pool, prompt_of, shape
 
 

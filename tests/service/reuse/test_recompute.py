@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.exported import ExportWord
+from engine.kv_types import ExportWord
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.exported import ExportSlot
-from service.reuse.chain_links import ends_of, load_of
-from service.reuse.spans import Part, Span, spans_of
+from engine.kv_types import ExportSlot
+from service.kv_reuse.layout import Part, Span, spans_of
+from service.kv_reuse.splice_load import ends_of, load_of
 
 PARTS = st.lists(
     st.builds(

@@ -20,7 +20,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from coppice import AsyncRollouts
 from coppice.verl.publisher import Publisher
-from coppice.verl.target import Target
+from coppice.verl.server_list import Target
 from tests.compat.clients.verl.training import COPPICE, MODEL
 
 PROMPT = list(range(5, 25))

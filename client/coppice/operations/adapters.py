@@ -1,0 +1,75 @@
+"""LoRA adapters: named by a path or sent, listed, unloaded."""
+
+import json
+import tempfile
+from os import PathLike, fspath
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from coppice.transport.messages import Call, file_call, json_call
+from coppice.transport.request_sender import Courier
+from coppice.weights.tensor import stored_tensors
+from coppice.weights.writer import write_safetensors
+from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
+from coppice.wire.base import Label
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+
+_LABEL: TypeAdapter[str] = TypeAdapter(Label)
+
+
+class AdapterOperations:
+    """Needs a courier and keeps no state beside it. All are for keys with the role admin."""
+
+    _courier: Courier
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        version: str | None = None,
+        timeout: float | None = None,
+    ) -> AdapterAnswer:
+        """Names an adapter's directory, as PEFT saves it, that the server can read.
+
+        The same files again change nothing, so it is repeated after a lost connection.
+        """
+        request = LoadAdapterRequest(path=fspath(path), version=version)
+        call = json_call("POST", _address(name), request, silence=timeout, repeatable=True)
+        return (await self._courier.send(call)).read(AdapterAnswer)
+
+    async def publish_adapter(
+        self,
+        name: str,
+        version: str,
+        source: str | PathLike[str],
+        *,
+        timeout: float | None = None,
+    ) -> AdapterAnswer:
+        """Sends an adapter's directory, as PEFT saves it; it is current once this returns."""
+        config = json.loads((Path(source) / CONFIG_FILE).read_text())
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / TENSORS_FILE
+            tensors = stored_tensors([Path(source) / TENSORS_FILE])
+            metadata = {"format": "pt", "adapter_config": json.dumps(config)}
+            digest = await self._courier.driver.work(write_safetensors(path, tensors, metadata))
+            address = f"{_address(name)}/{_LABEL.validate_python(version)}"
+            call = file_call(address, path, digest, silence=timeout)
+            return (await self._courier.send(call)).read(AdapterAnswer)
+
+    async def adapters(self) -> AdaptersAnswer:
+        """Every adapter that the server has loaded."""
+        reply = await self._courier.send(Call(method="GET", path="/v1/adapters", repeatable=True))
+        return reply.read(AdaptersAnswer)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; rollouts under it go on. Not repeated after a lost connection."""
+        reply = await self._courier.send(Call(method="DELETE", path=_address(name)))
+        reply.check()
+
+
+def _address(name: str) -> str:
+    return f"/v1/adapters/{_LABEL.validate_python(name)}"

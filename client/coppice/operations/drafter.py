@@ -1,0 +1,57 @@
+"""The small model that drafts: asked about, taken home, brought from elsewhere."""
+
+import base64
+from os import PathLike
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from coppice.transport.messages import Call, FileBody
+from coppice.transport.request_sender import Courier
+from coppice.weights.digest import sha256_of
+from coppice.wire.base import Label
+from coppice.wire.drafter import DrafterAnswer
+
+_LABEL: TypeAdapter[str] = TypeAdapter(Label)
+_FILE = "application/octet-stream"
+
+
+class DrafterOperations:
+    """Needs a courier and keeps no state beside it. NotFound where no small model drafts."""
+
+    _courier: Courier
+
+    async def drafter(self) -> DrafterAnswer:
+        """Which drafter serves, how often it is right, and how its training goes."""
+        reply = await self._courier.send(Call(method="GET", path="/v1/drafter", repeatable=True))
+        return reply.read(DrafterAnswer)
+
+    async def download_drafter(self, path: str | PathLike[str]) -> str:
+        """Writes the tensors of the drafter that serves to a .safetensors file; its version."""
+        call = Call(method="GET", path="/v1/drafter", headers={"Accept": _FILE}, repeatable=True)
+        reply = await self._courier.send(call)
+        Path(path).write_bytes(reply.body)
+        return reply.headers["coppice-drafter-version"]
+
+    async def upload_drafter(
+        self, version: str, path: str | PathLike[str], *, timeout: float | None = None
+    ) -> DrafterAnswer:
+        """Sends a .safetensors file, to serve if it does no worse than the drafter that serves now.
+
+        What becomes of its trial `drafter` says: it needs traffic. Not repeated after a lost
+        connection: a version that is taken is a VersionConflict.
+        """
+        source = Path(path)
+        digest = await self._courier.driver.work(sha256_of(source))
+        call = Call(
+            method="PUT",
+            path=f"/v1/drafter/{_LABEL.validate_python(version)}",
+            headers={
+                "Content-Type": _FILE,
+                # RFC 9530
+                "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+            },
+            body=FileBody(path=source, num_bytes=source.stat().st_size),
+            silence=timeout,
+        )
+        return (await self._courier.send(call)).read(DrafterAnswer)

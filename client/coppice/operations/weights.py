@@ -1,0 +1,206 @@
+"""Weights versions: sent or staged, activated, listed, deleted."""
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from urllib.parse import quote
+
+from pydantic import TypeAdapter
+
+from coppice.errors import BaseUnavailable
+from coppice.transport.messages import Call, file_call, json_call
+from coppice.transport.request_sender import Courier
+from coppice.weights.base_file import Kept
+from coppice.weights.checkpoint import checkpoint_files
+from coppice.weights.digest import sha256_of
+from coppice.weights.tensor import StateDict, Tensor, stored_tensors, tensors_of
+from coppice.weights.writer import write_safetensors
+from coppice.wire.base import Label
+from coppice.wire.weights import (
+    ActivateRequest,
+    ActivationAnswer,
+    ActivationMode,
+    StageRequest,
+    VersionAnswer,
+    VersionsAnswer,
+)
+
+log = logging.getLogger("coppice")
+
+_LABEL: TypeAdapter[str] = TypeAdapter(Label)
+
+
+class WeightsOperations:
+    """Needs a courier; the weights that were sent last are kept for those who send changes.
+
+    How long the server takes over weights depends on their size and on the samples that run, so
+    these calls wait for its answer without limit unless they are given a timeout in seconds.
+    """
+
+    _courier: Courier
+    _kept: Kept | None = None
+
+    async def upload_weights(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        delta: bool = False,
+        timeout: float | None = None,
+    ) -> VersionAnswer:
+        """Sends a state dict, a .safetensors file or a checkpoint directory, with its digest.
+
+        A state dict goes through a file in the temporary directory, one tensor at a time. With
+        delta, that file stays there until the next one or the client's end, and of the next one
+        only what has changed is sent, bit for bit; all of it if the server has lost its base.
+        """
+        address = _address(version)
+        if delta:
+            return await self._upload_changes(version, source, sequence, timeout)
+        if not isinstance(source, Mapping):
+            return await self._upload_files(address, Path(source), sequence, timeout)
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / "model.safetensors"
+            digest = await self._courier.driver.work(write_safetensors(path, tensors_of(source)))
+            return await self._put(address, path, digest, sequence, timeout)
+
+    async def stage_weights(
+        self,
+        version: str,
+        path: str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        timeout: float | None = None,
+    ) -> VersionAnswer:
+        """Names weights that already lie in one of the server's own directories.
+
+        Not repeated after a lost connection: a name that is taken is a VersionConflict.
+        """
+        request = StageRequest(path=fspath(path), sequence=sequence)
+        call = json_call("POST", _address(version), request, silence=timeout)
+        return (await self._courier.send(call)).read(VersionAnswer)
+
+    async def activate_weights(
+        self,
+        version: str,
+        *,
+        mode: ActivationMode = "keep",
+        allow_rollback: bool = False,
+        timeout: float | None = None,
+    ) -> ActivationAnswer:
+        """Serves this version from now on; mode says what becomes of running samples.
+
+        With allow_rollback it is not repeated after a lost connection.
+        """
+        request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
+        call = json_call(
+            "POST",
+            _address(version) + "/activate",
+            request,
+            silence=timeout,
+            # A second activation of what is active does nothing, and one of what others have since
+            # replaced is refused as a rollback, unless rollbacks are allowed.
+            repeatable=not allow_rollback,
+        )
+        return (await self._courier.send(call)).read(ActivationAnswer)
+
+    async def publish_weights(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        *,
+        sequence: int | None = None,
+        mode: ActivationMode = "keep",
+        allow_rollback: bool = False,
+        delta: bool = False,
+        timeout: float | None = None,
+    ) -> ActivationAnswer:
+        """upload_weights, then activate_weights."""
+        await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
+        return await self.activate_weights(
+            version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
+        )
+
+    async def weights(self) -> VersionsAnswer:
+        """Every version that the server knows, and which of them is active."""
+        reply = await self._courier.send(Call(method="GET", path="/v1/weights", repeatable=True))
+        return reply.read(VersionsAnswer)
+
+    async def delete_weights(self, version: str) -> None:
+        """Forgets a version that is not active. Not repeated after a lost connection."""
+        reply = await self._courier.send(Call(method="DELETE", path=_address(version)))
+        reply.check()
+
+    async def _upload_changes(
+        self,
+        version: str,
+        source: StateDict | str | PathLike[str],
+        sequence: int | None,
+        timeout: float | None,
+    ) -> VersionAnswer:
+        base, fresh = self._kept, Kept(version)
+        await self._courier.driver.work(fresh.write(_tensors(source)))
+        answer = None
+        if base is not None:
+            answer = await self._put_delta(base, fresh, sequence, timeout)
+        if answer is None:
+            answer = await self._put(_address(version), fresh.path, fresh.digest, sequence, timeout)
+        self._kept = fresh
+        return answer
+
+    async def _put_delta(
+        self, base: Kept, fresh: Kept, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer | None:
+        """None where only the whole will do."""
+        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+            path = Path(folder) / "delta.safetensors"
+            work = self._courier.driver.work
+            if await work(fresh.write_delta(base, path)) is None:
+                return None
+            digest = await work(sha256_of(path))
+            address = _address(fresh.version)
+            try:
+                return await self._put(address, path, digest, sequence, timeout, base.version)
+            except BaseUnavailable as error:
+                log.info("%s: sending all of %s", error, fresh.version)
+                return None
+
+    async def _upload_files(
+        self, address: str, source: Path, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer:
+        checkpoint = checkpoint_files(source)
+        for path in checkpoint.files:
+            target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
+            digest = await self._courier.driver.work(sha256_of(path))
+            answer = await self._put(target, path, digest, sequence, timeout)
+            # The first file may have been given the next free sequence; the others share it.
+            sequence = answer.sequence
+        return answer
+
+    async def _put(
+        self,
+        address: str,
+        path: Path,
+        digest: bytes,
+        sequence: int | None,
+        timeout: float | None,
+        base: str | None = None,
+    ) -> VersionAnswer:
+        params = {"sequence": None if sequence is None else str(sequence), "base": base}
+        given = {name: value for name, value in params.items() if value is not None}
+        call = file_call(address, path, digest, params=given, silence=timeout)
+        return (await self._courier.send(call)).read(VersionAnswer)
+
+
+def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
+    if isinstance(source, Mapping):
+        return tensors_of(source)
+    checkpoint = checkpoint_files(Path(source))
+    return stored_tensors(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
+
+
+def _address(version: str) -> str:
+    return f"/v1/weights/{_LABEL.validate_python(version)}"

@@ -1,0 +1,160 @@
+"""HTTP for prompt KV: http.client, because it reads into memory that is already there. A general
+client copies every byte several times, which is most of a fetch.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from urllib.parse import urlsplit
+
+from coppice.errors import (
+    ConnectionFailed,
+    KvLost,
+    Overloaded,
+    ProblemError,
+    QuotaExceeded,
+    TimedOut,
+)
+from coppice.transport.address import Address
+from coppice.transport.messages import Reply
+from coppice.transport.redirect_policy import MAX_HOPS, Trust
+
+RETRY_SECONDS = 1.0
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimedOut(f"prompt KV: {error}") from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionFailed(f"prompt KV: {error!r}") from error
+
+
+class Endpoint:
+    """Where a server's prompt KV is asked for; a connection of its own for every question."""
+
+    def __init__(self, address: Address, timeout: float | None, trust: Trust) -> None:
+        self._base_url = address.base_url
+        self._trust = trust
+        self._timeout = timeout
+        self._authorization = address.authorization
+
+    def patience(self, most: float) -> float:
+        """Seconds: the timeout, or `most` if that is less."""
+        return most if self._timeout is None else min(self._timeout, most)
+
+    def ask(self, method: str, path: str, body: object = None) -> Reply:
+        """The whole answer; its problem is raised."""
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        content = None if body is None else json.dumps(body).encode()
+        with translated():
+            connection, response = self.open(method, path, headers, content)
+            try:
+                reply = _reply(response)
+            finally:
+                connection.close()
+        reply.check()
+        return reply
+
+    def open(
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        """Of an answer that has begun; the connection is the caller's to close. A replica may send
+        it on to the one that has the bytes."""
+        connection, response = self._open(self._base_url, method, path, headers, body)
+        for _ in range(MAX_HOPS):
+            if response.status != 307:
+                break
+            connection.close()
+            base_url = self._trust.base_of(response.headers.get("Location"), path)
+            connection, response = self._open(base_url, method, path, headers, body)
+        return connection, response
+
+    def _open(
+        self, base_url: str, method: str, path: str, headers: dict[str, str], body: bytes | None
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        there = urlsplit(base_url)
+        assert there.hostname is not None, "an address has a host"
+        kind = HTTPSConnection if there.scheme == "https" else HTTPConnection
+        connection = kind(there.hostname, there.port, timeout=self._timeout)
+        sent = {"User-Agent": "coppice-client", **headers}
+        if self._authorization is not None:
+            sent["Authorization"] = self._authorization
+        try:
+            connection.request(method, there.path.rstrip("/") + path, body, sent)
+            return connection, connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
+
+
+class Download:
+    """A file of known length, read in order; taken up again where a connection broke.
+
+    `attempts` connections in a row may end without a byte, or be refused because too many are open.
+    """
+
+    def __init__(self, endpoint: Endpoint, path: str, num_bytes: int, *, attempts: int = 4) -> None:
+        self._endpoint = endpoint
+        self._path = path
+        self._num_bytes = num_bytes
+        self._attempts = attempts
+        self._at = 0
+        self._etag: str | None = None
+        self._connection: HTTPConnection | None = None
+        self._response: HTTPResponse | None = None
+
+    def readinto(self, room: memoryview) -> None:
+        """Fills all of it."""
+        failures = 0
+        while room:
+            try:
+                with translated():
+                    count = self._read_some(room)
+            except (ConnectionFailed, TimedOut, Overloaded, QuotaExceeded) as error:
+                count, failures = 0, failures + 1
+                self.close()
+                if failures >= self._attempts:
+                    raise
+                if isinstance(error, ProblemError):
+                    time.sleep(error.problem.retry_after_seconds or RETRY_SECONDS)
+            if count:
+                self._at += count
+                room = room[count:]
+                failures = 0
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._response = None
+
+    def _read_some(self, room: memoryview) -> int:
+        response = self._response or self._begin()
+        count = response.readinto(room)
+        if not count:
+            raise ConnectionResetError("the connection ended early")
+        return count
+
+    def _begin(self) -> HTTPResponse:
+        headers = {"Range": f"bytes={self._at}-"} if self._at else {}
+        if self._etag is not None and self._at:
+            headers["If-Range"] = self._etag
+        self._connection, response = self._endpoint.open("GET", self._path, headers)
+        if response.status >= 300:
+            _reply(response).check()
+        length = response.headers.get("Content-Length")
+        etag = response.headers.get("ETag")
+        if length != str(self._num_bytes - self._at) or self._etag not in (None, etag):
+            raise KvLost("the server has other bytes than its handle says")
+        self._etag = etag
+        self._response = response
+        return response
+
+
+def _reply(response: HTTPResponse) -> Reply:
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Reply(status=response.status, headers=headers, body=response.read())

@@ -1,0 +1,76 @@
+"""Handles' files read out of the server's memory over NIXL: nobody on its side does anything.
+
+So nobody there sees the read or waits for it. The lease is renewed before it and the read given up
+before the lease is over; the bytes are left alone for a while after that, and the checksums are
+what shows that all of it went well.
+"""
+
+import base64
+import binascii
+import secrets
+import threading
+from typing import Any
+
+import numpy as np
+
+from coppice.errors import BadAnswer, CoppiceError, KvLost
+from coppice.prompt_kv.http_client import Endpoint
+from coppice.prompt_kv.nixl import Agent
+from coppice.wire.kv import KvAgent, KvHandle, KvLocator
+
+
+class OneSided:
+    """Reads from servers' agents; may be shared by threads. An agent that a read has failed with is
+    not asked again: the next start of its server is another agent.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._agent: Agent | None = None
+        self._known: dict[str, KvAgent] = {}
+        self._failed: set[str] = set()
+        self._abandoned: list[Any] = []
+
+    def file_of(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
+        """None if this locator is not to be used; KvLost if the read failed."""
+        name, offset = locator.agent, locator.offset
+        if name is None or offset is None or name in self._failed:
+            return None
+        room: Any = np.empty(handle.num_bytes, np.uint8)
+        try:
+            agent, owner = self._connected(handle, name)
+            memory = agent.register(room.ctypes.data, handle.num_bytes)
+            start = owner.address + offset
+            agent.read(name, start, room.ctypes.data, handle.num_bytes, until)
+            agent.unregister(memory)
+        except CoppiceError:
+            self._give_up(name, room)
+            raise
+        except Exception as error:  # NIXL's have nothing in common
+            self._give_up(name, room)
+            raise KvLost(f"the one-sided read failed: {error!r}") from error
+        return memoryview(room)
+
+    def _connected(self, handle: KvHandle, name: str) -> tuple[Agent, KvAgent]:
+        with self._lock:
+            if self._agent is None:
+                self._agent = Agent(f"reader-{secrets.token_hex(8)}", is_owner=False)
+            if name not in self._known:
+                self._known[name] = self._met(self._agent, handle, name)
+            return self._agent, self._known[name]
+
+    def _met(self, agent: Agent, handle: KvHandle, name: str) -> KvAgent:
+        owner = self._endpoint.ask("GET", f"/v1/kv/{handle.handle}/agent").read(KvAgent)
+        try:
+            met = agent.connect(base64.b64decode(owner.metadata, validate=True))
+        except binascii.Error as error:
+            raise BadAnswer("the agent's metadata is not base64") from error
+        if not met == owner.agent == name:
+            raise BadAnswer(f"the server's agent is {met}, not {name}")
+        return owner
+
+    def _give_up(self, name: str, room: Any) -> None:
+        """Its memory is kept, registered: a read that was given up may still write there."""
+        self._failed.add(name)
+        self._abandoned.append(room)

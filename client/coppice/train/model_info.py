@@ -1,0 +1,56 @@
+"""What of a model decides how its prompt's gradient can be had."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coppice.train.distributed import is_sharded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """reentrant: checkpointed in the way that first computes without a graph."""
+
+    num_layers: int
+    device: torch.device
+    dtype: torch.dtype
+    checkpointed: bool
+    reentrant: bool
+    sharded: bool
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a forward may be left by an exception.
+
+        A checkpointed layer must end as it will when it is computed again, and the hooks of a
+        sharded one must see their end.
+        """
+        return not self.checkpointed and not self.sharded
+
+    @property
+    def outputs_only(self) -> bool:
+        """Whether a backward must begin at the model's outputs, not at keys and values."""
+        return self.reentrant or self.sharded
+
+
+def traits_of(model: Any) -> Traits:
+    checkpoints = [
+        module._gradient_checkpointing_func
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) and module.training
+    ]
+    parameter = next(model.parameters())
+    return Traits(
+        num_layers=model.config.num_hidden_layers,
+        device=parameter.device,
+        dtype=model.dtype,
+        checkpointed=bool(checkpoints),
+        reentrant=any(_is_reentrant(function) for function in checkpoints),
+        sharded=is_sharded(model),
+    )
+
+
+def _is_reentrant(function: Any) -> bool:
+    """transformers keeps a partial of torch's checkpoint function."""
+    return bool(getattr(function, "keywords", {}).get("use_reentrant", True))

@@ -1,0 +1,99 @@
+"""The driver of asyncio programs."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+import httpx
+
+from coppice.transport.driver import CHUNK_BYTES
+from coppice.transport.httpx_types import reply_of, request_of, translated, translated_stream
+from coppice.transport.messages import Call, FileBody, Reply
+
+T = TypeVar("T")
+
+
+class AsyncPace:
+    """The real thing."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def random(self) -> float:
+        return random.random()
+
+
+class AsyncDriver:
+    """Owns its httpx client."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def send(self, call: Call) -> Reply:
+        async with _content(call) as content:
+            request = request_of(self._client, call, content)
+            with translated():
+                return reply_of(await self._client.send(request))
+
+    async def receive(self, call: Call) -> AsyncGenerator[bytes, None]:
+        request = request_of(self._client, call, call.body)
+        with translated():
+            response = await self._client.send(request, stream=True)
+        async with aclosing(response):
+            with translated_stream():
+                if not response.is_success:
+                    await response.aread()
+                    reply_of(response).check()
+                async for chunk in response.aiter_bytes():
+                    yield chunk
+
+    async def work(self, steps: Generator[None, None, T]) -> T:
+        try:
+            while (finished := await _off_loop(lambda: _step(steps))) is None:
+                pass
+            return finished[0]
+        finally:
+            steps.close()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
+    """The result once there is one: a future cannot carry a StopIteration."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        return (done.value,)
+    return None
+
+
+async def _off_loop(function: Callable[[], T]) -> T:
+    """Does not return, even when cancelled, while the function still runs in its thread."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+@asynccontextmanager
+async def _content(call: Call) -> AsyncIterator[bytes | AsyncGenerator[bytes, None] | None]:
+    if not isinstance(call.body, FileBody):
+        yield call.body
+        return
+    async with aclosing(_chunks(call.body)) as chunks:
+        yield chunks
+
+
+async def _chunks(body: FileBody) -> AsyncGenerator[bytes, None]:
+    with body.path.open("rb") as file:
+        while chunk := await _off_loop(lambda: file.read(CHUNK_BYTES)):
+            yield chunk

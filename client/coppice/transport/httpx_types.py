@@ -1,0 +1,91 @@
+"""What both drivers share: a Call as httpx has it, its answer, its exceptions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
+from coppice.transport.address import address_of
+from coppice.transport.messages import Call, FileBody, Reply
+
+# A trainer may wait for any number of rollouts at once; a pool with a limit would starve them. Idle
+# connections go before uvicorn closes them after 5 s, or a request might meet one that just closed.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=4.0)
+
+
+def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
+    """The arguments that httpx.Client and httpx.AsyncClient are made with."""
+    address = address_of(base_url, api_key)
+    headers = {"User-Agent": "coppice-client"}
+    if address.authorization is not None:
+        headers["Authorization"] = address.authorization
+    return {
+        "base_url": address.base_url,
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout, pool=None),
+        "limits": LIMITS,
+    }
+
+
+def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, content: Any) -> httpx.Request:
+    headers = {"Accept": "application/json", **call.headers}
+    if isinstance(call.body, FileBody):
+        # With a length httpx does not fall back to chunks, and the server can refuse early.
+        headers["Content-Length"] = str(call.body.num_bytes)
+    return client.build_request(
+        call.method,
+        (call.base_url or "") + call.path,
+        params=dict(call.params),
+        headers=headers,
+        content=content,
+        timeout=_timeout(client.timeout, call),
+    )
+
+
+def reply_of(response: httpx.Response) -> Reply:
+    """The response must have been read."""
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Reply(status=response.status_code, headers=headers, body=response.content)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """The only place that knows what httpx raises."""
+    try:
+        yield
+    except httpx.ConnectTimeout as error:
+        raise TimedOut(_words(error), unsent=True) from error
+    except httpx.TimeoutException as error:
+        raise TimedOut(_words(error)) from error
+    except httpx.DecodingError as error:
+        raise BadAnswer(_words(error)) from error
+    except httpx.ConnectError as error:
+        raise ConnectionFailed(_words(error), unsent=True) from error
+    except httpx.RequestError as error:
+        raise ConnectionFailed(_words(error)) from error
+
+
+@contextmanager
+def translated_stream() -> Iterator[None]:
+    """The same for an answer that has begun."""
+    try:
+        with translated():
+            yield
+    except ConnectionFailed as error:
+        raise StreamBroken(str(error)) from error.__cause__
+
+
+def _timeout(usual: httpx.Timeout, call: Call) -> httpx.Timeout:
+    if call.silence == "usual":
+        read = None if usual.read is None else usual.read + call.held_seconds
+        return httpx.Timeout(connect=usual.connect, read=read, write=usual.write, pool=None)
+    known = [seconds for seconds in (usual.connect, call.silence) if seconds is not None]
+    connect = min(known, default=None)
+    return httpx.Timeout(connect=connect, read=call.silence, write=usual.write, pool=None)
+
+
+def _words(error: httpx.RequestError) -> str:
+    name = type(error).__name__
+    return f"{error.request.method} {error.request.url}: {error or name}"

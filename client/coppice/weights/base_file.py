@@ -1,0 +1,41 @@
+"""The file of the version that was published last: what the next one is a delta of."""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+
+from coppice.weights.delta import Lineage
+from coppice.weights.delta_writer import NoDelta, write_delta
+from coppice.weights.tensor import Tensor
+from coppice.weights.writer import write_safetensors
+
+
+class Kept:
+    """Owner of a file in the temporary directory; it goes with the last who knows this object, so
+    that one who replaces it takes nothing away from one who is still reading."""
+
+    def __init__(self, version: str) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="coppice-", suffix=".safetensors")
+        os.close(descriptor)
+        self.version = version
+        self.path = Path(name)
+        self.digest = b""
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def write(self, tensors: list[Tensor]) -> Generator[None, None, None]:
+        self.digest = yield from write_safetensors(self.path, tensors)
+
+    def write_delta(self, base: "Kept", target: Path) -> Generator[None, None, int | None]:
+        """How long the delta is; none: there is none, or none that would be shorter."""
+        lineage = Lineage(base.digest.hex(), self.digest.hex())
+        try:
+            num_bytes = yield from write_delta(base.path, self.path, lineage, target)
+        except NoDelta:
+            return None
+        return num_bytes if num_bytes < self.num_bytes else None

@@ -1,0 +1,133 @@
+"""Whether an adapter, as PEFT saves it, could be served over a model: its config, its names and
+shapes, then every value. No torch and no vLLM; messages name files and tensors, never directories.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+from engine.errors import CheckpointRefused
+from engine.protocol import AdapterForm
+from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_json
+from engine.weights.tensor_file import NUM_VALUE_BYTES, StoredTensor, shown
+from engine.weights.validation import refuse_values
+
+CONFIG_FILE: Final = "adapter_config.json"
+TENSORS_FILE: Final = "adapter_model.safetensors"
+PROJECTIONS: Final = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+"""Modules whose outputs may be adapted: those of attention and of a dense MLP."""
+EXPERTS: Final = ".experts."
+PREFIX: Final = "base_model.model."
+PLAIN_NAME: Final = re.compile(r"[\w.]+")
+SIDES: Final = (".lora_A.weight", ".lora_B.weight")
+# At any other value they are another function than plain LoRA's.
+PLAIN: Final[Mapping[str, tuple[object, ...]]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "fan_in_fan_out": (False,),
+}
+
+
+def check_adapter(
+    served: Checkpoint, adapter: Path, *, max_rank: int, dtype: str = "float32"
+) -> AdapterForm:
+    """What it is; CheckpointRefused says why it cannot be served over `served`."""
+    ranks = _ranks(_config(adapter), max_rank)
+    tensors = read_checkpoint(adapter / TENSORS_FILE).tensors
+    modules = _modules(tensors)
+    for module, sides in sorted(modules.items()):
+        _refuse_shapes(served, module, sides, ranks)
+    for tensor in tensors.values():
+        refuse_values(tensor, dtype)
+    return AdapterForm(
+        rank=max(ranks),
+        num_modules=len(modules),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
+    )
+
+
+def _config(adapter: Path) -> dict[str, Any]:
+    path = adapter / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointRefused(f"{CONFIG_FILE} is missing")
+    config = read_json(path)
+    if config.get("peft_type", "LORA") != "LORA":
+        raise CheckpointRefused(f"{CONFIG_FILE}: only adapters of peft_type LORA are served")
+    for name, plain in PLAIN.items():
+        if name in config and config[name] not in plain:
+            raise CheckpointRefused(f"{CONFIG_FILE}: {name} is not served")
+    return config
+
+
+def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
+    for name in ("rank_pattern", "alpha_pattern"):
+        _refuse_pattern(name, config.get(name) or {})
+    _refuse_alphas([config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()])
+    patterns = config.get("rank_pattern") or {}
+    named = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    ranks = {rank for rank in named if type(rank) is int and rank > 0}
+    if any(type(rank) is not int or rank <= 0 for rank in named):
+        raise CheckpointRefused(f"{CONFIG_FILE}: r and rank_pattern must be whole numbers above 0")
+    if max(ranks) > max_rank:
+        raise CheckpointRefused(f"rank {max(ranks)} is above {max_rank}, the highest served here")
+    return ranks
+
+
+def _refuse_pattern(name: str, pattern: object) -> None:
+    """vLLM matches the keys as regular expressions, in a step's time."""
+    if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
+        raise CheckpointRefused(f"{CONFIG_FILE}: the keys of {name} must be names of modules")
+
+
+def _refuse_alphas(alphas: Sequence[object]) -> None:
+    if not all(type(alpha) in (int, float) and isfinite(alpha) for alpha in alphas):  # type: ignore[arg-type]
+        raise CheckpointRefused(f"{CONFIG_FILE}: lora_alpha and alpha_pattern must be numbers")
+
+
+def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """Each module's two sides."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        side = next((side for side in SIDES if name.endswith(side)), None)
+        if side is None:
+            raise CheckpointRefused(f"{shown(name)} is no matrix of a linear layer's adapter")
+        module = name.removesuffix(side).removeprefix(PREFIX)
+        modules.setdefault(module, {})[side] = tensor
+    return modules
+
+
+def _refuse_shapes(
+    served: Checkpoint, module: str, sides: Mapping[str, StoredTensor], ranks: set[int]
+) -> None:
+    base = served.tensors.get(f"{module}.weight")
+    if base is None:
+        raise CheckpointRefused(f"the served model has no {shown(module)}")
+    if module.rpartition(".")[2] not in PROJECTIONS or EXPERTS in module:
+        raise CheckpointRefused(f"{shown(module)} is not among the modules that may be adapted")
+    if len(sides) < len(SIDES):
+        raise CheckpointRefused(f"{shown(module)} lacks one of its two matrices")
+    narrow, wide = (sides[side] for side in SIDES)
+    for tensor in (narrow, wide):
+        if tensor.dtype not in NUM_VALUE_BYTES:
+            raise CheckpointRefused(
+                f"{shown(tensor.name)} is {tensor.dtype}, not a float that fits"
+            )
+    rank = narrow.shape[0] if narrow.shape else 0
+    out, inner = base.shape
+    if rank not in ranks or (narrow.shape, wide.shape) != ((rank, inner), (out, rank)):
+        raise CheckpointRefused(
+            f"{shown(module)} is {narrow.shape} and {wide.shape}; served over {base.shape} it must "
+            f"be (r, {inner}) and ({out}, r), with the config's r"
+        )

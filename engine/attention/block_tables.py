@@ -1,0 +1,85 @@
+"""The host's copy of the block tables that a GPU works from, for both of vLLM's model runners.
+
+A builder is handed tables on the device, and reading them back would wait for it. The first runner
+keeps each table on the host and copies it over; which copy belongs to which is noted whenever it
+does. The second runner only sends changes, so they are written to a mirror of ours on their way,
+and a step's rows are picked out of it by their numbers in the runner's request table.
+
+On CPU nothing of this is needed: the device's table is the host's.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.runtime.guard import feature
+from kernels.shared_prefix.plan import Int32s
+
+FEATURE = feature("shared-prefix attention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """`by_request`: its rows are numbered as the runner's request table, not as the step's."""
+
+    table: Int32s
+    by_request: bool
+
+
+_hosts: dict[int, _Host] = {}
+
+
+def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> Int32s | None:
+    """The step's rows of what lies at this address on the device; None if nobody has noted it."""
+    host = _hosts.get(device_table.data_ptr())
+    if host is None:
+        return None
+    if not host.by_request:
+        return host.table[:num_rows]
+    return None if rows is None else host.table[np.asarray(rows[:num_rows])]
+
+
+def note_table(block_table: Any) -> None:
+    """Of the first runner: a `BlockTable` that is about to be copied to the device."""
+    address = block_table.block_table.gpu.data_ptr()
+    _hosts[address] = _Host(block_table.block_table.np, by_request=False)
+
+
+def note_blocks(
+    block_tables: Any, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
+) -> None:
+    """Of the second runner: blocks that a request is given, before they are counted."""
+    for group, block_ids in enumerate(new_block_ids):
+        address = block_tables.input_block_tables[group].data_ptr()
+        if address not in _hosts:
+            shape = tuple(block_tables.input_block_tables[group].shape)
+            _hosts[address] = _Host(np.zeros(shape, dtype=np.int32), by_request=True)
+        start = 0 if overwrite else int(block_tables.num_blocks.np[group, req_index])
+        written = 0 if block_tables.redirect_writes_to_null_block else block_ids
+        _hosts[address].table[req_index, start : start + len(block_ids)] = written
+
+
+@functools.cache
+def install() -> None:
+    from vllm.v1.worker.block_table import BlockTable
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    commit, append = BlockTable.commit_block_table, BlockTables.append_block_ids
+    noted_table = FEATURE.returning(None)(note_table)
+    noted_blocks = FEATURE.returning(None)(note_blocks)
+
+    @functools.wraps(commit)
+    def commit_block_table(self: Any, num_reqs: int) -> None:
+        noted_table(self)
+        commit(self, num_reqs)
+
+    @functools.wraps(append)
+    def append_block_ids(self: Any, *given: Any, **named: Any) -> None:
+        noted_blocks(self, *given, **named)
+        append(self, *given, **named)
+
+    BlockTable.commit_block_table = commit_block_table
+    BlockTables.append_block_ids = append_block_ids

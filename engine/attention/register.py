@@ -1,0 +1,39 @@
+"""Shared-prefix attention is installed as vLLM lets a backend be replaced: by its member's path.
+
+To be called before a model is loaded, in the processes that load one.
+"""
+
+import functools
+
+from engine.attention import block_tables
+from engine.settings import AttentionSettings
+
+CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
+CUDA_BACKEND = "engine.attention.cuda_backend.SharedPrefixBackend"
+
+_settings: AttentionSettings | None = None
+
+
+def install(settings: AttentionSettings) -> None:
+    global _settings
+    _settings = settings
+    if settings.shared_prefix != "off":
+        _register()
+
+
+def settings() -> AttentionSettings:
+    """What the backends of this process were installed with."""
+    assert _settings is not None, "the backends are used without having been installed"
+    return _settings
+
+
+@functools.cache
+def _register() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    elif settings().shared_prefix == "always":  # nothing is measured on GPUs yet
+        block_tables.install()
+        register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)

@@ -1,0 +1,85 @@
+"""What the captured graphs take and have served in this process.
+
+The heartbeat carries it to /metrics.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypedDict
+
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import UNEVEN
+from engine.protocol import GraphCounts
+
+
+class Counted(TypedDict):
+    """One rank's counts as they travel to the service. `misses`: samples and tokens each, steps."""
+
+    num_graphs: int
+    budget_bytes: int
+    estimated_bytes: int
+    measured_bytes: int
+    hits: int
+    mixed: int
+    misses: list[tuple[int, int, int]]
+
+
+class Counts:
+    """Written by the thread that takes the steps, between two of which it is read."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._measured_bytes = 0
+        self.begin()
+
+    def captured(self, plan: Plan, measured_bytes: int) -> None:
+        self._plan, self._measured_bytes = plan, measured_bytes
+
+    def begin(self) -> None:
+        """The steps that warmed the engine up are forgotten."""
+        self._hits, self._mixed = 0, 0
+        self._misses: Counter[tuple[int, int]] = Counter()
+
+    def decoded(self, *, samples: int, query: int | None, hit: bool) -> None:
+        """Without `query`, the samples had different numbers of tokens."""
+        if hit:
+            self._hits += 1
+        else:
+            self._misses[1 << (samples - 1).bit_length(), query or UNEVEN] += 1
+
+    def mixed(self) -> None:
+        self._mixed += 1
+
+    def read(self) -> Counted | None:
+        """None before anything was captured to a plan."""
+        if self._plan is None:
+            return None
+        return Counted(
+            num_graphs=len(self._plan.shapes),
+            budget_bytes=self._plan.budget_bytes or 0,
+            estimated_bytes=self._plan.estimated_bytes,
+            measured_bytes=self._measured_bytes,
+            hits=self._hits,
+            mixed=self._mixed,
+            misses=[(samples, query, steps) for (samples, query), steps in self._misses.items()],
+        )
+
+
+COUNTS = Counts()
+
+
+def over_ranks(ranks: Iterable[Counted | None]) -> GraphCounts:
+    """Every rank captures the same graphs and takes the same steps; bytes are the largest's."""
+    counted = [rank for rank in ranks if rank is not None]
+    if not counted:
+        return GraphCounts()
+    first = counted[0]
+    return GraphCounts(
+        num_graphs=first["num_graphs"],
+        budget_bytes=first["budget_bytes"],
+        estimated_bytes=first["estimated_bytes"],
+        measured_bytes=max(rank["measured_bytes"] for rank in counted),
+        hits=first["hits"],
+        mixed=first["mixed"],
+        misses={(samples, query): steps for samples, query, steps in first["misses"]},
+    )

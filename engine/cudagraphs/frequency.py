@@ -1,0 +1,58 @@
+"""How often each shape is expected: a part evenly, the rest as recorded.
+
+Evenly means that each number of running samples is as likely as any other, and each length that may
+be chosen there. With a trace that part is small, and keeps what was not recorded from being
+forgotten.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.shape_trace import Trace
+
+EVEN_SHARE = 0.05
+MIXED_SHARE = 0.05
+
+Demand = Mapping[Shape, float]
+
+
+def demand(limits: Limits, *, mixed_tokens: int, trace: Trace | None) -> Demand:
+    """Weights that sum to one, of shapes that a graph may be captured for."""
+    expected = _even(limits, mixed_tokens)
+    recorded = {
+        shape: steps
+        for shape, steps in (trace.counts() if trace else {}).items()
+        if _plannable(shape, limits, mixed_tokens)
+    }
+    if not recorded:
+        return expected
+    whole = sum(recorded.values())
+    blended = defaultdict(float, {shape: EVEN_SHARE * w for shape, w in expected.items()})
+    for shape, steps in recorded.items():
+        blended[shape] += (1 - EVEN_SHARE) * steps / whole
+    return dict(blended)
+
+
+def _even(limits: Limits, mixed_tokens: int) -> dict[Shape, float]:
+    weights = {mixed(n + 1): MIXED_SHARE / mixed_tokens for n in range(mixed_tokens)}
+    share = (1 - sum(weights.values())) / limits.max_sequences
+    for samples in range(1, limits.max_sequences + 1):
+        lengths = limits.lengths.at(samples)
+        for drafts in lengths:
+            shape = decode(samples, drafts + 1)
+            if shape.tokens <= limits.max_batched_tokens:
+                weights[shape] = share / len(lengths)
+    return weights
+
+
+def _plannable(shape: Shape, limits: Limits, mixed_tokens: int) -> bool:
+    if shape.query is None:
+        return shape.tokens <= mixed_tokens
+    return (
+        0 < shape.query <= limits.widest
+        and shape.tokens <= limits.max_batched_tokens
+        and shape.samples <= limits.max_sequences
+        and shape.query - 1 in limits.lengths.at(shape.samples)
+    )

@@ -1,0 +1,52 @@
+"""Records the shapes of an engine's steps from what its scheduler decides, on CPU as on a GPU.
+
+To be wrapped around `Scheduler.schedule` of an engine in this process. A step is a decode step if
+every sample of it is past its prompt.
+"""
+
+from itertools import groupby
+from typing import Any
+
+from engine.cudagraphs.shape import UNEVEN, Shape
+from engine.cudagraphs.shape_trace import Trace
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self._shapes: list[Shape] = []
+
+    def attach(self, scheduler: Any) -> None:
+        schedule = scheduler.schedule
+
+        def recorded(*args: Any, **named: Any) -> Any:
+            output = schedule(*args, **named)
+            self.note(output, scheduler.requests)
+            return output
+
+        scheduler.schedule = recorded
+
+    def note(self, output: Any, requests: Any) -> None:
+        """`output`: vLLM's SchedulerOutput; `requests`: the scheduler's, advanced by the step."""
+        scheduled = output.num_scheduled_tokens
+        if not scheduled:
+            return
+        drafts = output.scheduled_spec_decode_tokens
+        decoding = all(
+            number - len(drafts.get(name, ())) == 1 and _past_prompt(requests[name], number)
+            for name, number in scheduled.items()
+        )
+        self._shapes.append(_shape(list(scheduled.values()), decoding))
+
+    def trace(self, **about: Any) -> Trace:
+        runs = tuple((shape, len(list(like))) for shape, like in groupby(self._shapes))
+        return Trace(runs, about)
+
+
+def _past_prompt(request: Any, scheduled: int) -> bool:
+    return bool(request.num_computed_tokens - scheduled >= request.num_prompt_tokens)
+
+
+def _shape(tokens: list[int], decoding: bool) -> Shape:
+    if not decoding:
+        return Shape(sum(tokens), None)
+    return Shape(sum(tokens), tokens[0] if len(set(tokens)) == 1 else UNEVEN)

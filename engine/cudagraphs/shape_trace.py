@@ -1,0 +1,56 @@
+"""Steps that an engine has taken, by their shapes: what a plan is made for and judged by.
+
+A file is JSON: what was recorded, then a row for each run of like steps, in their order,
+`[tokens, tokens a sample, steps]`, with null for steps that computed prompts too and 0 for decode
+steps whose samples had different numbers of drafts.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.cudagraphs.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    runs: tuple[tuple[Shape, int], ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def counts(self) -> Counter[Shape]:
+        counted: Counter[Shape] = Counter()
+        for shape, repeats in self.runs:
+            counted[shape] += repeats
+        return counted
+
+    def write(self, file: Path) -> None:
+        rows = ",\n".join(
+            "  " + json.dumps([shape.tokens, shape.query, repeats]) for shape, repeats in self.runs
+        )
+        about = json.dumps(dict(self.about))
+        file.write_text(f'{{"about": {about},\n "steps": [\n{rows}\n]}}\n', encoding="utf-8")
+
+
+def read_trace(file: Path) -> Trace:
+    """ValueError says what is wrong with the file."""
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        runs = tuple((Shape(tokens, query), steps) for tokens, query, steps in written["steps"])
+        about = dict(written["about"])
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no trace of steps: {error!r}") from error
+    if not runs or not all(_fits(shape, steps) for shape, steps in runs):
+        raise ValueError(f"{file} is no trace of steps: a row is impossible, or there is none")
+    return Trace(runs, about)
+
+
+def _fits(shape: Shape, steps: Any) -> bool:
+    numbers = [shape.tokens, steps, *([] if shape.query is None else [shape.query])]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        return False
+    return shape.tokens > 0 and steps > 0 and not (shape.query and shape.tokens % shape.query)

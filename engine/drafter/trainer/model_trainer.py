@@ -1,0 +1,158 @@
+"""A drafter in training: Hugging Face's own model of it, in float32, on one thread.
+
+What is learned is the next token of responses, or what it could have been (`loss.py`). What is not
+trained (see `trained`) is not touched, and not kept either: a checkpoint holds the trained tensors,
+what the optimiser knows of each, and how far training has come.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from engine.drafter.trainer.loss import loss_of
+from engine.drafter.trainer.loss_tracker import Course
+from engine.drafter.trainer.packing import IGNORED, Packed
+
+Trained = Literal["all", "layers"]
+
+WARMUP_STEPS: Final = 20
+HIGHEST_RATE: Final = 3e-3
+RATE_TIMES_WIDTH: Final = 0.2
+"""Wide models want small steps: 3e-3 at 64 channels, 2e-4 at 1024."""
+
+
+class Learner:
+    def __init__(self, folder: Path, *, trained: Trained) -> None:
+        """`folder`: config.json and model.safetensors of the drafter that is started from."""
+        logging.disable_progress_bar()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.train()
+        self._parameters = dict(_parameters(self._model, trained))
+        self._begin()
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    def _begin(self) -> None:
+        width = self._model.config.hidden_size
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)
+        self.course = Course()
+        self._rate = min(HIGHEST_RATE, RATE_TIMES_WIDTH / width)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def step(self, packed: Packed) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * min(1.0, (self.course.num_steps + 1) / WARMUP_STEPS)
+        loss = self.loss_of(packed)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.num_steps += 1
+        self.num_tokens += int((packed.labels_T != IGNORED).sum())
+        self.course.observed(loss.item())
+
+    def loss_of(self, packed: Packed) -> torch.Tensor:
+        """Every sample sees itself only, at its own positions."""
+        blocked = torch.zeros(packed.mask_TT().shape).masked_fill(
+            ~packed.mask_TT(), torch.finfo(torch.float32).min
+        )
+        logits = self._model(
+            input_ids=packed.tokens_T[None],
+            position_ids=packed.positions_T[None],
+            attention_mask=blocked[None, None],
+            use_cache=False,
+        ).logits[0]
+        return loss_of(logits, packed)
+
+    def adopt(self, file: Path) -> None:
+        """Goes on from these weights; what the optimiser knew was of others."""
+        own = dict(self._model.named_parameters())
+        self._fill({name: value for name, value in load_file(file).items() if name in own})
+        self._begin()
+
+    def write_drafter(self, file: Path) -> None:
+        """All that vLLM loads, whole or not at all."""
+        tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
+        state = {
+            name: tensor.detach().contiguous()
+            for name, tensor in self._model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
+        }
+        _save(file, state, {"format": "pt"})
+
+    # Checkpoints
+
+    def save(self, file: Path) -> None:
+        tensors = {f"value.{name}": value.detach() for name, value in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            for kind, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{kind}.{name}"] = value.reshape(value.shape)
+        reached = {
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "course": {"num_steps": self.course.num_steps, "late": self.course.late},
+        }
+        _save(file, tensors, {"reached": json.dumps(reached)})
+
+    def resume(self, file: Path) -> bool:
+        """Whether there was a checkpoint of this very drafter to go on from."""
+        try:
+            with safe_open(file, framework="pt") as saved:
+                reached = json.loads((saved.metadata() or {})["reached"])
+                course = Course(**reached["course"])
+                tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+            values = _of_kind(tensors, "value.")
+            if values.keys() != self._parameters.keys():
+                return False
+            self._fill(values)
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
+            return False
+        for name, parameter in self._parameters.items():
+            known = {
+                kind: tensors[f"{kind}.{name}"]
+                for kind in ("step", "exp_avg", "exp_avg_sq")
+                if f"{kind}.{name}" in tensors
+            }
+            if known:
+                self._optimizer.state[parameter] = known
+        self.num_steps, self.num_tokens = reached["num_steps"], reached["num_tokens"]
+        self.course = course
+        return True
+
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        own = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, value in values.items():
+                own[name].copy_(value)
+
+
+def _parameters(model: Any, trained: Trained) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if trained == "all" or ".layers." in name:
+            yield name, parameter
+
+
+def _of_kind(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _save(file: Path, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+    """Under another name until it is on the disk: who reads the file finds the old one or this."""
+    part = file.with_suffix(".part")
+    save_file(dict(tensors), part, metadata=about)
+    with part.open("rb") as written:
+        os.fsync(written.fileno())
+    part.replace(file)

@@ -1,0 +1,49 @@
+"""What the model thinks of tokens that are given, computed as a prompt of its own.
+
+vLLM finds no prefix for such a request, nor may a sample carry it: its siblings would then compute
+their prompt again.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from engine.errors import EngineDead, RequestRefused
+from engine.io.vllm_types import scoring_params
+
+
+async def scored(
+    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, *, num_likeliest: int = 0
+) -> Any:
+    """vLLM's own account, one place a token, the first of them empty. A pause that aborts is no
+    answer to it.
+    """
+    output = await _once(llm, token_ids, adapter, num_likeliest)
+    while output.outputs[0].finish_reason == "abort":
+        output = await _once(llm, token_ids, adapter, num_likeliest)
+    return output.prompt_logprobs
+
+
+async def _once(
+    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_likeliest: int
+) -> RequestOutput:
+    try:
+        generated = llm.generate(
+            tokens_input(list(token_ids)),
+            scoring_params(num_likeliest),
+            uuid.uuid4().hex,
+            lora_request=adapter,
+        )
+        (output,) = [output async for output in generated]
+    except EngineDeadError as error:
+        raise EngineDead("the engine process died") from error
+    except VLLMClientError as error:
+        raise RequestRefused(str(error)) from error
+    return output

@@ -1,0 +1,149 @@
+"""The KV connector that vLLM loads by this module's path, once in EngineCore and once a worker.
+
+It only hands what vLLM calls to the two sides, guarded. It holds no block back: a prompt is
+exported or not, and the arena's words say which. What is loaded is there before the step's forward;
+blocks that could not be filled are reported, and vLLM computes them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from engine.kv_transfer.cache_spec import CacheForm, UnsupportedCache, cache_form
+from engine.kv_transfer.core.export_planner import ExportPlanner
+from engine.kv_transfer.core.load_planner import LoadPlanner
+from engine.kv_transfer.jobs import ExportJob, StepJobs
+from engine.kv_transfer.worker.export_writer import PROMPT_KV, ExportWriter
+from engine.kv_transfer.worker.loader import SEGMENTS, Loader
+from engine.runtime.guard import Failure, attempt
+
+_NOT_HELD: Final = (False, None)
+_NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()
+_NO_CLAIM: Final[tuple[int | None, bool]] = (0, False)
+
+
+class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """`refused` says why this model's prompts cannot be exported; then it does nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        decided = attempt(_decided, vllm_config, kv_cache_config)
+        self.form = decided if isinstance(decided, CacheForm) else None
+        self.refused = decided.message if isinstance(decided, Failure) else None
+        if isinstance(decided, str):
+            self.refused = decided
+        # vLLM computes what was not loaded again, but only where there is one group.
+        self.one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
+        self.loads = LoadPlanner(self.form)
+        self.planner = ExportPlanner(self.form, written=self.loads.written)
+        self.writer: ExportWriter | None = None
+        self.loader: Loader | None = None
+        if self.form is not None and role == KVConnectorRole.WORKER:
+            rank = get_tensor_model_parallel_rank()
+            self.writer = ExportWriter(self.form, rank)
+            self.loader = Loader(self.form, rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What a preempted request wrote so far it computes again."""
+        return False
+
+    # The scheduler's side
+
+    @PROMPT_KV.returning(None)
+    def on_new_request(self, request: Any) -> None:
+        self.planner.add(request)
+        self.loads.add(request)
+
+    @SEGMENTS.returning(_NO_CLAIM)
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed: int
+    ) -> tuple[int | None, bool]:
+        return self.loads.claim(request, num_computed), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
+        """Not guarded: a claim that nobody fills would be sampled from."""
+        self.loads.allocated(request, blocks, num_external)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
+        return StepJobs(exports=self._exports_of(scheduler_output), loads=self.loads.take())
+
+    @PROMPT_KV.returning(_NO_EXPORTS)
+    def _exports_of(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
+        return self.planner.plan(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        self.loads.forget(request.request_id)
+        return self._exported(request)
+
+    @PROMPT_KV.returning(_NOT_HELD)
+    def _exported(self, request: Any) -> tuple[bool, None]:
+        self.planner.forget(request.request_id)
+        return _NOT_HELD
+
+    def reset_cache(self) -> None:
+        """Called where every cached prefix is forgotten: between two versions. Not guarded: it
+        cannot fail, and what it forgets would otherwise be loaded under other weights.
+        """
+        self.loads.start_epoch()
+        self.planner.start_epoch()
+
+    # The workers' side
+
+    @PROMPT_KV.returning(None)
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if self.writer is not None:
+            self.writer.register(kv_caches)
+        if self.loader is not None:
+            self.loader.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Before the forward, in every step that has a load."""
+        if self.loader is not None and self.has_connector_metadata():
+            for job in self._get_connector_metadata().loads:
+                self.loader.load(job)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers were loaded at once."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self.loader is None else self.loader.take_failed()
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """All layers are copied at once, when the prompt is complete."""
+
+    def wait_for_save(self) -> None:
+        """After the forward, and before any block of it can be handed out again."""
+        if self.writer is None or self.loader is None or not self.has_connector_metadata():
+            return
+        done = self.writer.refuse if self.loader.take_step_failed() else self.writer.export
+        for job in self._get_connector_metadata().exports:
+            done(job)
+
+    @PROMPT_KV.returning(None)
+    def shutdown(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if self.loader is not None:
+            self.loader.close()
+
+
+def _decided(vllm_config: Any, kv_cache_config: Any) -> CacheForm | str:
+    try:
+        return cache_form(vllm_config, kv_cache_config)
+    except UnsupportedCache as error:
+        return str(error)

@@ -1,0 +1,113 @@
+"""In a worker: what a piece's tokens are, as they are to be written into the cache.
+
+A piece whose keys only move is taken as it lies in the arena. What is predicted, and what shares a
+block with another piece, is put together first, so much at a time that it stays small. Weights are
+of all heads, so that every rank weighs alike; the rest is of this rank's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import torch
+
+from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.params import Piece
+from engine.kv_transfer.worker.exports import Exports
+from kernels.kv_blend.blend import Observation, predict, token_weights, turned
+from kernels.rotary_shift.rotary import Rotary
+
+MOST_TOKENS: Final = 256
+"""Predicted at a time, so that little is held beside the cache."""
+
+
+class Composer:
+    """Reads exports, writes nothing."""
+
+    def __init__(self, form: CacheForm, exports: Exports, heads: range) -> None:
+        self._form, self._exports = form, exports
+        self._heads = slice(heads.start, heads.stop)
+
+    def place(self, piece: Piece) -> torch.Tensor:
+        """[L, 2, H, T, D], unmoved, over the arena itself."""
+        whole = self._exports.tokens(piece.source, piece.skip, piece.num_tokens)
+        return whole[:, :, self._heads]
+
+    def together(self, run: Sequence[Piece], rotary: Rotary | None) -> torch.Tensor:
+        """[L, 2, H, T, D] of all tokens of the run, moved to where they stand."""
+        start, form = run[0].start, self._form
+        num_heads = self._heads.stop - self._heads.start
+        shape = (len(form.layers), 2, num_heads, run[-1].end - start, form.head_dim)
+        out = torch.empty(shape, dtype=form.dtype, device="cpu")
+        for piece in run:
+            there = out[:, :, :, piece.start - start : piece.end - start]
+            if piece.observed:
+                self._predict(piece, rotary, there)
+            else:
+                there.copy_(turned(self.place(piece), piece.shift, rotary))
+        return out
+
+    def _predict(self, piece: Piece, rotary: Rotary | None, out: torch.Tensor) -> None:
+        length = piece.num_tokens
+        source = self._exports.tokens(piece.source, piece.skip, length)
+        bases = [
+            None if seen.base is None else self._exports.tokens(seen.base, seen.base_skip, length)
+            for seen in piece.observed
+        ]
+        observed = [
+            Observation(
+                real=self._exports.tokens(seen.real, seen.skip, length)[:, :, self._heads],
+                shift=seen.shift,
+                base=None if base is None else base[:, :, self._heads],
+                weights=weights,
+            )
+            for seen, base, weights in zip(
+                piece.observed, bases, _weights(piece, source, bases), strict=True
+            )
+        ]
+        predict(source[:, :, self._heads], piece.shift, observed, rotary, out)
+
+
+def _weights(
+    piece: Piece, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """[A, 2, T] of the A that were observed. All of a piece's have a base, or none."""
+    there = [base for base in bases if base is not None]
+    if there:
+        assert len(there) == len(bases), "some have a base"
+        return token_weights(source, there)
+    shares = [seen.weight for seen in piece.observed]
+    flat = torch.tensor(shares, dtype=torch.float32, device="cpu")
+    return flat[:, None, None].expand(-1, 2, piece.num_tokens)
+
+
+def runs_of(pieces: Sequence[Piece], block: int) -> Iterator[list[Piece]]:
+    """Pieces one after the other, each run from where a block begins: those that share a block are
+    written together, and what is predicted in parts. A run of several is as short as such a part;
+    what is as long as it likes is alone, and read where it lies."""
+    run: list[Piece] = []
+    for part in _parts(pieces, block):
+        if run and part.start % block == 0:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+def _parts(pieces: Sequence[Piece], block: int) -> Iterator[Piece]:
+    step = max(1, MOST_TOKENS // block) * block
+    for index, piece in enumerate(pieces):
+        if piece.observed:
+            yield from _cut(piece, range(piece.start // step * step, piece.end, step))
+        else:
+            last = piece.end if index + 1 == len(pieces) else piece.end // block * block
+            yield from _cut(piece, (-(-piece.start // block) * block, last))
+
+
+def _cut(piece: Piece, cuts: Iterable[int]) -> Iterator[Piece]:
+    """Where something of it is on both sides."""
+    for cut in cuts:
+        if piece.start < cut < piece.end:
+            yield piece.before(cut)
+            piece = piece.behind(cut)
+    yield piece

@@ -1,0 +1,57 @@
+"""The order of a packed CPU block, learnt by writing through vLLM's own cache-write operation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from vllm import _custom_ops
+
+from engine.kv_transfer.cache_spec import CacheForm
+from kernels.kv_pack.order import PackOrder, index_digits, learnt_order
+
+NUM_HEADS: Final = 2  # enough to see that they are packed alike
+
+
+def packed_order(
+    caches: Sequence[torch.Tensor], form: CacheForm, attention_layers: Mapping[str, Any]
+) -> PackOrder:
+    """Of the caches of a model whose attention kernels vLLM has chosen."""
+    isa = attention_layers[form.layers[0]].isa
+    return derive_order(caches[0].shape[2], form.head_dim, form.dtype, isa)
+
+
+def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:
+    """Whatever the instruction set does; UnknownPacking if it does more than put things in order.
+
+    Keys and values are told apart by writing one of them at a time.
+    """
+    digits = index_digits(block * head_dim, dtype)
+    zeros = torch.zeros(block, NUM_HEADS, head_dim, dtype=dtype, device="cpu")
+    written = []
+    for digit in digits:
+        vectors = digit.view(block, 1, head_dim).expand(-1, NUM_HEADS, -1).contiguous()
+        keys = write_block(vectors, zeros, isa)
+        values = write_block(zeros, vectors, isa)
+        written.append((keys[:, : keys.shape[1] // 2], values[:, values.shape[1] // 2 :]))
+    return PackOrder(
+        keys=learnt_order([keys for keys, _ in written]),
+        values=learnt_order([values for _, values in written]),
+    )
+
+
+def write_block(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:
+    """One block's [N, H, D] as vLLM packs them: [H, 2 * N * D]."""
+    block, heads, head_dim = keys.shape
+    cache = torch.zeros(1, heads, 2 * block, head_dim, dtype=keys.dtype, device="cpu")
+    halves: Any = cache.chunk(2, dim=2)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        keys,
+        values,
+        *halves,
+        torch.arange(block),
+        isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    return cache.view(heads, -1)

@@ -1,0 +1,50 @@
+"""How the served model turns its keys: from its configuration, checked against its own tables.
+
+The configuration says what is meant, the table that vLLM computed what is done. Where the two
+differ, or a layer turns otherwise than the others, keys are not moved.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from engine.kv_transfer.cache_spec import CacheForm
+from kernels.rotary_shift.rotary import Rotary, UnsupportedRotary, rotary_of
+
+TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
+PLACES: Final = (0, 1, 2, 3, 5, 8, 13, 31)
+
+
+def rotary_in(model: Any, config: Any, form: CacheForm) -> Rotary:
+    """UnsupportedRotary if there is none, or more than one."""
+    embeddings = [_embedding_of(model, name) for name in form.layers]
+    if any(embedding is not embeddings[0] for embedding in embeddings):
+        raise UnsupportedRotary("layers turn their keys differently")
+    if getattr(config, "no_rope_layers", None):
+        raise UnsupportedRotary("some layers do not turn their keys")
+    rope = getattr(config, "rope_parameters", None)
+    rotary = rotary_of(rope or {}, form.head_dim)
+    _check(embeddings[0], rotary)
+    return rotary
+
+
+def _embedding_of(model: Any, layer: str) -> Any:
+    """That of the attention that the cache belongs to: `model.layers.0.self_attn.attn`."""
+    try:
+        return model.get_submodule(layer.rpartition(".")[0]).rotary_emb
+    except AttributeError as error:
+        raise UnsupportedRotary(f"{layer} has no rotary embedding") from error
+
+
+def _check(embedding: Any, rotary: Rotary) -> None:
+    kind = type(embedding).__name__
+    if not getattr(embedding, "is_neox_style", False):
+        raise UnsupportedRotary(f"{kind} turns neighbouring channels")
+    if embedding.rotary_dim != rotary.num_channels:
+        raise UnsupportedRotary(f"{kind} turns {embedding.rotary_dim} channels")
+    table = embedding.cos_sin_cache[list(PLACES)].float().cpu()
+    scale = float(table[0, : rotary.num_channels // 2].mean())  # yarn's, which keys keep
+    for place, row in zip(PLACES, table, strict=True):
+        expected = torch.cat(rotary.turn(place)) * scale
+        if not torch.allclose(row, expected, atol=TOLERANCE, rtol=0):
+            raise UnsupportedRotary(f"{kind} turns by other angles than its configuration says")

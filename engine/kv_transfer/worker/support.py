@@ -1,0 +1,60 @@
+"""What a worker says when it is asked whether prompts can be exported, and to settle exports."""
+
+from typing import Any, TypedDict
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from engine.kv_transfer.cache_spec import UnsupportedCache
+from engine.kv_transfer.connector import PromptKvConnector
+from engine.kv_transfer.worker.rope_check import rotary_in
+from kernels.rotary_shift.rotary import UnsupportedRotary
+
+
+class KvAnswer(TypedDict):
+    """Numbers as of the whole model, over all ranks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    not_movable: str | None
+
+
+def prepare(vllm_config: Any, model: Any) -> KvAnswer:
+    """UnsupportedCache, or whatever keeps this rank from finding out how its cache is packed."""
+    connector = _connector()
+    if connector.form is None:
+        raise UnsupportedCache(str(connector.refused))
+    assert connector.writer is not None, "this is a worker"
+    assert connector.loader is not None, "this is a worker"
+    form, rotary, not_movable = connector.form, None, None
+    try:
+        rotary = rotary_in(model, vllm_config.model_config.hf_text_config, form)
+    except UnsupportedRotary as error:
+        not_movable = str(error)
+    if not connector.one_group:
+        not_movable = "the cache has layers of several kinds"
+    attention_layers = vllm_config.compilation_config.static_forward_context
+    connector.writer.prepare(attention_layers)
+    connector.loader.prepare(attention_layers, rotary)
+    return KvAnswer(
+        num_layers=len(form.layers),
+        num_kv_heads=form.num_kv_heads,
+        head_dim=form.head_dim,
+        dtype=str(form.dtype).removeprefix("torch."),
+        not_movable=not_movable,
+    )
+
+
+def settle() -> None:
+    writer = _connector().writer
+    if writer is not None:
+        writer.settle()
+
+
+def _connector() -> PromptKvConnector:
+    if not has_kv_transfer_group():
+        raise UnsupportedCache("no connector is configured")
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, PromptKvConnector), "Coppice configures no other connector"
+    return connector

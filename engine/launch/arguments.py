@@ -1,0 +1,117 @@
+"""From our settings to vLLM's engine arguments, field by field."""
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from engine.adapters.validation import PROJECTIONS
+from engine.cudagraphs.planner import Plan
+from engine.kv_transfer.vllm_config import CONNECTOR
+from engine.launch.cpu_dtype import cpu_dtype
+from engine.launch.environment import NO_SPECULATION
+from engine.settings import GIB, EngineSettings, SpeculationSettings
+from engine.speculation.vllm_config import speculate
+
+DEFAULT_CPU_CACHE_BYTES = GIB
+MOST_FOR_ENTROPY = 20
+WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
+RANDOM_SEED_BITS = 31
+
+
+def engine_arguments(
+    settings: EngineSettings,
+    model: Path,
+    *,
+    speculation: SpeculationSettings = NO_SPECULATION,
+    on_cpu: bool,
+    graphs: Plan | None = None,
+    worker_extension: str = WORKER_EXTENSION,
+    capabilities: Mapping[str, object] | None = None,
+) -> AsyncEngineArgs:
+    """`capabilities` are torch.cpu.get_capabilities(), unless a test names others."""
+    if capabilities is None:
+        capabilities = torch.cpu.get_capabilities()
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        served_model_name=settings.served_name,
+        load_format="safetensors",
+        trust_remote_code=False,
+        dtype=cpu_dtype(settings.dtype, capabilities) if on_cpu else settings.dtype,
+        seed=_seed(settings),
+        max_model_len=settings.max_context_tokens,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_sequences,
+        max_num_batched_tokens=settings.max_batched_tokens,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        # The probability that a token was really drawn with: temperature and truncation applied.
+        logprobs_mode="processed_logprobs",
+        max_logprobs=max(settings.max_logprobs, MOST_FOR_ENTROPY),
+        # The model's own sampling defaults would silently change what a trainer asked for.
+        generation_config="vllm",
+        worker_extension_cls=worker_extension,
+        disable_log_stats=False,
+        use_tqdm_on_load=False,
+        **_memory(settings, on_cpu=on_cpu),
+        **_weight_transfer(settings),
+        **_prompt_kv(settings),
+        **adapters(settings.max_adapters, settings.max_adapter_rank),
+        **_graphs(graphs),
+    )
+    if speculation.mode != "off":
+        speculate(arguments, speculation, graphs)
+    return arguments
+
+
+def _seed(settings: EngineSettings) -> int:
+    """vLLM's default is 0 at every start, so replicas and restarts would repeat each other."""
+    return secrets.randbits(RANDOM_SEED_BITS) if settings.seed is None else settings.seed
+
+
+def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    cache_bytes = settings.cache_bytes or (DEFAULT_CPU_CACHE_BYTES if on_cpu else None)
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes}
+    if not on_cpu:
+        memory["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return memory
+
+
+def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
+    if settings.weight_transfer is None:
+        return {}
+    from vllm.config import WeightTransferConfig
+
+    return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
+
+
+def _graphs(plan: Plan | None) -> dict[str, Any]:
+    """The sizes whose product with the draft lengths the plan is filtered from."""
+    return {"compilation_config": {"cudagraph_capture_sizes": plan.capture_sizes}} if plan else {}
+
+
+def _prompt_kv(settings: EngineSettings) -> dict[str, Any]:
+    if not settings.prompt_kv:
+        return {}
+    from vllm.config import KVTransferConfig
+
+    return {"kv_transfer_config": KVTransferConfig(**CONNECTOR)}
+
+
+def adapters(num: int, rank: int) -> dict[str, Any]:
+    """As many can be in one step as are held, so vLLM never has to choose among them."""
+    if not num:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": num,
+        "max_cpu_loras": num,
+        "max_lora_rank": rank,
+        "lora_target_modules": sorted(PROJECTIONS),
+    }

@@ -1,0 +1,84 @@
+"""What a started AsyncLLM is, as plain values."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.kv_types import KvFormat
+from engine.protocol import EngineFacts, KvReason
+from engine.runtime.rpc import answered
+from engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+
+def gather_facts(
+    llm: AsyncLLM,
+    settings: EngineSettings,
+    model_path: Path,
+    kv: KvFormat | KvReason,
+    template_variables: frozenset[str],
+) -> EngineFacts:
+    """What is served of the context leaves out the room that drafts need behind it."""
+    config = llm.vllm_config
+    on_cpu = current_platform.is_cpu()
+    return EngineFacts(
+        model=settings.served_name,
+        model_given=settings.model,
+        model_path=model_path,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        device="cpu" if on_cpu else "cuda",
+        block_size=config.cache_config.block_size,
+        num_blocks=config.cache_config.num_gpu_blocks,
+        kv_bytes_per_token=_kv_bytes_per_token(config),
+        max_context_tokens=config.model_config.max_model_len - config.num_speculative_tokens,
+        max_sequences=config.scheduler_config.max_num_seqs,
+        vocab_size=config.model_config.get_vocab_size(),
+        eos_token_ids=_eos_token_ids(llm),
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        cpu_threads=settings.threads_per_rank if on_cpu else None,
+        vllm_version=vllm_version,
+        kv_format=kv if isinstance(kv, KvFormat) else None,
+        kv_reason=None if isinstance(kv, KvFormat) else kv,
+        max_logprobs=settings.max_logprobs,
+        max_token_chars=llm.get_tokenizer().max_chars_per_token,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
+        template_variables=template_variables,
+    )
+
+
+async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvReason:
+    """Asks every rank, which prepares itself on the way: all of them can, or none does."""
+    if not settings.prompt_kv:
+        return "disabled"
+    answers = await answered(llm, llm.collective_rpc("coppice_prepare_exports"))
+    if any(isinstance(answer, str) or answer != answers[0] for answer in answers):
+        log.warning("prompts cannot be exported: %s", answers)
+        return "unsupported_cache"
+    rope = getattr(llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
+    return KvFormat(**answers[0], rope=dict(rope or {}))
+
+
+def _kv_bytes_per_token(config: Any) -> int:
+    """Keys and values of every layer, over all ranks."""
+    model = config.model_config
+    dtype = config.cache_config.cache_dtype
+    stored = model.dtype if dtype == "auto" else getattr(torch, dtype, torch.uint8)
+    heads: int = model.get_total_num_kv_heads()
+    layers: int = model.get_total_num_hidden_layers()
+    return 2 * layers * heads * int(model.get_head_size()) * torch.empty(0, dtype=stored).itemsize
+
+
+def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
+    """The tokenizer's own, then those that the model's generation config adds."""
+    first = llm.renderer.get_eos_token_id()
+    more = llm.input_processor.generation_config_fields.get("eos_token_id") or []
+    every = [first, *([more] if isinstance(more, int) else more)]
+    return tuple(dict.fromkeys(token for token in every if token is not None))

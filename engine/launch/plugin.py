@@ -1,0 +1,33 @@
+"""The one vLLM plugin of Coppice: what is installed, where, in which order.
+
+vLLM calls `install` in every process it starts and in the service. In a vLLM that Coppice did not
+start it does nothing.
+"""
+
+import multiprocessing
+
+from engine.attention import register as attention
+from engine.launch import core_methods
+from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
+from engine.patches.installed import WORKING_PROCESSES, install_patches
+from engine.runtime import gc_freeze, process_group
+from engine.speculation import register as speculation
+
+_installed = False
+
+
+def install() -> None:
+    global _installed
+    if _installed or not started_by_coppice():
+        return
+    _installed = True
+    name = multiprocessing.current_process().name
+    if name.startswith("EngineCore"):
+        process_group.leave_service_group()
+        process_group.die_with_service()
+        core_methods.install()
+    install_patches(name)
+    if name.startswith(WORKING_PROCESSES):
+        attention.install(attention_settings())
+        speculation.install(speculation_settings())
+    gc_freeze.end_imports()

@@ -1,0 +1,87 @@
+"""Starting vLLM, finding what it has started, and ending that."""
+
+import logging
+import multiprocessing
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from pydantic import ValidationError
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.cudagraphs.planner import Plan
+from engine.errors import StartFailed
+from engine.launch.arguments import engine_arguments
+from engine.launch.environment import spawning
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+
+log = logging.getLogger(__name__)
+
+
+def launch(
+    settings: EngineSettings,
+    model: Path,
+    *,
+    attention: AttentionSettings,
+    speculation: SpeculationSettings,
+    graphs: Plan | None,
+    worker_extension: str,
+    scratch: Path,
+) -> AsyncLLM:
+    """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
+    on_cpu = current_platform.is_cpu()
+    try:
+        arguments = engine_arguments(
+            settings,
+            model,
+            speculation=speculation,
+            on_cpu=on_cpu,
+            graphs=graphs,
+            worker_extension=worker_extension,
+        )
+        log.info("engine.seed is %d", arguments.seed)
+        with spawning(
+            settings,
+            attention=attention,
+            speculation=speculation,
+            graphs=graphs,
+            on_cpu=on_cpu,
+            scratch=scratch,
+        ):
+            return _started(arguments)
+    except ValidationError as error:
+        said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
+        raise StartFailed(f"vLLM refuses these settings: {said}") from error
+    except (ValueError, RuntimeError, OSError) as error:
+        raise StartFailed(f"vLLM did not start: {error}") from error
+
+
+def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """vLLM looks variables up in the environment for every token, unless they are settled."""
+    envs.disable_envs_cache()
+    llm = AsyncLLM.from_engine_args(arguments)
+    envs.enable_envs_cache()
+    return llm
+
+
+def engine_processes() -> dict[int, str]:
+    """The engine's processes: every descendant of the service that vLLM has named."""
+    named = {}
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # others come and go
+            named[child.pid] = child.name()
+    return {pid: name for pid, name in named.items() if name.startswith("VLLM")}
+
+
+def kill_processes() -> None:
+    """All of them, those too that are only starting and have no name yet."""
+    for child in multiprocessing.active_children():
+        with suppress(psutil.NoSuchProcess):
+            core = psutil.Process(child.pid)
+            for process in (*core.children(recursive=True), core):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()

@@ -1,0 +1,206 @@
+"""What the service can ask of a worker: methods that vLLM mixes into its worker class.
+
+What the service calls never raises: under tensor parallelism vLLM stops reading answers at the
+first rank that raises, and the next call reads the answers that were left. So an error is a value.
+For the same reason `collective_rpc` must not be given a timeout.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.lora.request import LoRARequest
+
+from engine.attention import counts as attention
+from engine.cudagraphs.counts import COUNTS as GRAPHS
+from engine.cudagraphs.counts import Counted as GraphsCounted
+from engine.kv_transfer.worker import support
+from engine.kv_transfer.worker.support import KvAnswer
+from engine.runtime.guard import Failure, attempt
+from engine.speculation import counts as speculation
+from engine.weights import reload
+from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
+
+
+class WorkerInfo(TypedDict):
+    pid: int
+    rank: int
+    num_threads: int
+    affinity: list[int]
+
+
+class Counted(TypedDict):
+    shared_prefix: attention.Counted
+    speculation: speculation.Counted
+
+
+class Loaded(TypedDict):
+    ok: Literal[True]
+    num_tensors: int
+    seconds: float
+
+
+class NotLoaded(TypedDict):
+    """`restored`: every rank has the previous weights again; if not, nothing may run."""
+
+    ok: Literal[False]
+    error: str
+    restored: bool
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, whose attributes it uses; every name has our prefix."""
+
+    rank: int
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def coppice_info(self) -> WorkerInfo:
+        return WorkerInfo(
+            pid=os.getpid(),
+            rank=self.rank,
+            num_threads=torch.get_num_threads(),
+            affinity=sorted(os.sched_getaffinity(0)),
+        )
+
+    def coppice_counted(self) -> Counted:
+        return Counted(shared_prefix=attention.COUNTS.read(), speculation=speculation.COUNTS.read())
+
+    def coppice_speculate(self) -> bool:
+        """Wires the proposer to its runner, and begins a profile: whether one is to be made."""
+        return attempt(self.coppice_wire) is True
+
+    def coppice_speculation_profiled(self) -> bool:
+        return not isinstance(attempt(self.coppice_end_profile), Failure)
+
+    def coppice_save_drafts(self) -> bool:
+        return not isinstance(attempt(self.coppice_save), Failure)
+
+    def coppice_graphs(self) -> GraphsCounted | None:
+        return GRAPHS.read()
+
+    def coppice_begin_graphs(self) -> GraphsCounted | None:
+        """From now on steps are those of callers."""
+        GRAPHS.begin()
+        return GRAPHS.read()
+
+    def coppice_load_weights(self, path: str, previous_path: str) -> Loaded | NotLoaded:
+        """Load the checked files at `path` into the paused model, on every rank or on none.
+
+        Nothing is touched before both indexes are read on every rank: the files may have changed
+        since the check, and there must be a way back. If a rank fails later, all go back.
+        """
+        answer = self.coppice_load_or_restore(path, previous_path)
+        if answer["ok"]:
+            self.coppice_age()
+        return answer
+
+    def coppice_load_drafter(self, path: str, previous_path: str) -> Loaded | NotLoaded:
+        """The same of the drafter. Nothing needs to be paused: its drafts are only drafts."""
+        return self.coppice_load_or_restore(path, previous_path, drafter=True)
+
+    def coppice_load_or_restore(
+        self, path: str, previous_path: str, *, drafter: bool = False
+    ) -> Loaded | NotLoaded:
+        begun = time.monotonic()
+        indexes = attempt(self.coppice_indexes, path, previous_path, drafter=drafter)
+        if failed := _failed_ranks(isinstance(indexes, Failure)):
+            return _not_loaded(indexes, failed, restored=True)
+        assert not isinstance(indexes, Failure)
+        checkpoint, previous = indexes
+        loaded = attempt(self.coppice_load, checkpoint, drafter=drafter)
+        if failed := _failed_ranks(isinstance(loaded, Failure)):
+            restored = attempt(self.coppice_restore, previous, drafter=drafter)
+            everywhere = not _failed_ranks(isinstance(restored, Failure))
+            return _not_loaded(loaded, failed, restored=everywhere)
+        seconds = time.monotonic() - begun
+        return Loaded(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
+
+    def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
+        """On every rank or on none; None, or why not."""
+        loaded = attempt(self.model_runner.add_lora, LoRARequest(name, number, path))
+        if failed := _failed_ranks(isinstance(loaded, Failure)):
+            attempt(self.model_runner.remove_lora, number)
+            return loaded.message if isinstance(loaded, Failure) else f"failed on ranks {failed}"
+        return None
+
+    def coppice_unload_adapter(self, number: int) -> bool:
+        return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
+
+    def coppice_prepare_exports(self) -> KvAnswer | str:
+        """What this rank exports, or why it does not."""
+        answer = attempt(support.prepare, self.vllm_config, self.model_runner.model)
+        return answer.message if isinstance(answer, Failure) else answer
+
+    def coppice_settle_exports(self) -> bool:
+        return not isinstance(attempt(support.settle), Failure)
+
+    def coppice_wire(self) -> bool:
+        """All ranks sample, alike; the drafts of one count."""
+        self.model_runner.drafter.verify(self.model_runner)
+        if self.rank != 0:
+            return False
+        self.model_runner.drafter.wire(self.model_runner)
+        return bool(self.model_runner.drafter.begin_profile())
+
+    def coppice_end_profile(self) -> None:
+        if self.rank == 0:
+            self.model_runner.drafter.end_profile()
+
+    def coppice_save(self) -> None:
+        if self.rank == 0:
+            self.model_runner.drafter.save()
+
+    def coppice_age(self) -> None:
+        """Whatever was said before, other weights said."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        if drafter is not None and hasattr(drafter, "weights_changed"):
+            attempt(drafter.weights_changed)
+
+    def coppice_indexes(
+        self, path: str, previous_path: str, *, drafter: bool = False
+    ) -> tuple[Checkpoint, Checkpoint]:
+        checkpoint = self.coppice_index(path, drafter=drafter)
+        previous = self.coppice_index(previous_path, drafter=drafter)
+        refuse_differences(previous, checkpoint)
+        return checkpoint, previous
+
+    def coppice_index(self, path: str, *, drafter: bool = False) -> Checkpoint:
+        """What the model reads of a checkpoint: all of it, but for a head that it ties."""
+        checkpoint = read_checkpoint(Path(path), follow_links=True)
+        config = self.model_config
+        if drafter:
+            config = self.vllm_config.speculative_config.draft_model_config
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        return checkpoint.without(HEAD) if tied else checkpoint
+
+    def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> None:
+        reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
+
+    def coppice_restore(self, previous: Checkpoint, *, drafter: bool = False) -> None:
+        reload.reset(self, drafter=drafter)
+        self.coppice_load(previous, drafter=drafter)
+
+    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        return reload.read_tensors(checkpoint)
+
+
+def _not_loaded(outcome: object, failed_ranks: list[int], *, restored: bool) -> NotLoaded:
+    error = outcome.message if isinstance(outcome, Failure) else f"failed on ranks {failed_ranks}"
+    return NotLoaded(ok=False, error=error, restored=restored)
+
+
+def _failed_ranks(failed: bool) -> list[int]:
+    """Every rank learns which ranks failed. All have to call it, as often as each other."""
+    world = get_world_group()
+    if world.world_size == 1:
+        return [world.rank] if failed else []
+    flags = torch.zeros(world.world_size, dtype=torch.int32, device="cpu")
+    flags[world.rank_in_group] = failed
+    torch.distributed.all_reduce(flags, group=world.cpu_group)
+    return [world.ranks[i] for i in range(world.world_size) if flags[i]]

@@ -1,0 +1,43 @@
+"""A machine's profile in a file, so that only its first start with a model pays for it.
+
+As with attention's crossover: the file's name is a digest of all that the times depend on; what
+cannot be read is measured anew, what cannot be written costs the next start.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.attention.crossover_cache import Circumstances, processor
+from engine.speculation.cost import Step
+
+logger = logging.getLogger(__name__)
+
+
+class KeptProfile:
+    def __init__(self, directory: Path, circumstances: Circumstances) -> None:
+        self._of = circumstances | {"processor": processor()}
+        named = json.dumps(self._of, sort_keys=True).encode()
+        self._file = directory / f"{hashlib.sha256(named).hexdigest()[:16]}.json"
+
+    def read(self) -> list[Step] | None:
+        try:
+            steps = json.loads(self._file.read_text())["steps"]
+            return [Step(**step) for step in steps]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, steps: Sequence[Step]) -> None:
+        """Whole or not at all: replicas that start side by side write the same file."""
+        text = json.dumps({"of": self._of, "steps": [asdict(step) for step in steps]}, indent=2)
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text)
+            part.replace(self._file)
+        except OSError as error:
+            logger.warning("the profile of speculation is not kept: %s", error)

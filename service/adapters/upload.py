@@ -1,0 +1,115 @@
+"""An adapter's two files, brought into a directory of our own, which nobody else writes to.
+
+From a directory they are copied, since a trainer may write the next version to the same place. An
+upload is one safetensors file, whose metadata's `adapter_config` is the other file.
+"""
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic_core import from_json
+
+from engine.adapters.validation import CONFIG_FILE, TENSORS_FILE
+from service.http.errors import InsufficientStorage, WeightsRefused
+from service.weights.checkpoint_store import Checkpoints, Upload
+
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
+COPY_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """Both files, not judged yet. Equal digests are equal adapters."""
+
+    home: Path
+    digest: str
+
+
+class Intake:
+    """Owns the directories that it makes until they are discarded."""
+
+    def __init__(self, checkpoints: Checkpoints, *, max_bytes: int) -> None:
+        self._checkpoints = checkpoints
+        self._max_bytes = max_bytes
+
+    async def copied(self, path: str) -> Incoming:
+        """PathRefused unless both files lie where weights may be taken from."""
+        directory = self._checkpoints.allowed(path)
+        limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._max_bytes}
+        files = {name: self._checkpoints.allowed(str(directory / name)) for name in limits}
+        return await self._made(lambda home: _copy(files, limits, home))
+
+    async def uploaded(self, chunks: AsyncIterator[bytes], announced: str | None) -> Incoming:
+        upload = await self._checkpoints.receive(chunks, announced)
+        try:
+            return await self._made(lambda home: _unpack(upload, home))
+        finally:
+            self._checkpoints.discard(upload)
+
+    def discard(self, home: Path) -> None:
+        shutil.rmtree(home, ignore_errors=True)
+
+    async def _made(self, fill: Callable[[Path], str]) -> Incoming:
+        home = self._checkpoints.fresh(".adapter-")
+        try:
+            digest = await asyncio.to_thread(fill, home)
+        except OSError as error:
+            self.discard(home)
+            raise InsufficientStorage() from error
+        except BaseException:
+            self.discard(home)
+            raise
+        return Incoming(home=home, digest=digest)
+
+
+def _copy(files: Mapping[str, Path], limits: Mapping[str, int], home: Path) -> str:
+    """By the names that they have there: behind links they may have others."""
+    sha256 = hashlib.sha256()
+    for name, file in files.items():
+        with (home / name).open("wb") as target:
+            for chunk in _chunks(name, file, limits[name]):
+                sha256.update(chunk)
+                target.write(chunk)
+    return sha256.hexdigest()
+
+
+def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
+    """The limit holds while it is read: its owner may write to it."""
+    left = limit
+    try:
+        if not file.is_file() or file.stat().st_size > limit:
+            raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+        with file.open("rb") as source:
+            while chunk := source.read(min(COPY_BYTES, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+                yield chunk
+    except OSError as error:
+        raise WeightsRefused(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _unpack(upload: Upload, home: Path) -> str:
+    with upload.path.open("rb") as file:
+        config = _config_of(file)
+    (home / CONFIG_FILE).write_bytes(config)
+    upload.path.rename(home / TENSORS_FILE)
+    return upload.sha256
+
+
+def _config_of(file: BinaryIO) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = from_json(file.read(length) if length <= MAX_HEADER_BYTES else b"")
+        config: bytes | None = header["__metadata__"]["adapter_config"].encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        config = None
+    if config is None or len(config) > MAX_CONFIG_BYTES:
+        raise WeightsRefused("a safetensors file with adapter_config in its metadata is needed")
+    return config

@@ -1,0 +1,63 @@
+"""The keys that are taken just now: those of a file that may change while the server runs."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from service.auth.keys import ROLES, Key, KeyEntry, find_key, read_keys
+from service.config.sources import SettingsError
+
+CHECK_SECONDS = 1.0
+LOCAL = Key(name="local", roles=ROLES)
+
+log = logging.getLogger(__name__)
+
+_Signature = tuple[int, int, int] | None
+
+
+class Keyring:
+    """Without a file it is open: everybody is LOCAL.
+
+    The file is looked at when somebody shows a key, at most once in CHECK_SECONDS; it is small and
+    local, so this happens on the event loop. One that cannot be used changes nothing.
+    """
+
+    def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._checked_at = clock()
+        self._signature: _Signature = None if file is None else _signature(file)
+        self._entries: tuple[KeyEntry, ...] = () if file is None else read_keys(file)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is None
+
+    def find(self, secret: str) -> Key | None:
+        if self._file is not None and self._clock() - self._checked_at >= CHECK_SECONDS:
+            self._checked_at = self._clock()
+            self._check(self._file)
+        return find_key(self._entries, secret)
+
+    def _check(self, file: Path) -> None:
+        """The signature is taken first: what is written meanwhile is read the next time."""
+        signature = _signature(file)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._entries = read_keys(file)
+        except SettingsError as error:
+            log.error("the keys stay as they were: %s", error)
+        else:
+            log.info("keys read anew", extra={"keys": [entry.name for entry in self._entries]})
+
+
+def _signature(file: Path) -> _Signature:
+    """Of what a link leads to: Kubernetes changes a mounted secret by turning a link."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,195 @@
+"""Rollouts on behalf of clients that know nothing of rollouts.
+
+Prompts are token ids before anything starts, so what a client is told about its prompt is what the
+engine was given, and no token is ever made into text and back.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Request, Response
+from pydantic import Field, ValidationError
+
+from coppice.wire.rollouts import (
+    MAX_GROUPS,
+    FinishReason,
+    GroupRequest,
+    Policy,
+    Prompt,
+    RolloutAnswer,
+    RolloutRequest,
+    SampleAnswer,
+    Sampling,
+)
+from service.auth.keys import Key
+from service.compat.bodies import Flag, ForeignModel
+from service.compat.openai_route import as_openai
+from service.compat.sampling import SamplingFields, masked
+from service.http.bodies import fault
+from service.http.disconnect import while_connected
+from service.http.errors import InvalidRequest
+from service.http.json_response import PartsResponse, value_parts
+from service.http.responses import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.rollouts.group_factory import Aside
+from service.rollouts.rollout import Rollout
+from service.server import Server
+
+FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
+ABORTED = "abort"
+RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
+SAMPLED = answers({200: JSON}, *RAISED)
+EVENT_STREAM = "text/event-stream"
+STREAMED = as_openai(answers({200: (*JSON, EVENT_STREAM)}, *RAISED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request of such a client: prompts, and n samples of each."""
+
+    prompts: Sequence[list[int]]
+    n: int
+    sampling: Sampling
+    seed: int | None = None
+    priority: int = 0
+    policy: Policy | None = None
+    cache_salt: str | None = None
+    adapter: str | None = None
+    num_likeliest: int = 0
+
+    def request(self) -> RolloutRequest:
+        groups = [
+            GroupRequest(prompt=_checked(prompt), n=self.n, seed=self.seed)
+            for prompt in self.prompts
+        ]
+        return RolloutRequest(
+            groups=groups,
+            sampling=self.sampling,
+            policy=self.policy,
+            priority=self.priority,
+            adapter=self.adapter,
+        )
+
+
+def _checked(token_ids: list[int]) -> Prompt:
+    """Without being validated once more, which is slow on the event loop."""
+    return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
+
+
+class RequestFields(ForeignModel):
+    """What OpenAI's shapes and vLLM's say beside a prompt and a distribution."""
+
+    model: str | None = None
+    return_token_ids: Flag = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    policy: Policy | None = None
+
+    def work(
+        self,
+        prompts: Sequence[list[int]],
+        wanted: SamplingFields,
+        max_tokens: int | None,
+        adapter: str | None,
+        num_likeliest: int | None,
+    ) -> Work:
+        return Work(
+            prompts=prompts,
+            n=wanted.n,
+            sampling=wanted.sampling(max_tokens),
+            seed=masked(wanted.seed),
+            priority=self.priority,
+            policy=self.policy,
+            cache_salt=self.cache_salt,
+            adapter=adapter,
+            num_likeliest=num_likeliest or 0,
+        )
+
+
+def salt(caller: Key, given: str | None) -> str | None:
+    """A key's salts are its own: no key can look into the cache of another by guessing its salt."""
+    return None if given is None else f"{caller.name}:{given}"
+
+
+def adapter_of(server: Server, model: str | None) -> str | None:
+    """The adapter that a model's name stands for; none for the served model itself."""
+    facts = server.engine.facts
+    if model in (None, facts.model, facts.model_given):
+        return None
+    if not facts.max_adapters:
+        raise InvalidRequest.of_parameter("model", f"this server serves {facts.model!r}")
+    server.adapters.resolve(model)
+    return model
+
+
+def name_of(server: Server, model: str | None) -> str:
+    """What an answer calls the model that a request names, which may have been its path."""
+    facts = server.engine.facts
+    return facts.model if model is None or model == facts.model_given else model
+
+
+async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[list[int]]:
+    """A rollout's prompts have bounds that the client's own shape does not know."""
+    try:
+        prompts = asked()
+    except ValidationError as error:
+        raise fault(error) from error
+    if not 0 < len(prompts) <= MAX_GROUPS:
+        raise InvalidRequest(f"between 1 and {MAX_GROUPS} prompts are taken at once")
+    return await server.prompts.all_token_ids(prompts)
+
+
+async def start(server: Server, caller: Key, work: Work) -> Rollout:
+    aside = Aside(cache_salt=salt(caller, work.cache_salt), num_likeliest=work.num_likeliest)
+    return await server.rollouts.start(work.request(), owner=caller.name, aside=aside)
+
+
+async def answered(request: Request, server: Server, rollout: Rollout) -> RolloutAnswer | None:
+    """None if the caller has gone; its rollout is ended then."""
+    try:
+        await while_connected(request, rollout.wait())
+    finally:
+        server.rollouts.left(rollout)
+    return await rollout.answer() if rollout.ended else None
+
+
+async def encoded(build: Callable[[], object]) -> Response:
+    """In a thread: large answers would hold up everybody else."""
+    parts = await asyncio.to_thread(lambda: list(value_parts(build())))
+    return PartsResponse(parts, media_type="application/json")
+
+
+async def texts(server: Server, answer: RolloutAnswer) -> list[list[str]]:
+    """Of every sample, group by group."""
+    return [
+        [await server.prompts.text(sample.token_ids) for sample in group.samples]
+        for group in answer.groups
+    ]
+
+
+def finish_reason(sample: SampleAnswer) -> str:
+    return FINISH.get(sample.finish_reason, ABORTED)
+
+
+def spans(sample: SampleAnswer) -> list[dict[str, Any]]:
+    """Which weights version sampled which tokens."""
+    return [span.model_dump() for span in sample.versions]
+
+
+def usage(answer: RolloutAnswer) -> dict[str, Any]:
+    used = answer.usage
+    return {
+        **token_counts(used.prompt_tokens, used.completion_tokens),
+        "prompt_tokens_details": {
+            "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
+        },
+    }
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

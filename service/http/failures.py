@@ -1,0 +1,26 @@
+"""From what broke inside a task group to the one problem that callers see."""
+
+import logging
+
+from engine.errors import EngineDead, RequestRefused
+from service.http.errors import EngineGone, Internal, InvalidRequest, ServiceError
+
+log = logging.getLogger(__name__)
+
+ENGINE_RETRY_SECONDS = 30.0
+
+
+def service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
+    """By the first failure; what nobody foresaw is logged and stays inside."""
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    match first:
+        case ServiceError():
+            return first
+        case EngineDead():
+            return EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS)
+        case RequestRefused():
+            return InvalidRequest(str(first))
+    log.error("unforeseen failure", exc_info=failures)
+    return Internal()

@@ -1,0 +1,71 @@
+"""What callers write into addresses, checked like any other input."""
+
+import re
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import QueryParams
+
+from coppice.wire.base import Label
+from coppice.wire.weights import Sequence
+from service.http.errors import InvalidRequest
+
+_LABEL: TypeAdapter[str] = TypeAdapter(Label)
+_SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+MAX_WAIT_SECONDS = 60.0
+
+
+def label(text: str, parameter: str = "version") -> str:
+    try:
+        return _LABEL.validate_python(text)
+    except ValidationError as error:
+        raise InvalidRequest.of_parameter(
+            parameter, "1 to 64 letters, digits, dots, dashes and underscores"
+        ) from error
+
+
+def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
+    """The sequence and the base."""
+    base = _one_of(query, "base", "sequence")
+    return _sequence(_one_of(query, "sequence", "base")), None if base is None else label(base)
+
+
+def sequence(query: QueryParams) -> int | None:
+    return _sequence(_one_of(query, "sequence"))
+
+
+def _sequence(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return _SEQUENCE.validate_strings(text if _INTEGER.fullmatch(text) else "")
+    except ValidationError as error:
+        raise InvalidRequest.of_parameter("sequence", "an integer from 0 to 2^53 - 1") from error
+
+
+def wait_seconds(query: QueryParams) -> float:
+    text = _one_of(query, "wait")
+    if text is None:
+        return 0.0
+    if not _NUMBER.fullmatch(text) or float(text) > MAX_WAIT_SECONDS:
+        raise InvalidRequest.of_parameter("wait", f"seconds from 0 to {MAX_WAIT_SECONDS:.0f}")
+    return float(text)
+
+
+def asserted_version(query: QueryParams) -> str | None:
+    text = _one_of(query, "version")
+    return None if text is None else label(text)
+
+
+def _one_of(query: QueryParams, name: str, *others: str) -> str | None:
+    """A parameter of an address that takes this one and others: any but these, and a second one,
+    are refused."""
+    unknown = query.keys() - {name, *others}
+    if unknown:
+        raise InvalidRequest.of_parameter(min(unknown), "there is no such parameter")
+    values = query.getlist(name)
+    if len(values) > 1:
+        raise InvalidRequest.of_parameter(name, "given more than once")
+    return values[0] if values else None

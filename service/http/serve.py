@@ -1,0 +1,166 @@
+"""Runs the app under uvicorn from the first connection to the drained end."""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Literal
+
+import typer
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from engine.errors import StartFailed
+from service.config.settings import Settings
+from service.http.interpreter import tuned
+from service.http.protocol import bounded_by
+from service.http.shutdown import Life, Stop
+
+POLL_SECONDS = 0.1
+FLUSH_SECONDS = 10  # for answers that are on their way once everything has ended
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+log = logging.getLogger(__name__)
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Listens at once, so that a second server for the same port fails before it loads a model."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartFailed(f"cannot listen on {host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartFailed(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def server_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = _WILDCARDS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def curl_line(url: str) -> str:
+    """A small rollout that works when pasted into a shell."""
+    body = {
+        "groups": [{"prompt": {"text": "Compute 12+34.\n"}, "n": 2}],
+        "sampling": {"max_tokens": 64},
+    }
+    return f"curl -s {url}/v1/rollouts -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+class Listener(uvicorn.Server):
+    """uvicorn but for signals: at the first it would stop listening, before anything is drained."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
+    """Returns when the server has drained. StartFailed when the engine never came to serve."""
+    server = Listener(_config(app, settings, lifespan="on"))
+    with (
+        _operators(app, settings) as operators,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        try:
+            failure = runner.run(_serve(server, life, settings, listener, operators))
+        except SystemExit:  # uvicorn's answer to a failed lifespan
+            failure = life.pulse().reason or "the log says why"
+    if failure is not None:
+        raise StartFailed(f"the engine did not start: {failure}")
+
+
+class Operators(Listener):
+    """Their listener, which lives as long as the callers' does."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.serve(sockets=[self._listener]))
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            await task
+
+
+@contextmanager
+def _operators(app: FastAPI, settings: Settings) -> Iterator[Operators | None]:
+    host, port = settings.server.operators_host, settings.server.operators_port
+    if port is None:
+        yield None
+        return
+    with open_listener(host, port) as listener:
+        log.info("operators: %s", server_url(listener))
+        yield Operators(_config(app.state.operators, settings, lifespan="off"), listener)
+
+
+def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=bounded_by(settings.limits, app.state.connections),
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=settings.limits.keep_alive_seconds,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
+async def _serve(
+    server: Listener,
+    life: Life,
+    settings: Settings,
+    listener: socket.socket,
+    operators: Operators | None,
+) -> str | None:
+    """Why the engine never came to serve; none: it did, or was stopped before."""
+    stop = Stop(life, server, drain_seconds=settings.server.drain_seconds)
+    async with asyncio.TaskGroup() as group:
+        announcement = group.create_task(_announce(server, life, settings, listener))
+        tuning = group.create_task(tuned())
+        with stop.on_signals():
+            async with operators.running() if operators else nullcontext():
+                await server.serve(sockets=[listener])
+        tuning.cancel()
+        if announcement.done():
+            return announcement.result()
+        announcement.cancel()
+    return None
+
+
+async def _announce(
+    server: Listener, life: Life, settings: Settings, listener: socket.socket
+) -> str | None:
+    """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
+    url = server_url(listener)
+    while not (server.started and life.pulse().stage == "serving"):
+        if server.should_exit:
+            return None
+        if life.pulse().stage == "dead":
+            server.should_exit = True
+            return life.pulse().reason or "it died"
+        await asyncio.sleep(POLL_SECONDS)
+    log.info("ready: serving %s on %s", settings.engine.model, url)
+    if settings.log.format == "human":
+        typer.echo(f"\nTry it:\n\n  {curl_line(url)}\n\nCtrl-C stops the server.\n")
+    return None

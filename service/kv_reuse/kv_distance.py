@@ -1,0 +1,97 @@
+"""How far texts are from each other: the norm of the difference of their values alone, over all
+layers, heads, channels and as many tokens as the first has.
+
+Read from the segments' arena, of which both have to be pinned. A pair is compared once: what an
+export's name stands for does not change.
+"""
+
+import asyncio
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv_types import ExportSlot, KvFormat
+from service.kv_reuse.store import SegmentStore
+
+MOST_PAIRS = 2**16
+
+Pair = tuple[ExportSlot, ExportSlot]
+Floats = npt.NDArray[np.float32]
+
+
+class Distances:
+    """Owns what was compared, and the thread that compares. On one event loop."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._known: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
+
+    async def between(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
+        """Cancelling it ends the comparison behind the pair that is being compared."""
+        distances: dict[Pair, float] = {}
+        unknown = []
+        for pair in dict.fromkeys(pairs):
+            if _names(pair) in self._known:
+                distances[pair] = self._known[_names(pair)]
+            else:
+                unknown.append(pair)
+        if unknown:
+            distances |= zip(unknown, await self._compared(unknown), strict=True)
+        self._remember({pair: distances[pair] for pair in unknown})
+        return distances
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compared(self, pairs: Sequence[Pair]) -> list[float]:
+        view, form, over = self._store.view, self._store.form, threading.Event()
+
+        def compare() -> list[float]:
+            return [distance(view, form, *pair) for pair in pairs if not over.is_set()]
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, compare)
+        finally:
+            over.set()
+
+    def _remember(self, found: Mapping[Pair, float]) -> None:
+        for pair, far in found.items():
+            self._known[_names(pair)] = far
+        while len(self._known) > MOST_PAIRS:
+            self._known.popitem(last=False)
+
+
+def distance(view: memoryview, form: KvFormat, text: ExportSlot, other: ExportSlot) -> float:
+    """Layer by layer, so that no more than one is held in float32."""
+    total = 0.0
+    for layer in range(form.num_layers):
+        ours = _values(view, form, text, layer)
+        theirs = _values(view, form, other, layer)[:, : text.num_tokens]
+        difference = ours[:, : theirs.shape[1]] - theirs
+        total += float(np.square(difference, dtype=np.float64).sum())
+    return math.sqrt(total)
+
+
+def _values(view: memoryview, form: KvFormat, slot: ExportSlot, layer: int) -> Floats:
+    """[H, T, D] of one layer."""
+    dtype = np.dtype("<u2" if form.dtype == "bfloat16" else f"<f{_ITEM_BYTES[form.dtype]}")
+    shape = (form.num_kv_heads, slot.num_tokens, form.head_dim)
+    count = form.num_kv_heads * slot.num_tokens * form.head_dim
+    offset = slot.offset + (2 * layer + 1) * count * dtype.itemsize
+    raw = np.frombuffer(view, dtype=dtype, count=count, offset=offset).reshape(shape)
+    if form.dtype != "bfloat16":
+        return raw.astype(np.float32)
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def _names(pair: Pair) -> tuple[str | None, str | None]:
+    return pair[0].name, pair[1].name
+
+
+_ITEM_BYTES = {"float32": 4, "float16": 2}

@@ -1,0 +1,86 @@
+"""What is counted of prompts that come in segments."""
+
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
+from service.kv_reuse.anchors import Anchors, Fate
+from service.kv_reuse.store import SegmentStore
+from service.kv_reuse.validation import APPROXIMATE
+
+KINDS = ("reused", "computed", "prepared")
+OF_ANCHORS = frozenset({"no_anchor", "not_shareable"})
+
+
+class ReuseMetrics:
+    """Of one registry. The reuse rate is reused over reused and computed tokens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._groups = Counter(
+            "coppice_reuse_groups",
+            "Groups whose prompt came in segments: done, or why it was computed whole",
+            ["mode", "outcome"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "coppice_reuse_tokens",
+            "Tokens of those prompts, and of segments computed alone for them",
+            ["mode", "kind"],
+            registry=registry,
+        )
+        self._round_trips = Counter(
+            "coppice_reuse_round_trips",
+            "Requests that followed one another to their first tokens",
+            ["mode"],
+            registry=registry,
+        )
+        self._segments = Gauge(
+            "coppice_reuse_segments", "Segments whose keys and values are kept", registry=registry
+        )
+        self._bytes = Gauge(
+            "coppice_reuse_bytes",
+            "Bytes that segments, anchors and prompts under way take",
+            registry=registry,
+        )
+        self._anchors = Gauge(
+            "coppice_reuse_anchors", "Prompts that others are predicted from", registry=registry
+        )
+        self._fates = Counter(
+            "coppice_reuse_anchor_fates",
+            "Anchors that were made, made room, died with their weights, or were not written",
+            ["fate"],
+            registry=registry,
+        )
+        self._told: dict[Fate, int] = dict.fromkeys(get_args(Fate), 0)
+        self._begin_at_zero()
+
+    def answered(self, reuse: ReuseAnswer) -> None:
+        self._groups.labels(reuse.mode, reuse.reason or "done").inc()
+        for kind in KINDS:
+            self._tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
+        self._round_trips.labels(reuse.mode).inc(reuse.round_trips)
+
+    def observed(self, store: SegmentStore, anchors: Anchors) -> None:
+        self._anchors.set(anchors.num_anchors)
+        self._segments.set(store.num_segments)
+        self._bytes.set(store.num_bytes)
+        for fate, told in self._told.items():
+            self._fates.labels(fate).inc(anchors.fates[fate] - told)
+            self._told[fate] = anchors.fates[fate]
+
+    def _begin_at_zero(self) -> None:
+        for fate in get_args(Fate):
+            self._fates.labels(fate)
+        for mode in get_args(ReuseMode):
+            self._round_trips.labels(mode)
+            for outcome in ("done", *_reasons(mode)):
+                self._groups.labels(mode, outcome)
+            for kind in KINDS:
+                self._tokens.labels(mode, kind)
+
+
+def _reasons(mode: ReuseMode) -> list[ReuseReason]:
+    if mode not in APPROXIMATE:
+        return []
+    return [r for r in get_args(ReuseReason) if mode == "anchors" or r not in OF_ANCHORS]

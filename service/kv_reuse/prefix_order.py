@@ -1,0 +1,90 @@
+"""In which order segments make most of a prefix that has been computed before.
+
+What one key asked for, with one salt and under one version, is known to nobody else. Only orders
+are kept, as digests of tokens; what is still cached behind them is the engine's affair.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.kv_reuse.layout import Part
+
+MOST_SCOPES = 256
+MOST_ORDERS = 256
+
+Order = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose prefixes may be found: a key's, with one salt."""
+
+    owner: str
+    salt: str | None
+
+
+def digest(part: Part) -> bytes:
+    return hashlib.sha256(np.asarray(part.token_ids, dtype="<i4").tobytes()).digest()
+
+
+class Orders:
+    """Those used longest ago are forgotten first; all are with the weights. On one event loop."""
+
+    def __init__(self, epoch: Callable[[], int]) -> None:
+        self._epoch = epoch
+        self._known: OrderedDict[tuple[Scope, int], OrderedDict[Order, None]] = OrderedDict()
+
+    def suggest(self, scope: Scope, parts: Sequence[Part]) -> list[int]:
+        """Indices of all parts: named ones first, then the others as they stand."""
+        named = {i: digest(part) for i, part in enumerate(parts) if part.name is not None}
+        known = self._known.get((scope, self._epoch()), ())
+        walks = (_walk(order, named) for order in known)
+        longest = max(walks, key=lambda walk: _num_tokens(walk, parts), default=[])
+        walked = set(longest)
+        rest = [i for i in named if i not in walked]
+        return [*longest, *rest, *(i for i in range(len(parts)) if i not in named)]
+
+    def remember(self, scope: Scope, parts: Sequence[Part]) -> None:
+        """The named parts that this prompt begins with: its own text comes after them, if at all
+        of use to others."""
+        order = []
+        for part in parts:
+            if part.name is None:
+                break
+            order.append(digest(part))
+        if order:
+            self._add(scope, tuple(order))
+
+    def _add(self, scope: Scope, order: Order) -> None:
+        epoch = self._epoch()
+        while self._known and next(iter(self._known))[1] != epoch:
+            self._known.popitem(last=False)
+        orders = self._known.setdefault((scope, epoch), OrderedDict())
+        self._known.move_to_end((scope, epoch))
+        orders[order] = None
+        orders.move_to_end(order)
+        if len(orders) > MOST_ORDERS:
+            orders.popitem(last=False)
+        if len(self._known) > MOST_SCOPES:
+            self._known.popitem(last=False)
+
+
+def _walk(order: Order, named: dict[int, bytes]) -> list[int]:
+    """How far the order goes with these segments, each used as often as it is there."""
+    left: dict[bytes, list[int]] = {}
+    for i in reversed(named):
+        left.setdefault(named[i], []).append(i)
+    walk = list[int]()
+    for wanted in order:
+        if not left.get(wanted):
+            break
+        walk.append(left[wanted].pop())
+    return walk
+
+
+def _num_tokens(walk: Sequence[int], parts: Sequence[Part]) -> int:
+    return sum(len(parts[i].token_ids) for i in walk)

@@ -1,0 +1,55 @@
+"""What is asked for in segments: what is wrong with it as a whole, and what its parts are."""
+
+from typing import Final
+
+from coppice.wire.reuse import Reuse, ReuseMode
+from coppice.wire.rollouts import Prompt, RolloutRequest
+from service.http.errors import InvalidRequest
+from service.kv_reuse.layout import Part
+
+FIRST_TOKENS = 16
+THRESHOLD = 0.3
+APPROXIMATE: Final[tuple[ReuseMode, ...]] = ("recompute", "anchors")
+OFF = Reuse(mode="off")
+
+
+def check(request: RolloutRequest) -> None:
+    for group in request.groups:
+        _check_names(group.prompt)
+    reuse = request.reuse or OFF
+    if reuse.mode == "off":
+        return
+    if any(group.prompt.segments is None for group in request.groups):
+        raise InvalidRequest("reuse needs prompts in segments")
+    if request.continue_from is not None:
+        raise InvalidRequest("continue_from goes on from a prompt as it was: reuse.mode is off")
+    if reuse.mode in APPROXIMATE:
+        _check_approximate(request, reuse.mode)
+
+
+def _check_approximate(request: RolloutRequest, mode: ReuseMode) -> None:
+    if request.kv is not None:
+        raise InvalidRequest(
+            f"reuse.mode {mode} makes approximate keys and values, which are not handed out: "
+            "leave out kv, or reuse"
+        )
+    if request.adapter is not None:
+        raise InvalidRequest("segments are kept for the model alone: reuse.mode is off or order")
+    if request.branching is not None:
+        raise InvalidRequest("a tree grows from an exact prompt: reuse.mode is off or order")
+
+
+def _check_names(prompt: Prompt) -> None:
+    seen: dict[str, list[int]] = {}
+    for segment in prompt.segments or ():
+        if segment.reuse is None:
+            continue
+        if seen.setdefault(segment.reuse, segment.token_ids) != segment.token_ids:
+            raise InvalidRequest(f"the segment {segment.reuse!r} has two texts in one prompt")
+
+
+def parts_of(prompt: Prompt) -> list[Part] | None:
+    """None of a prompt that does not come in segments."""
+    if prompt.segments is None:
+        return None
+    return [Part(token_ids=part.token_ids, name=part.reuse) for part in prompt.segments]

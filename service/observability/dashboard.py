@@ -1,0 +1,147 @@
+"""What goes on just now, as the live page shows it. No prompt, no token, no text, no handle."""
+
+import heapq
+from collections import defaultdict
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from coppice.wire.records import SampleRecord
+from coppice.wire.rollouts import SampleAnswer, VersionSpan
+from service.observability.status import observe, status
+from service.prompt_kv.prompt_kv import PromptKv
+from service.rollouts.group import Group
+from service.rollouts.rollout import Rollout
+from service.server import Server
+from service.trees.group import TreeGroup
+
+MAX_ROLLOUTS = 20
+MAX_GROUPS = 24  # of one rollout
+MAX_SAMPLES = 64  # of one group
+MAX_SEGMENTS = 256  # of one tree
+MAX_LEASES = 8
+
+
+OF_SPECULATION = {
+    "coppice_speculation_acceptance_ratio": "acceptance",
+    "coppice_speculation_gain_ratio": "gain",
+}
+DRAFTS = "coppice_speculation_drafts_total"
+
+
+def snapshot(server: Server) -> dict[str, Any]:
+    told = status(server)
+    observe(server)
+    rollouts = server.rollouts.in_flight()
+    return {
+        "stage": told.stage,
+        "paused": told.paused,
+        "model": None if told.engine is None else told.engine.model,
+        "uptime_seconds": told.uptime_seconds,
+        "heartbeat_seconds": server.engine.pulse().age_seconds,
+        "samples": {
+            "running": told.samples_running,
+            "admitted": server.admission.num_samples,
+            "limit": server.settings.limits.max_samples_running,
+        },
+        "versions": [
+            {"version": v.label, "sequence": v.sequence, "state": v.state, "num_bytes": v.num_bytes}
+            for v in reversed(server.versions.all())
+        ],
+        "kv": {**_arena(server.prompt_kv), "transfers": server.sending.num_transfers},
+        "speculation": speculation(server.metrics.registry),
+        "num_rollouts": len(rollouts),
+        "rollouts": [_rollout(rollout) for rollout in rollouts[:MAX_ROLLOUTS]],
+    }
+
+
+def speculation(registry: CollectorRegistry) -> dict[str, Any] | None:
+    """From the metrics about it, once anything was drafted: what of it was accepted, what that is
+    worth, and how often drafts had which length.
+    """
+    levels: dict[str, float] = {}
+    drafts: dict[int, float] = {}
+    for family in registry.restricted_registry([*OF_SPECULATION, DRAFTS]).collect():
+        for sample in family.samples:
+            if sample.name == DRAFTS and sample.value:
+                drafts[int(sample.labels["length"])] = sample.value
+            elif sample.name in OF_SPECULATION:
+                levels[OF_SPECULATION[sample.name]] = sample.value
+    return {**levels, "drafts": sorted(drafts.items())} if drafts else None
+
+
+def _arena(prompt_kv: PromptKv) -> dict[str, Any]:
+    """Of its leases those that run out first; what is held until its rollout ends comes last."""
+    handles = prompt_kv.handles
+    leases = [
+        {
+            "owner": handle.owner,
+            "version": handle.slot.layout.version,
+            "tokens": handle.slot.layout.num_tokens,
+            "num_bytes": handle.slot.layout.file_bytes,
+            "readers": handle.slot.pins,
+            "seconds": handles.remaining(handle) if handles.has_begun(handle) else None,
+        }
+        for handle in heapq.nsmallest(MAX_LEASES, handles, key=handles.order)
+    ]
+    return {**prompt_kv.status().model_dump(), "leases": leases}
+
+
+def _rollout(rollout: Rollout) -> dict[str, Any]:
+    ended: defaultdict[int, list[SampleAnswer]] = defaultdict(list)
+    for record in rollout.log:
+        if isinstance(record, SampleRecord) and len(ended[record.group]) < MAX_SAMPLES:
+            ended[record.group].append(record.sample)
+    return {
+        "id": rollout.id,
+        "owner": rollout.owner,
+        "num_groups": len(rollout.groups),
+        "groups": [_group(group, ended[group.index]) for group in rollout.groups[:MAX_GROUPS]],
+    }
+
+
+def _group(group: Group, ended: list[SampleAnswer]) -> dict[str, Any]:
+    """Of the samples that still run vLLM tells the length when they end."""
+    return {
+        "index": group.index,
+        "n": group.n,
+        "prompt_tokens": len(group.prompt_token_ids),
+        "max_tokens": group.sampling.max_tokens,
+        "running": group.num_running,
+        "ended": [_sample(sample) for sample in ended],
+        "tree": _tree(group) if isinstance(group, TreeGroup) else None,
+    }
+
+
+def _sample(sample: SampleAnswer) -> dict[str, Any]:
+    return {
+        "index": sample.index,
+        "tokens": len(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "versions": [_span(span) for span in sample.versions],
+    }
+
+
+def _tree(group: TreeGroup) -> dict[str, Any]:
+    """Parents before their children, as it is now: what was dropped is not in it."""
+    segments = group.tree.segments()[:MAX_SEGMENTS]
+    shown = {segment.id for segment in segments} | {None}
+    return {
+        "segments": [
+            {
+                "id": segment.id,
+                "parent": segment.parent,
+                "tokens": len(segment.grown.token_ids),
+                "finish_reason": segment.finish,
+                "versions": [_span(span) for span in segment.grown.versions],
+                "kv": group.exports is not None and group.exports.told(segment.id).kv is not None,
+            }
+            for segment in segments
+        ],
+        "num_segments": len(group.tree.segments()),
+        "growing": [parent for parent in group.growing if parent in shown],
+    }
+
+
+def _span(span: VersionSpan) -> dict[str, Any]:
+    return {"version": span.version, "tokens": span.end - span.start}

@@ -1,0 +1,140 @@
+"""Logging: one handler and one format for every logger of every process of the server.
+
+Records carry the ids of the request, rollout and group that they were made for, and the name of
+the key that asked. No caller of a logger passes it prompts or responses.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from logging.config import dictConfig
+from pathlib import Path
+from typing import Any
+
+from service.config.settings import LogSettings
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+rollout_id: ContextVar[str | None] = ContextVar("rollout_id", default=None)
+group_id: ContextVar[str | None] = ContextVar("group_id", default=None)
+key_name: ContextVar[str | None] = ContextVar("key_name", default=None)
+
+_IDS = (request_id, rollout_id, group_id, key_name)
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "asctime",
+    "message",
+    "taskName",
+    "color_message",  # uvicorn's message once more, with escape codes
+    "vllm_process_name",
+}
+
+
+@contextmanager
+def log_context(**ids: str) -> Iterator[None]:
+    """Puts ids, by the names of the variables above, on the records of a block."""
+    variables = {variable.name: variable for variable in _IDS}
+    tokens = [(variables[name], variables[name].set(value)) for name, value in ids.items()]
+    try:
+        yield
+    finally:
+        for variable, token in reversed(tokens):
+            variable.reset(token)
+
+
+def current_ids() -> dict[str, str]:
+    values = {variable.name: variable.get() for variable in _IDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _details(record: logging.LogRecord) -> dict[str, Any]:
+    extra = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+    return {**current_ids(), **extra}
+
+
+def _process(record: logging.LogRecord) -> str:
+    """vLLM names its processes better than multiprocessing does."""
+    return str(getattr(record, "vllm_process_name", record.processName))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": _process(record),
+            "message": record.getMessage(),
+            **_details(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class HumanFormatter(logging.Formatter):
+    """Time, level, process if it is another one, message, and what belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        process = _process(record)
+        line = super().formatMessage(record)
+        origin = "" if process == "MainProcess" else f" process={process}"
+        return (
+            line + origin + "".join(f" {name}={value}" for name, value in _details(record).items())
+        )
+
+
+def logging_config(settings: LogSettings) -> dict[str, Any]:
+    """For `dictConfig`, in this process and, by way of a file, in those of the engine."""
+    formatter = JsonFormatter if settings.format == "json" else HumanFormatter
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"coppice": {"()": f"{__name__}.{formatter.__name__}"}},
+        "handlers": {
+            "coppice": {
+                "class": "logging.StreamHandler",
+                "formatter": "coppice",
+                "stream": "ext://sys.stderr",
+            }
+        },
+        "root": {"handlers": ["coppice"], "level": settings.level.upper()},
+        "loggers": {
+            "uvicorn": {"handlers": [], "propagate": True, "level": settings.level.upper()},
+            # Whatever else is left out.
+            "coppice.audit": {"handlers": [], "propagate": True, "level": "INFO"},
+            # Every request is counted in the metrics; a line each would drown the rest.
+            "uvicorn.access": {"handlers": [], "propagate": False},
+            "vllm": {"handlers": [], "propagate": True, "level": _vllm_level(settings)},
+        },
+    }
+
+
+def _vllm_level(settings: LogSettings) -> str:
+    """vLLM tells a library's developer what it chose, at length; that is for debugging here."""
+    return "INFO" if settings.level == "debug" else "ERROR"
+
+
+def configure_logging(settings: LogSettings) -> None:
+    """To be called before vLLM is imported, which reads its variables and hands them down."""
+    config = logging_config(settings)
+    dictConfig(config)
+    os.environ.update(
+        VLLM_CONFIGURE_LOGGING="1",
+        VLLM_LOGGING_LEVEL=_vllm_level(settings),
+        VLLM_LOGGING_CONFIG_PATH=str(_written(config)),
+    )
+
+
+def _written(config: dict[str, Any]) -> Path:
+    """In memory, so that not even a killed server leaves a file."""
+    file = os.memfd_create("coppice-logging")
+    os.write(file, json.dumps(config).encode())
+    return Path(f"/proc/{os.getpid()}/fd/{file}")

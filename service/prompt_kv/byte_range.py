@@ -1,0 +1,42 @@
+"""Which bytes of a file a request is for: all of them, or a single range (RFC 9110, 14.2)."""
+
+import re
+from dataclasses import dataclass
+
+from service.http.errors import RangeNotSatisfiable
+
+_SINGLE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes start..end of `num_bytes`, end excluded."""
+
+    start: int
+    end: int
+    num_bytes: int
+
+
+class OutOfRange(RangeNotSatisfiable):
+    """Says how long the file is."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.headers = {"Content-Range": f"bytes */{num_bytes}"}
+
+
+def wanted_part(header: str | None, if_range: str | None, etag: str, num_bytes: int) -> Part | None:
+    """None: the whole file, because no single range is asked for, or of other bytes than these."""
+    found = None if header is None else _SINGLE.fullmatch(header.strip())
+    if found is None or found.group(0) == "bytes=-" or if_range not in (None, etag):
+        return None
+    first, last = found.groups()
+    if not first:
+        start, end = max(0, num_bytes - int(last)), num_bytes
+    else:
+        start, end = int(first), min(num_bytes, int(last) + 1 if last else num_bytes)
+        if last and int(last) < start:
+            return None  # no range at all, and such are ignored
+    if start >= end:
+        raise OutOfRange(num_bytes)
+    return Part(start=start, end=end, num_bytes=num_bytes)

@@ -1,0 +1,39 @@
+"""A group's exports, from before its first request enters the engine until its last has left it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from coppice.wire.rollouts import GroupAnswer
+from service.prompt_kv.group_export import GroupExports, Tell
+from service.prompt_kv.prompt_kv import PromptKv
+from service.rollouts.group import Group
+
+
+@asynccontextmanager
+async def exporting(prompt_kv: PromptKv, group: Group, tell: Tell) -> AsyncIterator[None]:
+    """What the engine leaves unwritten is given up afterwards."""
+    if group.kv_lease_seconds is None:
+        yield
+        return
+    async with asyncio.TaskGroup() as tasks:
+        exports = GroupExports(
+            prompt_kv, group.owner, group.kv_lease_seconds, tasks=tasks, tell=tell
+        )
+        exports.begin(group.prompt_token_ids)
+        group.exports = exports
+        try:
+            yield
+            await exports.finish()
+        except BaseException:
+            exports.abandon()
+            raise
+
+
+def with_kv(answer: GroupAnswer, exports: GroupExports | None) -> GroupAnswer:
+    if exports is None:
+        return answer
+    segments = answer.segments and [
+        segment.model_copy(update=exports.told(segment.id)._asdict()) for segment in answer.segments
+    ]
+    return answer.model_copy(update={**exports.told(None)._asdict(), "segments": segments})

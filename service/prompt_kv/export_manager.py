@@ -1,0 +1,235 @@
+"""From a prompt that is submitted to a handle on its keys and values, or to the reason why not.
+
+A slot is reserved before the group's samples enter the engine, so that the engine has a place to
+write to; the first group of a prompt has it written, others that come meanwhile share it. The words
+in the slot are polled: the engine sends nothing. What every rank has committed is summed in a
+thread, sealed, and named by one handle a group.
+
+An export ends exactly once, and no group waits for one longer than the engine needs to say that it
+will not be written. Lives on one event loop.
+"""
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from coppice.wire.kv import KvReason
+from engine.errors import EngineError
+from engine.kv_types import ExportSlot, ExportWord
+from engine.protocol import Engine
+from service.prompt_kv.arena import Arena
+from service.prompt_kv.checksums import checksums, etag
+from service.prompt_kv.export_request import Export, Pending
+from service.prompt_kv.handles import Handles
+from service.prompt_kv.layout import Layout, Layouts
+from service.prompt_kv.slots import Slot, Slots, State
+
+POLL_SECONDS = 0.005
+# Polling thousands of exports must not become what the event loop does.
+POLL_SHARE = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Exports:
+    """Owner of all that is pending; `run` is to be running."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        arena: Arena,
+        slots: Slots,
+        handles: Handles,
+        *,
+        layouts: Layouts,
+        hasher: Executor,
+        active_version: Callable[[], str],
+    ) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._slots = slots
+        self._handles = handles
+        self._layouts = layouts
+        self._hasher = hasher
+        self._active_version = active_version
+        self._num_ranks = engine.facts.tensor_parallel_size
+        self._words = struct.Struct(f"<{self._num_ranks}Q")
+        self._pending: dict[Slot, Pending] = {}
+        self._some = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
+        """Before the submission; an activation between the two is seen by `after_swap`."""
+        export = Export(owner=owner, lease_seconds=lease_seconds)
+        if len(prompt) < 2:
+            self._refuse(export, "prompt_too_short")
+            return export
+        layout = self._layouts.of(prompt[:-1], self._active_version())
+        slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
+        if slot is None:
+            self._reserve(export, layout)
+        elif slot.state is State.RESERVED:
+            export.pending = self._pending[slot]
+            export.pending.exports.append(export)
+        else:
+            self._grant(export, slot)
+        return export
+
+    async def finish(self, export: Export) -> None:
+        """The group has ended: its export has as well when this returns."""
+        pending = export.pending
+        if pending is not None and export.place is not None:
+            await asyncio.shield(self._spawn(self._conclude(pending), pending))
+        if pending is not None and not (pending.sealing or pending.over):
+            # Another group writes it, and may take long: that is not waited for.
+            pending.exports.remove(export)
+            self._refuse(export, "not_written")
+        await export.ended.wait()
+
+    def abandon(self, export: Export) -> None:
+        """The group broke off; what it was to write for others ends with it."""
+        pending = export.pending
+        if pending is None or export.ended.is_set():
+            return
+        pending.exports.remove(export)
+        self._refuse(export, "not_written")
+        if export.place is not None:
+            self._spawn(self._conclude(pending), pending)
+
+    def poll(self) -> None:
+        """Looks at every word once."""
+        for pending in list(self._pending.values()):
+            self._look(pending)
+
+    async def before_swap(self) -> None:
+        """The engine is paused. What is committed now was computed by the old weights."""
+        if self._pending:
+            await self._engine.settle_exports()
+            self.poll()
+
+    def after_swap(self, version: str) -> None:
+        """What is pending will be computed by the new weights alone, or say that it was not."""
+        for pending in self._pending.values():
+            if not pending.sealing:
+                self._slots.relabel(pending.slot, version)
+
+    async def run(self) -> None:
+        """Polls for as long as anything is pending."""
+        while True:
+            await self._some.wait()
+            began = time.monotonic()
+            self.poll()
+            if not self._pending:
+                self._some.clear()
+            took = time.monotonic() - began
+            await asyncio.sleep(max(POLL_SECONDS, took / POLL_SHARE))
+
+    async def close(self) -> None:
+        """No group is under way any more, and what becomes of the slots is of no matter."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _reserve(self, export: Export, layout: Layout) -> None:
+        slot = self._slots.reserve(export.owner, layout)
+        if slot is None:
+            self._refuse(export, "arena_full")
+            return
+        self._words.pack_into(self._arena.view, slot.words_offset, *[0] * self._num_ranks)
+        export.pending = self._pending[slot] = Pending(slot=slot, exports=[export])
+        export.place = ExportSlot(
+            arena=self._arena.path,
+            offset=slot.data_offset,
+            words_offset=slot.words_offset,
+            num_tokens=layout.num_tokens,
+        )
+        self._some.set()
+
+    def _look(self, pending: Pending) -> None:
+        if pending.sealing or pending.over:
+            return
+        words = self._words.unpack_from(self._arena.view, pending.slot.words_offset)
+        if ExportWord.FAILED in words:
+            self._fail(pending, "export_failed")
+        elif ExportWord.MIXED_VERSION in words:
+            self._fail(pending, "mixed_version")
+        elif all(word == ExportWord.COMMITTED for word in words):
+            pending.sealing = True
+            self._spawn(self._seal(pending), pending)
+
+    async def _conclude(self, pending: Pending) -> None:
+        """Its writer has ended: if it is not written by now it never will be."""
+        self._look(pending)
+        if pending.sealing or pending.over:
+            return
+        await self._engine.settle_exports()
+        self._look(pending)
+        if not (pending.sealing or pending.over):
+            self._fail(pending, "not_written")
+
+    async def _seal(self, pending: Pending) -> None:
+        slot, layout, view = pending.slot, pending.slot.layout, self._arena.view
+        data = view[slot.data_offset : slot.data_offset + layout.data_bytes]
+        loop = asyncio.get_running_loop()
+        sums = await loop.run_in_executor(self._hasher, checksums, layout, data)
+        header = layout.header(sums)
+        view[slot.file_offset : slot.data_offset] = header
+        self._slots.seal(slot, etag(header))
+        self._end(pending)
+        for export in pending.exports:
+            self._grant(export, slot)
+        if not slot.holders:
+            self._slots.give_up(slot)
+
+    def _fail(self, pending: Pending, reason: KvReason) -> None:
+        """Other ranks may still write: in quarantine until they are known to have ended."""
+        self._slots.give_up(pending.slot, settled=False)
+        self._end(pending)
+        for export in pending.exports:
+            self._refuse(export, reason)
+        self._spawn(self._free(pending.slot), pending)
+
+    async def _free(self, slot: Slot) -> None:
+        await self._engine.settle_exports()
+        self._slots.settled(slot)
+
+    def _end(self, pending: Pending) -> None:
+        pending.over = True
+        del self._pending[pending.slot]
+
+    def _grant(self, export: Export, slot: Slot) -> None:
+        export.handle = self._handles.grant(export.owner, slot, export.lease_seconds)
+        export.ended.set()
+
+    def _refuse(self, export: Export, reason: KvReason) -> None:
+        export.reason = reason
+        export.ended.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], pending: Pending) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._supervised(work, pending))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _supervised(self, work: Coroutine[Any, Any, None], pending: Pending) -> None:
+        """Whatever breaks, no rollout does; bytes that may still be written stay in quarantine."""
+        try:
+            await work
+        except EngineError:
+            log.warning("the engine is gone in the middle of an export")
+            self._break(pending)
+        except Exception:
+            log.exception("an export broke")
+            self._break(pending)
+
+    def _break(self, pending: Pending) -> None:
+        if pending.over:
+            return
+        self._slots.give_up(pending.slot, settled=False)
+        self._end(pending)
+        for export in pending.exports:
+            self._refuse(export, "internal")

@@ -1,0 +1,136 @@
+"""Handles: names for sealed slots that their owner may read while a lease runs.
+
+A handle is a random word and belongs to the key that asked for it: for anybody else it does not
+exist. What is over is remembered for a while, so that its owner hears `gone`, not `never was`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from service.cluster.ids import new_handle_id
+from service.http.errors import KvGone, KvNotFound
+from service.prompt_kv.leases import Leases
+from service.prompt_kv.reading import Reading
+from service.prompt_kv.slots import Slot, Slots
+
+NUM_REMEMBERED = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handle:
+    """One group's, even where the slot is shared."""
+
+    id: str
+    owner: str
+    slot: Slot
+    lease_seconds: float
+
+
+class Handles:
+    """Every handle holds its slot from `grant` until its lease is over or it is released."""
+
+    def __init__(self, slots: Slots, leases: Leases, *, replica_id: str) -> None:
+        self._slots = slots
+        self._leases = leases
+        self._replica_id = replica_id
+        self._handles: dict[str, Handle] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._readings: set[Reading] = set()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __iter__(self) -> Iterator[Handle]:
+        return iter(self._handles.values())
+
+    def grant(self, owner: str, slot: Slot, lease_seconds: float) -> Handle:
+        """Held, until `begin` lets its lease run."""
+        handle = Handle(
+            id=new_handle_id(self._replica_id),
+            owner=owner,
+            slot=slot,
+            lease_seconds=self._leases.granted(lease_seconds),
+        )
+        self._slots.hold(slot)
+        self._leases.hold(handle.id)
+        self._handles[handle.id] = handle
+        return handle
+
+    def begin(self, handle: Handle) -> None:
+        self._leases.begin(handle.id, handle.lease_seconds)
+
+    def get(self, handle_id: str, owner: str) -> Handle:
+        """Raises KvGone or KvNotFound."""
+        handle = self._handles.get(handle_id)
+        if handle is not None and not self._leases.alive(handle_id):
+            self._drop(handle, expired=True)
+            handle = None
+        if handle is None and self._gone.get(handle_id) == owner:
+            raise KvGone()
+        if handle is None or handle.owner != owner:
+            raise KvNotFound()
+        return handle
+
+    def remaining(self, handle: Handle) -> float:
+        return self._leases.remaining(handle.id) or 0.0
+
+    def has_begun(self, handle: Handle) -> bool:
+        """Whether its lease runs; until then it is held."""
+        return self._leases.has_begun(handle.id)
+
+    def order(self, handle: Handle) -> tuple[bool, float]:
+        """Whose lease runs out first comes first."""
+        return not self.has_begun(handle), self.remaining(handle)
+
+    def renew(self, handle: Handle, seconds: float) -> float:
+        """Of a handle that was got just now."""
+        left = self._leases.renew(handle.id, seconds)
+        assert left is not None, "a lease that was alive just now cannot be over"
+        return left
+
+    def release(self, handle_id: str, owner: str) -> None:
+        """Of what is over already, nothing is left to do."""
+        try:
+            handle = self.get(handle_id, owner)
+        except KvGone:
+            return
+        self._drop(handle, expired=False)
+
+    def end(self, handle: Handle) -> None:
+        """As its owner's release, which may have come before."""
+        if handle.id in self._handles:
+            self._drop(handle, expired=False)
+
+    @contextmanager
+    def reading(self, handle: Handle) -> Iterator[Reading]:
+        """Its bytes stay as they are until the lease ends, however long the read takes."""
+        reading = Reading(handle.slot, self._slots, self._leases, handle.id)
+        self._readings.add(reading)
+        try:
+            yield reading
+        finally:
+            self._readings.discard(reading)
+            reading.close()
+
+    def sweep(self) -> None:
+        for reading in self._readings:
+            reading.sweep()
+        for handle_id in self._leases.over():
+            self._drop(self._handles[handle_id], expired=True)
+
+    def check(self) -> None:
+        """One lease a handle, and every handle counted by its slot."""
+        assert len(self._leases) == len(self._handles), "a lease without a handle, or without one"
+        for slot in {handle.slot for handle in self._handles.values()}:
+            mine = sum(handle.slot is slot for handle in self._handles.values())
+            assert slot.holders == mine, "a slot has lost count of its handles"
+
+    def _drop(self, handle: Handle, *, expired: bool) -> None:
+        del self._handles[handle.id]
+        self._leases.end(handle.id)
+        self._slots.drop(handle.slot, expired=expired)
+        self._gone[handle.id] = handle.owner
+        while len(self._gone) > NUM_REMEMBERED:
+            self._gone.popitem(last=False)

@@ -1,0 +1,128 @@
+"""What a handle's bytes are: one safetensors file, its header in whole pages before the tensors.
+
+    words     one page: each rank's ExportWord, for the engine
+    header    8 bytes of length, then JSON, filled up with spaces to whole pages
+    tensors   k.0 v.0 k.1 v.1 .., each [kv_heads, tokens, head_dim], nothing in between
+
+The header has the same length in every slot of a server: a slot is reserved before the checksums
+are known, and the version may change while a prompt waits.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.kv_types import KvFormat
+from service.prompt_kv.allocator import PAGE_BYTES, whole_pages
+
+NO_CHECKSUM = "0" * 16
+LONGEST_VERSION = "v" * 64
+MOST_TOKENS = 10**7
+_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor's bytes, counted from the first tensor's."""
+
+    name: str
+    start: int
+    end: int
+
+
+def tokens_sha256(token_ids: Sequence[int]) -> str:
+    """Of the covered tokens as little-endian int32."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Of a prompt's first `num_tokens` tokens under one weights version."""
+
+    model: str
+    version: str
+    format: KvFormat
+    num_tokens: int
+    tokens_sha256: str
+    header_bytes: int
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.format.num_kv_heads, self.num_tokens, self.format.head_dim]
+
+    @property
+    def tensor_bytes(self) -> int:
+        _, item_bytes = _DTYPES[self.format.dtype]
+        return int(np.prod(self.shape)) * item_bytes
+
+    @property
+    def data_bytes(self) -> int:
+        return 2 * self.format.num_layers * self.tensor_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + self.data_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return whole_pages(PAGE_BYTES + self.file_bytes)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for index in range(2 * self.format.num_layers):
+            start = index * self.tensor_bytes
+            name = f"{'kv'[index % 2]}.{index // 2}"
+            yield Tensor(name=name, start=start, end=start + self.tensor_bytes)
+
+    def header(self, checksums: Mapping[str, str]) -> bytes:
+        code, _ = _DTYPES[self.format.dtype]
+        entries: dict[str, Any] = {"__metadata__": self._metadata(checksums)}
+        for tensor in self.tensors():
+            offsets = [tensor.start, tensor.end]
+            entries[tensor.name] = {"dtype": code, "shape": self.shape, "data_offsets": offsets}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        room = max(self.header_bytes - 8, len(text))
+        return room.to_bytes(8, "little") + text.ljust(room)
+
+    def _metadata(self, checksums: Mapping[str, str]) -> dict[str, str]:
+        """safetensors takes strings only, so what has parts is JSON in a string."""
+        return {
+            "model": self.model,
+            "version": self.version,
+            "num_tokens": str(self.num_tokens),
+            "tokens_sha256": self.tokens_sha256,
+            "rope": json.dumps(dict(self.format.rope)),
+            "exact": "true",
+            "xxh3_64": json.dumps(dict(checksums)),
+        }
+
+
+class Layouts:
+    """Of all prompts of one model."""
+
+    def __init__(self, model: str, form: KvFormat) -> None:
+        self._model = model
+        self._form = form
+        self._header_bytes = 0
+        self._header_bytes = self._longest_header_bytes()
+
+    def of(self, token_ids: Sequence[int], version: str) -> Layout:
+        return self._layout(version, len(token_ids), tokens_sha256(token_ids))
+
+    def _longest_header_bytes(self) -> int:
+        longest = self._layout(LONGEST_VERSION, MOST_TOKENS, "0" * 64)
+        sums = {tensor.name: NO_CHECKSUM for tensor in longest.tensors()}
+        return whole_pages(len(longest.header(sums)))
+
+    def _layout(self, version: str, num_tokens: int, digest: str) -> Layout:
+        return Layout(
+            model=self._model,
+            version=version,
+            format=self._form,
+            num_tokens=num_tokens,
+            tokens_sha256=digest,
+            header_bytes=self._header_bytes,
+        )

@@ -1,0 +1,67 @@
+"""One-sided reads of the arena: a NIXL agent in a process of its own, as long as the server lives.
+
+UCX asks nobody for a key: whoever reaches the agent over the network can read what its process
+holds. So that is the arena and nothing else, not even this process's environment, and nothing that
+UCX does can harm the server.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE
+
+from coppice.prompt_kv.nixl import installed
+from coppice.wire.kv import KvAgent
+from service.prompt_kv.arena import Arena
+
+PASSED_ON = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")
+MISSING = (
+    "kv.nixl is on, but NIXL is not installed: pip install 'coppice-rl[nixl]'; "
+    "prompt KV goes without it"
+)
+
+log = logging.getLogger(__name__)
+
+
+class Nixl:
+    """`agent` is whom to read from: there soon after the start, gone should its process end."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.agent: KvAgent | None = None
+
+    async def run(self) -> None:
+        """Ends with the agent's process. Without one everything else goes on."""
+        if not installed():
+            log.warning(MISSING)
+            return
+        try:
+            await self._keep()
+            log.error("the NIXL agent has ended: no more one-sided reads until the next start")
+        except Exception:
+            log.exception("no one-sided reads until the next start")
+
+    async def _keep(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
+            *(str(self._arena.path), str(self._arena.num_bytes)),
+            stdin=PIPE,  # open for as long as this process lives
+            stdout=PIPE,
+            env=environment(),
+        )
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            if line := await process.stdout.readline():
+                self.agent = KvAgent.model_validate_json(line)
+            await process.wait()
+        finally:
+            self.agent = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def environment() -> dict[str, str]:
+    known = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,0 +1,248 @@
+"""Prompt KV as the rest of the service sees it: exports for groups, handles for readers, books.
+
+It is off, with a reason from the wire's list, until the engine has started and says that it can
+export, and where there is no shared memory. If its own books ever do not balance it goes off for
+good: no rollout depends on it. Lives on one event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from coppice.wire.control import KvStatus
+from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
+from engine.protocol import Engine
+from service.http.errors import Draining, KvNotFound
+from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
+from service.prompt_kv.export_manager import Exports
+from service.prompt_kv.export_request import Export
+from service.prompt_kv.handles import Handle, Handles
+from service.prompt_kv.layout import Layouts
+from service.prompt_kv.leases import Leases
+from service.prompt_kv.nixl import Nixl
+from service.prompt_kv.settings import KvSettings
+from service.prompt_kv.slots import Slots, State
+from service.rollouts.admission import DRAINING_RETRY_SECONDS
+
+KEEP_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class PromptKv:
+    """`open` once the engine serves; `close` after the last group and the last reader."""
+
+    def __init__(
+        self,
+        settings: KvSettings,
+        engine: Engine,
+        *,
+        replica_id: str,
+        active_version: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+        free: FreeBytes = free_bytes,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._replica_id = replica_id
+        self._active_version = active_version
+        self._free = free
+        self.reason: KvReason | None = "disabled"
+        self._closing = False
+        self.arena: Arena | None = None
+        self._nixl: Nixl | None = None
+        self._exports: Exports | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
+        self._leases = Leases(
+            max_seconds=settings.max_lease_seconds,
+            max_lifetime_seconds=settings.max_lifetime_seconds,
+            clock=clock,
+        )
+        self._clock = clock
+        self._make_books(0)
+
+    def open(self) -> None:
+        """Does not fail: without prompt KV the server serves all the same."""
+        facts = self._engine.facts
+        if facts.kv_format is None:
+            self.reason = facts.kv_reason or "unsupported_cache"
+            return
+        self.arena = Arena.create(
+            self._settings.directory, self._settings.capacity_bytes, free=self._free
+        )
+        if self.arena is None:
+            self.reason = "no_shm"
+            return
+        self._make_books(self.arena.num_bytes)
+        self._exports = Exports(
+            self._engine,
+            self.arena,
+            self._slots,
+            self.handles,
+            layouts=Layouts(facts.model, facts.kv_format),
+            hasher=self._hasher,
+            active_version=self._active_version,
+        )
+        self.reason = None
+        self._tasks = [
+            asyncio.create_task(self._supervised(work))
+            for work in (self._exports.run, self._keep_books)
+        ]
+        if self._settings.nixl:
+            self._nixl = Nixl(self.arena)
+            self._tasks.append(asyncio.create_task(self._nixl.run()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._exports is not None:
+            await self._exports.close()
+        self._hasher.shutdown()
+        if self.arena is not None:
+            self.arena.close()
+
+    def get(self, handle_id: str, owner: str) -> Handle:
+        self._check_open()
+        return self.handles.get(handle_id, owner)
+
+    def release(self, handle_id: str, owner: str) -> None:
+        self._check_open()
+        self.handles.release(handle_id, owner)
+
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
+        if self.reason is not None or self._exports is None:
+            export = Export(owner=owner, lease_seconds=lease_seconds, reason=self.reason)
+            export.ended.set()
+            return export
+        return self._exports.begin(owner, prompt, lease_seconds)
+
+    async def finish(self, export: Export) -> None:
+        if export.pending is not None and self._exports is not None:
+            await self._exports.finish(export)
+
+    def abandon(self, export: Export) -> None:
+        if self._exports is not None:
+            self._exports.abandon(export)
+
+    def drop(self, export: Export) -> None:
+        """Nobody needs its handle, if it has one."""
+        if export.handle is not None:
+            self.handles.end(export.handle)
+
+    def begin_leases(self, exports: Iterable[Export]) -> None:
+        """Their rollout has ended: from now on their callers can know of them."""
+        for export in exports:
+            if export.handle is not None:
+                self.handles.begin(export.handle)
+
+    async def before_swap(self) -> None:
+        if self._exports is not None:
+            await self._exports.before_swap()
+
+    def after_swap(self, version: str) -> None:
+        if self._exports is not None:
+            self._exports.after_swap(version)
+
+    def begin_closing(self) -> None:
+        """What is being read is read to its end; nobody else comes in."""
+        self._closing = True
+
+    async def idle(self) -> None:
+        """Until nobody has a lease."""
+        while len(self.handles):
+            self.handles.sweep()
+            await asyncio.sleep(0.05)
+
+    @property
+    def agent(self) -> KvAgent | None:
+        """Whom one-sided reads are from, while there is somebody."""
+        return None if self._nixl is None else self._nixl.agent
+
+    def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
+        """The whole lease, as a group's answer has it, unless another is given."""
+        assert self.arena is not None, "a handle has an arena"
+        slot = handle.slot
+        return KvHandle(
+            handle=handle.id,
+            version=slot.layout.version,
+            num_tokens=slot.layout.num_tokens,
+            num_bytes=slot.layout.file_bytes,
+            lease_seconds=handle.lease_seconds if lease_seconds is None else lease_seconds,
+            locators=self._locators(handle, self.arena),
+        )
+
+    def _locators(self, handle: Handle, arena: Arena) -> list[KvLocator]:
+        offset = handle.slot.file_offset
+        locators = [KvLocator(transport="shm", path=str(arena.path), offset=offset)]
+        if self.agent is not None:
+            locators.append(KvLocator(transport="nixl", agent=self.agent.agent, offset=offset))
+        return [*locators, KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data")]
+
+    def layout(self, handle: Handle) -> KvLayout:
+        layout, form = handle.slot.layout, handle.slot.layout.format
+        known = self.answer(handle, lease_seconds=self.handles.remaining(handle))
+        return KvLayout(
+            **known.model_dump(),
+            model=layout.model,
+            dtype=form.dtype,
+            num_layers=form.num_layers,
+            num_kv_heads=form.num_kv_heads,
+            head_dim=form.head_dim,
+            rope=dict(form.rope),
+            tokens_sha256=layout.tokens_sha256,
+            exact=True,
+            data_offset=layout.header_bytes,
+            etag=handle.slot.etag,
+        )
+
+    def file(self, handle: Handle) -> memoryview:
+        """To be read inside `handles.reading`."""
+        if self.arena is None:
+            raise KvNotFound()
+        start = handle.slot.file_offset
+        return self.arena.view[start : start + handle.slot.layout.file_bytes].toreadonly()
+
+    def status(self) -> KvStatus:
+        return KvStatus(
+            reason=self.reason,
+            capacity_bytes=0 if self.arena is None else self.arena.num_bytes,
+            free_bytes=self._slots.free_bytes,
+            reserved_bytes=self._slots.num_bytes(State.RESERVED),
+            leased_bytes=self._slots.num_bytes(State.LEASED),
+            quarantined_bytes=self._slots.num_bytes(State.QUARANTINED),
+            handles=len(self.handles),
+        )
+
+    def check(self) -> None:
+        """The books balance."""
+        self._slots.check()
+        self.handles.check()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+
+    def _make_books(self, capacity_bytes: int) -> None:
+        self._slots = Slots(
+            capacity_bytes, grace_seconds=self._settings.grace_seconds, clock=self._clock
+        )
+        self.handles = Handles(self._slots, self._leases, replica_id=self._replica_id)
+
+    async def _keep_books(self) -> None:
+        while True:
+            self.handles.sweep()
+            self._slots.sweep()
+            self.check()
+            await asyncio.sleep(KEEP_SECONDS)
+
+    async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("prompt KV is off from now on")
+            self.reason = "internal"

@@ -1,0 +1,189 @@
+"""Sends bytes of the arena on a connection's own socket, in a thread, past the event loop.
+
+Through the loop a transfer would cost every other request its turns. A thread sends for a turn: for
+as long as the reader keeps up, and not for long. Between turns the loop waits until the socket has
+room again, so a reader that does not read holds no thread. The socket stays non-blocking, because
+the loop's transport shares it.
+"""
+
+import asyncio
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from service.http.errors import Overloaded, QuotaExceeded
+from service.prompt_kv.rate_limit import Pace, ReaderRate
+from service.prompt_kv.reading import Reading
+from service.prompt_kv.settings import KvSettings
+from service.prompt_kv.turns import Turns
+
+TURN_SECONDS = 0.25
+# Shorter than a turn between threads and loop is worth; a reader that keeps up needs less.
+POLL_SECONDS = 0.02
+RETRY_SECONDS = 2.0
+
+TransferOutcome = Literal["complete", "left", "too_slow", "lease_over"]
+
+
+class Transfer:
+    """Bytes on their way to one reader. `send_for_a_turn` runs in a thread."""
+
+    def __init__(self, connection: socket.socket, data: memoryview, rate: ReaderRate) -> None:
+        self.connection = connection
+        self.rate = rate
+        self.is_gone = False
+        self._data = data
+        self._num_sent = 0
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_sent == len(self._data)
+
+    def send_for_a_turn(self, pace: Pace, sent: Callable[[int], None]) -> None:
+        ends_at = time.monotonic() + TURN_SECONDS
+        while not self.is_complete and time.monotonic() < ends_at:
+            piece = self._data[self._num_sent : self._num_sent + pace.piece_bytes]
+            try:
+                num_bytes = self.connection.send(piece)
+            except BlockingIOError:
+                if not self._has_room_soon():
+                    return
+                continue
+            except OSError:
+                self.is_gone = True
+                return
+            self._num_sent += num_bytes
+            self.rate.took(num_bytes)
+            sent(num_bytes)
+            pace.spend(num_bytes)
+
+    async def until_room(self) -> None:
+        """Waits on the event loop, at most until the reader's window ends."""
+        loop, room, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
+        loop.add_writer(self.connection, room.set)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.rate.seconds_left):
+                    await room.wait()
+        finally:
+            loop.remove_writer(self.connection)
+            self.rate.waited(time.monotonic() - began)
+
+    def _has_room_soon(self) -> bool:
+        began = time.monotonic()
+        ready = self._room.poll(POLL_SECONDS * 1000)
+        self.rate.waited(time.monotonic() - began)
+        return bool(ready)
+
+
+class Sending:
+    """Owner of the threads; `kv.max_transfers` send at a time, the others wait for their turns."""
+
+    def __init__(
+        self,
+        settings: KvSettings,
+        *,
+        sent: Callable[[int], None],
+        ended: Callable[[TransferOutcome], None],
+    ) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(settings.max_transfers, thread_name_prefix="kv-data")
+        self._turns = Turns(settings.max_transfers)
+        self._pace = Pace(settings.max_bytes_per_second)
+        self._sent = sent
+        self._ended = ended
+        self._over = False
+        self._open: Counter[str] = Counter()
+        self._connections: set[socket.socket] = set()
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._connections)
+
+    @contextmanager
+    def admitted(self, owner: str) -> Iterator[None]:
+        """Counts a download until it ends. One that is too many is refused, not kept waiting."""
+        self._check_room(owner)
+        self._open[owner] += 1
+        try:
+            yield
+        finally:
+            self._open[owner] -= 1
+            if not self._open[owner]:
+                del self._open[owner]
+
+    async def send(
+        self, connection: socket.socket, data: memoryview, *, owner: str, reading: Reading
+    ) -> bool:
+        """Whether all of it was taken. Does not return, even when cancelled, while a thread reads
+        the data; closes the socket, which is one of its own for the same connection."""
+        rate = ReaderRate(self._settings.min_bytes_per_second, self._settings.slow_reader_seconds)
+        outcome: TransferOutcome = "left"
+        self._connections.add(connection)
+        try:
+            outcome = await self._in_turns(Transfer(connection, data, rate), owner, reading)
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+            self._ended(outcome)
+        return outcome == "complete"
+
+    def break_off(self) -> None:
+        """Whoever is in the middle of a read is left with a part."""
+        self._over = True
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.break_off()
+        self._threads.shutdown()
+
+    def _check_room(self, owner: str) -> None:
+        most = self._settings.max_open_transfers
+        share = max(1, most // 2)
+        if self._open[owner] >= share:
+            raise QuotaExceeded(
+                f"a key may have {share} downloads of prompt KV open: let one end first",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        if self._open.total() >= most:
+            raise Overloaded(
+                f"{most} downloads of prompt KV are open, as many as may be",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+
+    async def _in_turns(self, transfer: Transfer, owner: str, reading: Reading) -> TransferOutcome:
+        while True:
+            async with self._turns.turn(owner):
+                with reading.turn() as is_leased:
+                    if self._over:
+                        return "left"
+                    if not is_leased:
+                        return "lease_over"
+                    await self._take_turn(transfer)
+            if transfer.is_complete:
+                return "complete"
+            if transfer.is_gone:
+                return "left"
+            await transfer.until_room()
+            if transfer.rate.too_slow:
+                return "too_slow"
+
+    async def _take_turn(self, transfer: Transfer) -> None:
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, transfer.send_for_a_turn, self._pace, self._sent)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                transfer.connection.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait([work])
+            raise

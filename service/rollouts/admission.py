@@ -1,0 +1,135 @@
+"""How much may be under way: per key, and in the whole server.
+
+Samples count from before the first of them is submitted until their rollout has ended; a prompt's
+tokens count once a group. What does not fit is refused at once. A drain closes the door here: what
+holds a reservation is waited for, also if it has not started yet, and nothing else comes in. Lives
+on one event loop.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from service.config.settings import LimitsSettings
+from service.http.errors import Draining, InvalidRequest, Overloaded, QuotaExceeded
+
+RETRY_SECONDS = 2.0
+DRAINING_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reservation:
+    """What one request holds of the limits; itself its identity."""
+
+    key: str
+    samples: int
+    prompt_tokens: int
+
+
+class Admission:
+    """Owner of all reservations; every `reserve` is followed by a `release`."""
+
+    def __init__(self, limits: LimitsSettings) -> None:
+        self._limits = limits
+        self._held: set[Reservation] = set()
+        self._samples: Counter[str] = Counter()
+        self._prompt_tokens: Counter[str] = Counter()
+        self._num_samples = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+
+    def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
+        self.check_open()
+        self._check_possible(samples, prompt_tokens)
+        self._check_room(key, samples, prompt_tokens)
+        reservation = Reservation(key=key, samples=samples, prompt_tokens=prompt_tokens)
+        self._held.add(reservation)
+        self._idle.clear()
+        self._count(reservation, 1)
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Again changes nothing."""
+        if reservation in self._held:
+            self._held.remove(reservation)
+            self._count(reservation, -1)
+            if not self._held:
+                self._idle.set()
+
+    @contextmanager
+    def held(self, key: str, *, samples: int, prompt_tokens: int) -> Iterator[None]:
+        reservation = self.reserve(key, samples=samples, prompt_tokens=prompt_tokens)
+        try:
+            yield
+        finally:
+            self.release(reservation)
+
+    def close(self) -> None:
+        self._closed = True
+
+    async def idle(self) -> None:
+        """Until nothing is held."""
+        await self._idle.wait()
+
+    def check(self) -> None:
+        """The books balance, and no limit is exceeded."""
+        keys = {held.key for held in self._held}
+        assert keys == self._samples.keys() | self._prompt_tokens.keys(), "a key is left over"
+        for key in keys:
+            mine = [held for held in self._held if held.key == key]
+            assert self._samples[key] == sum(held.samples for held in mine)
+            assert self._prompt_tokens[key] == sum(held.prompt_tokens for held in mine)
+            assert self._samples[key] <= (self._limits.max_samples_per_key or self._num_samples)
+        assert self._num_samples == sum(self._samples.values()) <= self._limits.max_samples_running
+
+    def _check_possible(self, samples: int, prompt_tokens: int) -> None:
+        """What alone exceeds a limit will never fit: no retry can help."""
+        limits = self._limits
+        most = min(limits.max_samples_per_key or samples, limits.max_samples_running)
+        if samples > most:
+            raise InvalidRequest(f"{samples} samples; a key may have {most} running")
+        if _exceeds(prompt_tokens, limits.max_prompt_tokens_per_key):
+            raise InvalidRequest(
+                f"{prompt_tokens} prompt tokens; a key may have "
+                f"{limits.max_prompt_tokens_per_key} running"
+            )
+
+    def _check_room(self, key: str, samples: int, prompt_tokens: int) -> None:
+        limits = self._limits
+        if _exceeds(self._samples[key] + samples, limits.max_samples_per_key):
+            raise _quota("samples", limits.max_samples_per_key)
+        if _exceeds(self._prompt_tokens[key] + prompt_tokens, limits.max_prompt_tokens_per_key):
+            raise _quota("prompt tokens", limits.max_prompt_tokens_per_key)
+        if self._num_samples + samples > limits.max_samples_running:
+            raise Overloaded(retry_after_seconds=RETRY_SECONDS)
+
+    def _count(self, reservation: Reservation, sign: int) -> None:
+        self._num_samples += sign * reservation.samples
+        for counter, amount in (
+            (self._samples, reservation.samples),
+            (self._prompt_tokens, reservation.prompt_tokens),
+        ):
+            counter[reservation.key] += sign * amount
+            if not counter[reservation.key]:
+                del counter[reservation.key]
+
+
+def _exceeds(amount: int, limit: int | None) -> bool:
+    return limit is not None and amount > limit
+
+
+def _quota(what: str, limit: int | None) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"a key may have {limit} {what} running", retry_after_seconds=RETRY_SECONDS
+    )

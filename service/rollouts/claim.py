@@ -1,0 +1,35 @@
+"""A claim on an idempotency key: who asked with which key for what."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from service.http.errors import InvalidRequest
+
+_KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The fingerprint tells the same request from another one under the same key."""
+
+    owner: str
+    key: str
+    fingerprint: bytes
+
+    @classmethod
+    def of(cls, owner: str, key: str, body: bytes) -> "Claim":
+        if not _KEY.match(key):
+            raise InvalidRequest.of_parameter(
+                "Idempotency-Key", "1 to 255 visible ASCII characters"
+            )
+        return cls(owner, key, hashlib.sha256(body).digest())
+
+    @property
+    def shared_place(self) -> str:
+        """The same for all replicas."""
+        return f"{self.owner}\n{self.key}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.owner, self.key

@@ -1,0 +1,304 @@
+"""Every rollout of this server: admits, runs, ends and forgets them.
+
+The gate is shut while weights are activated: what arrives then waits here, so that a policy is
+judged by the version that will really answer. Between judging a policy and running the rollout
+there is no await, so an activation sees either all of a rollout or nothing.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from coppice.wire.rollouts import RolloutRequest
+from engine.protocol import Engine
+from service.adapters.manager import Adapters
+from service.cluster.ids import new_rollout_id
+from service.cluster.membership import Fleet
+from service.http.errors import Draining, InvalidRequest, RolloutNotFound, ServiceError
+from service.prompt_kv.prompt_kv import PromptKv
+from service.rollouts import validation
+from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
+from service.rollouts.claim import Claim
+from service.rollouts.group import Group
+from service.rollouts.group_factory import NOTHING_ASIDE, Aside, Grouping, Terms
+from service.rollouts.idempotency import IdempotencyKeys
+from service.rollouts.result_cache import Kept
+from service.rollouts.resume import check_continued
+from service.rollouts.rollout import GroupEnded, Rollout
+from service.rollouts.tokenizer import Prompts
+from service.weights.versions import Versions
+
+Ended = Callable[[Rollout], None]
+POLL_SECONDS = 0.05
+
+
+class Rollouts:
+    """Owner of all running and kept rollouts; leaving `running` ends every one of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        prompts: Prompts,
+        prompt_kv: PromptKv,
+        fleet: Fleet,
+        adapters: Adapters,
+        *,
+        admission: Admission,
+        max_samples_per_request: int,
+        keep_seconds: float,
+        keep_bytes: int,
+        grouping: Grouping,
+        ended: Ended,
+        group_ended: GroupEnded,
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._prompts = prompts
+        self._prompt_kv = prompt_kv
+        self._fleet = fleet
+        self._adapters = adapters
+        self._admission = admission
+        self._max_samples = max_samples_per_request
+        self._grouping = grouping
+        self._ended = ended
+        self._group_ended = group_ended
+        self._running: dict[str, Rollout] = {}
+        self._keys = IdempotencyKeys(
+            max_seconds=keep_seconds, forgotten=lambda claim: fleet.release(claim.shared_place)
+        )
+        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._over = False
+
+    def in_flight(self) -> list[Rollout]:
+        """The newest first."""
+        return list(reversed(self._running.values()))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_samples_running(self) -> int:
+        return sum(rollout.num_running for rollout in self._running.values())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                yield
+            finally:
+                await self.cancel_all()
+                self._tasks = None
+
+    async def start(
+        self,
+        request: RolloutRequest,
+        *,
+        owner: str,
+        detached: bool = False,
+        claim: Claim | None = None,
+        aside: Aside = NOTHING_ASIDE,
+    ) -> Rollout:
+        """Everything that can be refused is refused before the first sample enters the engine.
+
+        With a claim, the rollout that this very request has started before, if there is one, also
+        during a drain; Elsewhere if another replica has it.
+        """
+        if claim is None:
+            return await self._start(request, owner=owner, detached=detached, aside=aside)
+        started = self._keys.claim(claim)
+        if started is not None:
+            return self.get(started, owner=owner)
+        try:
+            self._admission.check_open()
+            await self._fleet.claim(claim.shared_place)
+            return await self._start_claimed(request, owner=owner, claim=claim, aside=aside)
+        except BaseException:
+            self._keys.release(claim)
+            raise
+
+    async def _start_claimed(
+        self, request: RolloutRequest, *, owner: str, claim: Claim, aside: Aside
+    ) -> Rollout:
+        try:
+            return await self._start(request, owner=owner, detached=True, claim=claim, aside=aside)
+        except ServiceError:
+            # Before the refusal is answered: who is sent the request next must not find it ours.
+            await self._fleet.give_back(claim.shared_place)
+            raise
+
+    async def _start(
+        self,
+        request: RolloutRequest,
+        *,
+        owner: str,
+        detached: bool,
+        claim: Claim | None = None,
+        aside: Aside = NOTHING_ASIDE,
+    ) -> Rollout:
+        validation.check(request, waits=not (detached or request.stream))
+        num_samples = validation.num_samples(request)
+        if num_samples > self._max_samples:
+            raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
+        prompts = await self._prompts.all_token_ids([group.prompt for group in request.groups])
+        facts = self._engine.facts
+        await check_continued(
+            request,
+            prompts,
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
+        )
+        num_tokens = sum(map(len, prompts)) + validation.num_continued(request)
+        place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
+        try:
+            groups = await self._groups(request, prompts, owner, aside)
+            rollout = self._made(groups, owner, detached, claim)
+            return self._run(rollout, place)
+        except BaseException:
+            self._admission.release(place)
+            raise
+
+    async def _groups(
+        self, request: RolloutRequest, prompts: list[list[int]], owner: str, aside: Aside
+    ) -> list[Group]:
+        """Made again if the terms changed meanwhile. There is no await behind the last check."""
+        while True:
+            await self.gate_open()
+            terms = self._terms(request, owner, aside)
+            groups = await self._grouping.groups(request, prompts, terms)
+            await self.gate_open()
+            if self._terms(request, owner, aside) == terms:
+                return groups
+
+    def _terms(self, request: RolloutRequest, owner: str, aside: Aside) -> Terms:
+        return Terms(
+            owner=owner,
+            exact_version=self._versions.admit(request.policy),
+            adapter=self._adapters.resolve(request.adapter),
+            aside=aside,
+        )
+
+    def _made(
+        self, groups: list[Group], owner: str, detached: bool, claim: Claim | None
+    ) -> Rollout:
+        rollout = Rollout(
+            new_rollout_id(self._fleet.me), groups, owner=owner, detached=detached, claim=claim
+        )
+        if claim is not None:
+            self._keys.bind(claim, rollout.id)
+        return rollout
+
+    def get(self, rollout_id: str, *, owner: str) -> Rollout:
+        """Running or kept; another key's is as good as none."""
+        rollout = self._running.get(rollout_id) or self._kept.get(rollout_id)
+        if rollout is None or rollout.owner != owner:
+            raise RolloutNotFound()
+        return rollout
+
+    async def cancel(self, rollout: Rollout) -> None:
+        await rollout.end(self._engine, "cancelled")
+
+    async def cancel_of(self, owner: str) -> None:
+        """All that this key has running."""
+        for rollout in list(self._running.values()):
+            if rollout.owner == owner:
+                await self.cancel(rollout)
+
+    def left(self, rollout: Rollout) -> None:
+        """Its caller has gone. What could not be come back for is ended, in a task of our own: in
+        the caller's, which is being cancelled, the first await could be the last.
+        """
+        if not (rollout.ended or rollout.detached):
+            self.in_background(self.cancel(rollout))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until the end of all rollouts; after that there is nothing left to work on."""
+        if self._tasks is None:
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    async def cancel_all(self) -> None:
+        """For good: what waits at the gate is sent away."""
+        self._over = True
+        self._gate.set()
+        for rollout in list(self._running.values()):
+            await self.cancel(rollout)
+
+    async def end_bound_to_other_than(self, version: str) -> int:
+        """Ends the groups that are bound to another exact version; returns how many samples."""
+        bound = [
+            group
+            for rollout in self._running.values()
+            for group in rollout.groups
+            if group.exact_version not in (None, version)
+        ]
+        num_samples = sum(group.num_running for group in bound)
+        for group in bound:
+            await group.end(self._engine, "version_changed")
+        return num_samples
+
+    @asynccontextmanager
+    async def gate_shut(self) -> AsyncIterator[None]:
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    async def gate_open(self) -> None:
+        await self._gate.wait()
+        if self._over:
+            raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
+
+    @property
+    def is_idle(self) -> bool:
+        """Trees that wait for their owners do not count: they may wait longer than anybody."""
+        return all(rollout.resting for rollout in self._running.values())
+
+    async def idle(self) -> None:
+        while not self.is_idle:
+            busy = next(r for r in self._running.values() if not r.resting)
+            await busy.rested()
+
+    async def fetched(self) -> None:
+        """Until every answer that is there and was promised has been given to somebody, or has been
+        kept for as long as any is."""
+        while self._kept.num_promised:
+            await asyncio.sleep(POLL_SECONDS)
+
+    def check(self) -> None:
+        """The books balance."""
+        self._kept.check()
+
+    def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
+        assert self._tasks is not None, "start inside running()"
+        self._running[rollout.id] = rollout
+        self._adapters.begin(rollout.adapter)
+        task = self._tasks.create_task(
+            rollout.run(self._engine, self._prompt_kv, self._group_ended),
+            name=f"rollout-{rollout.id}",
+        )
+        task.add_done_callback(lambda _: self._forget(rollout, place))
+        return rollout
+
+    def _forget(self, rollout: Rollout, place: Reservation) -> None:
+        self._admission.release(place)
+        self._adapters.end(rollout.adapter)
+        if not rollout.ended:
+            rollout.never_ran()
+        del self._running[rollout.id]
+        rollout.begin_leases()
+        if rollout.detached:
+            self._kept.add(rollout)
+        if rollout.claim is not None:
+            self._keys.ended(rollout.claim)
+        self._ended(rollout)  # behind the answer: nothing that only counts may lose it
+        if rollout.detached:
+            rollout.drop_groups()

@@ -1,0 +1,65 @@
+"""Ended rollouts that can still be asked for, bounded in time and bytes.
+
+Only rollouts whose callers may come back are kept: those that were asked for asynchronously or with
+an idempotency key. The oldest go first. Not thread-safe; everything happens on the event loop.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from service.rollouts.rollout import Rollout
+
+
+class Kept:
+    """Drops what is too old or too much whenever it is asked anything."""
+
+    def __init__(
+        self,
+        *,
+        max_seconds: float,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_seconds = max_seconds
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._rollouts: OrderedDict[str, tuple[float, Rollout]] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_promised(self) -> int:
+        """That somebody is to come back for."""
+        self.trim()
+        return sum(rollout.promised for _, rollout in self._rollouts.values())
+
+    def add(self, rollout: Rollout) -> None:
+        self._rollouts[rollout.id] = (self._clock(), rollout)
+        self._num_bytes += rollout.num_bytes
+        self.trim()
+
+    def get(self, rollout_id: str) -> Rollout | None:
+        self.trim()
+        _, rollout = self._rollouts.get(rollout_id, (0.0, None))
+        return rollout
+
+    def trim(self) -> None:
+        expired = self._clock() - self._max_seconds
+        while self._rollouts:
+            oldest, (since, _) = next(iter(self._rollouts.items()))
+            if since > expired and self._num_bytes <= self._max_bytes:
+                return
+            self._drop(oldest)
+
+    def check(self) -> None:
+        """Bytes are conserved."""
+        held = sum(rollout.num_bytes for _, rollout in self._rollouts.values())
+        assert held == self._num_bytes <= self._max_bytes, "the books do not balance"
+
+    def _drop(self, rollout_id: str) -> None:
+        _, rollout = self._rollouts.pop(rollout_id)
+        self._num_bytes -= rollout.num_bytes

@@ -1,0 +1,84 @@
+"""Samples that an earlier rollout did not finish, and that this one goes on with.
+
+What they bring along stays as it was sampled: its log-probabilities are those of the weights that
+made it, and its spans say which. What follows is sampled by whatever weights serve now; where they
+are the same, the blocks of what is there are still cached.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
+from service.http.errors import InvalidRequest, PromptTooLong
+from service.rollouts.time_slice import TimeSlice
+
+Started = list[UnfinishedSample]
+
+
+def started_of(request: RolloutRequest) -> Mapping[int, Started]:
+    """By group, those of each in order: they are its first samples."""
+    started = defaultdict[int, Started](list)
+    for sample in () if request.continue_from is None else request.continue_from.samples:
+        started[sample.group].append(sample)
+    return started
+
+
+def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
+    return [VersionSpan(**span.model_dump()) for span in started.versions]
+
+
+async def check_continued(
+    request: RolloutRequest,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> None:
+    if request.continue_from is None:
+        return
+    if request.branching is not None:
+        raise InvalidRequest("a tree begins anew: it takes no continue_from")
+    turn = TimeSlice()
+    for index, started in started_of(request).items():
+        if index >= len(prompts):
+            raise InvalidRequest("continue_from names a group that is not there")
+        if len(started) > request.groups[index].n:
+            raise InvalidRequest("continue_from has more samples than their group")
+        for sample in started:
+            _check(sample, request, len(prompts[index]), max_context_tokens, vocab_size)
+            await turn.pause()
+
+
+def _check(
+    sample: UnfinishedSample,
+    request: RolloutRequest,
+    num_prompt_tokens: int,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> None:
+    num_tokens = len(sample.token_ids)
+    if len(sample.logprobs) != num_tokens:
+        raise InvalidRequest("continue_from needs one logprob a token")
+    _check_spans(sample, request)
+    if max(sample.token_ids) >= vocab_size:
+        raise InvalidRequest(f"token ids must be below {vocab_size}")
+    if num_tokens >= (request.sampling.max_tokens or max_context_tokens):
+        raise InvalidRequest("a sample to go on with has max_tokens already")
+    if num_prompt_tokens + num_tokens >= max_context_tokens:
+        raise PromptTooLong(
+            f"{num_prompt_tokens} prompt tokens and {num_tokens} to go on from; "
+            f"the context holds {max_context_tokens}"
+        )
+
+
+def _check_spans(sample: UnfinishedSample, request: RolloutRequest) -> None:
+    at = 0
+    for span in sample.versions:
+        if span.start != at or span.end <= at:
+            raise InvalidRequest("the versions of continue_from must follow one another")
+        at = span.end
+    if at != len(sample.token_ids):
+        raise InvalidRequest("the versions of continue_from must cover its tokens")
+    bound = request.policy and request.policy.exact_version
+    if bound is not None and any(span.version != bound for span in sample.versions):
+        raise InvalidRequest(f"continue_from has tokens of other versions than {bound!r}")

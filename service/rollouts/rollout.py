@@ -1,0 +1,271 @@
+"""One request's groups, run side by side, and the log of what happened to them.
+
+The log only grows, and any number of readers may read it from the start, so a stream and a plain
+answer are two views of one run. A rollout ends exactly once: with an answer or with a problem.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+from coppice.wire.records import (
+    EndRecord,
+    GroupRecord,
+    KvRecord,
+    ProgressRecord,
+    Record,
+    SampleRecord,
+    SegmentRecord,
+    StartRecord,
+)
+from coppice.wire.rollouts import (
+    GroupAnswer,
+    GroupHead,
+    Outcome,
+    RolloutAnswer,
+    RunningAnswer,
+    SampleAnswer,
+    SegmentAnswer,
+    Usage,
+)
+from engine.protocol import Engine
+from service.http.errors import Draining, ServiceError
+from service.http.failures import service_error
+from service.kv_reuse.group_reuse import with_reuse
+from service.observability.logs import group_id, rollout_id
+from service.prompt_kv.export_context import exporting, with_kv
+from service.prompt_kv.group_export import NOT_CONTINUED, KvTold
+from service.prompt_kv.prompt_kv import PromptKv
+from service.rollouts.claim import Claim
+from service.rollouts.group import Ending, Group
+from service.rollouts.time_slice import PER_TURN, TimeSlice, Turns
+
+log = logging.getLogger(__name__)
+
+GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
+
+PROGRESS_SECONDS = 15.0
+ROLLOUT_BYTES = 12 * 2**10
+GROUP_BYTES = 4096
+PART_BYTES = 1536
+SPAN_BYTES = 1024
+
+
+class Rollout:
+    """Owned by the registry that runs it. Lives on one event loop.
+
+    `owner` is the key that it was started with: nobody else may see it. A detached rollout outlives
+    its caller's connection. `promised`: somebody was told to come back for the answer, and has not.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str,
+        groups: Sequence[Group],
+        *,
+        owner: str,
+        detached: bool,
+        claim: Claim | None = None,
+    ) -> None:
+        self.id = rollout_id
+        self.groups = groups
+        self.num_samples = sum(group.n for group in groups)
+        self.adapter = groups[0].adapter  # all groups are under the same
+        self.owner = owner
+        self.detached = detached
+        self.claim = claim
+        self.error: ServiceError | None = None
+        self.promised = False
+        self._num_done = 0
+        self._num_started = 0
+        self._num_bytes = ROLLOUT_BYTES + GROUP_BYTES * len(groups)
+        turns = Turns()
+        for group in groups:
+            group.turns = turns
+        self._answers: dict[int, GroupAnswer] = {}
+        self._log: list[Record] = [StartRecord(id=rollout_id)]
+        self._grown = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def log(self) -> Sequence[Record]:
+        """As far as it has grown."""
+        return self._log
+
+    @property
+    def num_running(self) -> int:
+        return sum(group.num_running for group in self.groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of an ended rollout without its groups: its answer and its log."""
+        return self._num_bytes
+
+    @property
+    def resting(self) -> bool:
+        """Nothing happens until somebody comes back to it."""
+        return self.ended or all(group.resting for group in self.groups)
+
+    async def rested(self) -> None:
+        while not self.resting:
+            await self._grown.wait()
+
+    async def run(self, engine: Engine, prompt_kv: PromptKv, group_ended: GroupEnded) -> None:
+        rollout_id.set(self.id)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in self.groups:
+                    running = tasks.create_task(self._run_group(engine, prompt_kv, group))
+                    # Beside the task, lest a failure to count loses an answer.
+                    running.add_done_callback(partial(self._count, group, group_ended))
+                    await self._spread(group)
+        except ExceptionGroup as failures:
+            self.error = service_error(failures)
+        except asyncio.CancelledError:
+            self.error = Draining(retry_after_seconds=30)
+            raise
+        finally:
+            self._end()
+
+    async def _spread(self, group: Group) -> None:
+        """A turn of the event loop for every so many samples, which enter the engine in it."""
+        self._num_started += group.n
+        while self._num_started >= PER_TURN:
+            self._num_started -= PER_TURN
+            await asyncio.sleep(0)
+
+    def _count(self, group: Group, group_ended: GroupEnded, _: asyncio.Task[None]) -> None:
+        if group.index in self._answers:
+            group_ended(self, group, self._answers[group.index])
+
+    def never_ran(self) -> None:
+        """Cancelled before its first step, a task runs nothing at all, not even `finally`."""
+        self.error = Draining(retry_after_seconds=30)
+        self._end()
+
+    async def end(self, engine: Engine, ending: Ending) -> None:
+        for group in self.groups:
+            await group.end(engine, ending)
+
+    def begin_leases(self) -> None:
+        for group in self.groups:
+            if group.exports is not None:
+                group.exports.begin_leases()
+
+    def drop_groups(self) -> None:
+        """Of an ended rollout: prompts, samplings, trees. The answer needs none of them."""
+        self._num_done = sum(group.num_done for group in self.groups)
+        self.groups = ()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def answers(self) -> list[GroupAnswer]:
+        """Of the groups that have ended."""
+        return [self._answers[index] for index in sorted(self._answers)]
+
+    def progress(self) -> RunningAnswer:
+        done = self._num_done + sum(group.num_done for group in self.groups)
+        return RunningAnswer(id=self.id, samples=self.num_samples, samples_done=done)
+
+    async def answer(self) -> RolloutAnswer:
+        """Waits for the end; raises the problem if that is how it ended."""
+        await self.wait()
+        if self.error is not None:
+            raise self.error
+        return RolloutAnswer(
+            id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self._usage()
+        )
+
+    async def records(self) -> AsyncIterator[Record]:
+        """The whole log from its start, as it grows; a progress record when it stands still."""
+        position, turn = 0, TimeSlice()
+        while True:
+            for record in self._log[position:]:
+                position += 1
+                yield record
+                await turn.pause()
+            if position and isinstance(self._log[position - 1], EndRecord):
+                return
+            if not await self._wait_for_growth(position):
+                standing = self.progress()
+                yield ProgressRecord(samples=standing.samples, samples_done=standing.samples_done)
+
+    async def _run_group(self, engine: Engine, prompt_kv: PromptKv, group: Group) -> None:
+        group_id.set(str(group.index))  # the caller's own name for it could hold anything
+
+        def done(part: SampleAnswer | SegmentAnswer) -> None:
+            self._num_bytes += _num_bytes(part)
+            if isinstance(part, SegmentAnswer):
+                self._append(SegmentRecord(group=group.index, segment=part))
+            else:
+                self._append(SampleRecord(group=group.index, sample=part))
+
+        def kv_told(segment: str | None, told: KvTold) -> None:
+            if segment is not None or told.kv is not None:  # the group's own answer has the reason
+                record = KvRecord(group=group.index, segment=segment, **told._asdict())
+                self._append(record)
+
+        async with exporting(prompt_kv, group, kv_told):
+            answer = await group.run(engine, done)
+        answer = with_reuse(with_kv(answer, group.exports), group.reuse)
+        for segment in answer.segments or ():
+            if segment.kv_reason == NOT_CONTINUED.kv_reason:
+                kv_told(segment.id, NOT_CONTINUED)
+        self._answers[group.index] = answer
+        head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
+        self._append(GroupRecord(group=head))
+
+    def _end(self) -> None:
+        end = self._end_record()
+        self._append(end)
+        self._ended.set()
+        log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+
+    def _append(self, record: Record) -> None:
+        self._log.append(record)
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    async def _wait_for_growth(self, position: int) -> bool:
+        if len(self._log) > position:
+            return True
+        try:
+            async with asyncio.timeout(PROGRESS_SECONDS):
+                await self._grown.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _end_record(self) -> EndRecord:
+        problem = None if self.error is None else self.error.problem()
+        return EndRecord(outcome=self._outcome(), usage=self._usage(), problem=problem)
+
+    def _outcome(self) -> Outcome:
+        if self.error is not None:
+            return "failed"
+        outcomes = {answer.outcome for answer in self._answers.values()}
+        return outcomes.pop() if len(outcomes) == 1 else "partial"
+
+    def _usage(self) -> Usage:
+        answers = self._answers.values()
+        return Usage(
+            prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.num_completion_tokens for answer in answers),
+            samples=sum(answer.num_samples for answer in answers),
+        )
+
+
+def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
+    """A number and its place in a list take about 36 bytes."""
+    num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
+    if isinstance(part, SampleAnswer):
+        return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
+    # The log has a segment as it was when it ended, the answer as it is.
+    return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))

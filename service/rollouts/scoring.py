@@ -1,0 +1,140 @@
+"""Teacher-forced log-probabilities of given responses, each of one weights version.
+
+vLLM may compute a long prompt in chunks, and an activation between two of them would mix versions
+without a trace. So what was computed across an activation is computed again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from coppice.wire.rollouts import Policy
+from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
+from engine.protocol import Engine, Place
+from service.adapters.manager import Adapters
+from service.http.errors import InvalidRequest, PromptTooLong
+from service.http.failures import service_error
+from service.rollouts.admission import Admission
+from service.rollouts.manager import Rollouts
+from service.rollouts.tokenizer import Prompts
+from service.weights.versions import Versions
+
+Result = TypeVar("Result")
+Computed: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
+
+
+class Terms(NamedTuple):
+    """What holds for every response of a request."""
+
+    policy: Policy | None
+    adapter: str | None
+
+
+class Scoring:
+    """Holds nothing between two requests."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        adapters: Adapters,
+        *,
+        admission: Admission,
+        max_samples_per_request: int,
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._adapters = adapters
+        self._admission = admission
+        self._max_samples = max_samples_per_request
+
+    async def score(self, request: ScoreRequest, *, owner: str) -> ScoreAnswer:
+        num_responses = sum(len(item.responses) for item in request.items)
+        if num_responses > self._max_samples:
+            raise InvalidRequest(
+                f"{num_responses} responses; one request may have {self._max_samples}"
+            )
+        prompts = await self._prompts.all_token_ids([item.prompt for item in request.items])
+        pairs = list(zip(request.items, prompts, strict=True))
+        for item, prompt in pairs:
+            self._check(prompt, item.responses)
+        num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
+        with self._admission.held(owner, samples=num_responses, prompt_tokens=num_tokens):
+            return await self._scored(pairs, Terms(request.policy, request.adapter))
+
+    async def _scored(self, pairs: list[tuple[ScoreItem, list[int]]], terms: Terms) -> ScoreAnswer:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                items = [
+                    tasks.create_task(self._item(item, prompt, terms)) for item, prompt in pairs
+                ]
+        except ExceptionGroup as failures:
+            raise service_error(failures) from failures
+        return ScoreAnswer(items=[item.result() for item in items])
+
+    def _check(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
+        limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
+        longest = max(map(len, responses), default=0)
+        if len(prompt) + longest >= limit:
+            raise PromptTooLong(
+                f"{len(prompt)} prompt and {longest} response tokens; "
+                f"together they must be below {limit}"
+            )
+        if any(max(tokens, default=0) >= vocabulary for tokens in (prompt, *responses)):
+            raise InvalidRequest(f"token ids must be below {vocabulary}")
+
+    async def _item(self, item: ScoreItem, prompt: list[int], terms: Terms) -> ScoredItem:
+        async with asyncio.TaskGroup() as tasks:
+            scored = [
+                tasks.create_task(self._response(prompt, response, terms))
+                for response in item.responses
+            ]
+        return ScoredItem(
+            num_prompt_tokens=len(prompt), responses=[task.result() for task in scored]
+        )
+
+    async def prompts(
+        self, prompts: Sequence[list[int]], num_likeliest: int, *, owner: str, terms: Terms
+    ) -> list[list[Place]]:
+        """Each of one version, in their order."""
+        for prompt in prompts:
+            self._check(prompt, [])
+
+        def prompt_of(prompt: list[int]) -> Computed[list[Place]]:
+            return self._of_one_version(
+                lambda adapter: self._engine.likeliest(prompt, num_likeliest, adapter), terms
+            )
+
+        num_tokens = sum(map(len, prompts))
+        with self._admission.held(owner, samples=len(prompts), prompt_tokens=num_tokens):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    scored = [tasks.create_task(prompt_of(prompt)) for prompt in prompts]
+            except ExceptionGroup as failures:
+                raise service_error(failures) from failures
+        return [task.result()[0] for task in scored]
+
+    async def _response(
+        self, prompt: list[int], response: list[int], terms: Terms
+    ) -> ScoredResponse:
+        logprobs, version, adapter = await self._of_one_version(
+            lambda adapter: self._engine.score(prompt, response, adapter), terms
+        )
+        return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter)
+
+    async def _of_one_version(
+        self, compute: Callable[[str | None], Awaitable[Result]], terms: Terms
+    ) -> tuple[Result, str, str | None]:
+        """With the labels of the weights and of the adapter that it is of."""
+        while True:
+            await self._rollouts.gate_open()
+            self._versions.admit(terms.policy)
+            epoch, version = self._versions.epoch, self._versions.active.label
+            with self._adapters.using(terms.adapter) as adapter:
+                result = await compute(adapter)
+            if epoch == self._versions.epoch:
+                return result, version, adapter

@@ -1,0 +1,150 @@
+"""Prompts to token ids and token ids to text, off the event loop.
+
+One thread does all of it: tokenizers are not safe to share between threads, and text is rare here.
+Its work is queued per API key, prompts apart from responses, and the queues are served in turn.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from coppice.wire.rollouts import Prompt
+from engine import errors
+from engine.errors import ConversationRefused, RequestRefused
+from engine.protocol import Conversation, Engine, Reply
+from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
+from service.http.fair_executor import FairExecutor, QueueLimits
+from service.observability.logs import key_name
+from service.rollouts.time_slice import TimeSlice
+
+Result = TypeVar("Result")
+
+WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
+"""Characters of prompts; a tokenizer takes about 1 s for 1 MiB."""
+
+
+class Prompts:
+    """Owns the tokenizer's thread; `close` ends it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._token_texts: dict[int, str] = {}
+        self._tokenizer = FairExecutor("tokenizer", WAITING)
+
+    def close(self) -> None:
+        self._tokenizer.close()
+
+    async def token_ids(self, prompt: Prompt) -> list[int]:
+        return self._checked(await self._tokens(prompt))
+
+    async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        tokens, turn = list[list[int]](), TimeSlice()
+        for prompt in prompts:
+            tokens.append(await self.token_ids(prompt))
+            await turn.pause()
+        return tokens
+
+    async def conversation(self, conversation: Conversation) -> list[int]:
+        return self._checked(await self.rendered(conversation))
+
+    async def rendered(self, conversation: Conversation) -> list[int]:
+        """As above, of any length."""
+        try:
+            return await self._encoded(
+                _num_chars(conversation.messages) + _num_chars(conversation.tools),
+                lambda: self._engine.encode_conversation(conversation),
+            )
+        except ConversationRefused as error:
+            raise InvalidRequest.of_parameter(error.field, str(error)) from error
+        except errors.PromptTooLong as error:
+            raise PromptTooLong(str(error)) from error
+        except RequestRefused as error:
+            raise NoChatTemplate() from error
+
+    async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Of any length: callers bound the text."""
+        engine = self._engine
+        return await self._encoded(
+            len(text), lambda: engine.encode_text(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        return await self._decoded(lambda: self._engine.decode(token_ids))
+
+    async def whole_text(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return await self._decoded(
+            lambda: self._engine.decode(token_ids, skip_special_tokens=False)
+        )
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._decoded(lambda: self._engine.token_pieces(token_ids))
+
+    async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
+        """The text of each token; every token of the vocabulary is decoded once."""
+
+        def decode() -> Mapping[int, str]:
+            known = self._token_texts
+            new = list(set(collect()) - known.keys())
+            known.update(zip(new, self._engine.token_texts(new), strict=True))
+            return known
+
+        return await self._decoded(decode)
+
+    async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+        return await self._decoded(lambda: self._engine.reply(token_ids, conversation))
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        facts = self._engine.facts
+        if not tokens:
+            raise InvalidRequest("a prompt has no token")
+        if len(tokens) >= facts.max_context_tokens:
+            raise PromptTooLong(
+                f"{len(tokens)} prompt tokens; the context holds {facts.max_context_tokens}, "
+                "one of them at least for the response"
+            )
+        if max(tokens) >= facts.vocab_size:
+            raise InvalidRequest(f"token ids must be below {facts.vocab_size}")
+        return tokens
+
+    async def _tokens(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if prompt.segments is not None:
+            return [token for segment in prompt.segments for token in segment.token_ids]
+        if prompt.text is not None:
+            return await self._text_tokens(prompt.text)
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
+        return await self.rendered(Conversation(messages=messages))
+
+    async def _text_tokens(self, text: str) -> list[int]:
+        """Refuses what cannot fit before it is tokenized."""
+        facts = self._engine.facts
+        if facts.max_token_chars is not None:
+            max_chars = facts.max_context_tokens * facts.max_token_chars
+            if len(text) > max_chars:
+                raise PromptTooLong(
+                    f"{len(text)} characters; the context holds {facts.max_context_tokens} tokens, "
+                    f"which are at most {max_chars} characters"
+                )
+        return await self._encoded(len(text), lambda: self._engine.encode_text(text))
+
+    async def _encoded(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
+
+    async def _decoded(self, decode: Callable[[], Result]) -> Result:
+        """What was sampled is never refused."""
+        return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
+
+
+def _num_chars(value: object) -> int:
+    """Of all strings in plain values, without recursion."""
+    total, waiting = 0, [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            total += len(found)
+        elif isinstance(found, Mapping):
+            waiting += [*found.keys(), *found.values()]
+        elif isinstance(found, Sequence):
+            waiting += found
+    return total

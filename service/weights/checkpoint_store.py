@@ -1,0 +1,217 @@
+"""Weights files on disk: uploads, and directories that the operator allows.
+
+An upload is written under a hidden name and renamed when it is whole, so that a version's directory
+never holds half a file. Only files below our own directory are ever deleted.
+"""
+
+import asyncio
+import base64
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic_core import from_json
+
+from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from engine.runtime.file_lock import own_folder
+from engine.weights.checkpoint import MAX_JSON_BYTES
+from service.http.errors import (
+    DigestMismatch,
+    InsufficientStorage,
+    InvalidRequest,
+    PathRefused,
+    WeightsRefused,
+)
+
+_PREFIX = "weights-"
+WRITE_BYTES = 4 * 2**20
+SINGLE = "model.safetensors"
+DELTA = ".delta"
+"""In a version's directory: the changes that it came as, for replicas that have its base."""
+INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A whole file under its hidden name, to be kept or discarded."""
+
+    path: Path
+    num_bytes: int
+    sha256: str
+
+
+class Checkpoints:
+    """Owns one fresh folder below `directory`; `sources` are where weights may be taken from.
+
+    `open` and `close` are a pair. A folder whose owner was killed is swept by the next one to open.
+    """
+
+    def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
+        self._directory = directory
+        self._sources = [source.resolve() for source in sources]
+        self._home: Path | None = None
+        self._lock: BinaryIO | None = None
+
+    def open(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._home, self._lock = own_folder(_PREFIX, self._directory)
+
+    def close(self) -> None:
+        home, self._home = self._home, None
+        if home is not None:
+            shutil.rmtree(home, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+    def home(self, label: str) -> Path:
+        assert self._home is not None, "open first"
+        return self._home / label
+
+    def fresh(self, prefix: str) -> Path:
+        """A directory that is nobody's yet."""
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=self._home))
+
+    async def receive(self, chunks: AsyncIterator[bytes], announced: str | None) -> Upload:
+        """Streams to disk in bounded memory, hashing on the way. `announced`: Content-Digest."""
+        expected = _expected_digest(announced)
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = await _write(file, chunks)
+            if expected not in (None, digest):
+                raise DigestMismatch()
+        except OSError as error:
+            path.unlink()
+            raise InsufficientStorage() from error
+        except BaseException:
+            path.unlink()
+            raise
+        return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
+
+    async def lineage(self, delta: Upload) -> Lineage:
+        try:
+            return await asyncio.to_thread(lineage_of, delta.path)
+        except DeltaRefused as refused:
+            raise WeightsRefused(f"the delta: {refused}") from refused
+
+    async def patched(self, base: Path, delta: Upload, expected: str) -> Upload:
+        """The whole file that the delta leads to, written and hashed off the loop."""
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = await asyncio.to_thread(apply_delta, base, delta.path, file)
+            if digest != expected:
+                raise DigestMismatch("the delta does not lead to the file that it announces")
+        except DeltaRefused as refused:
+            path.unlink()
+            raise WeightsRefused(f"the delta: {refused}") from refused
+        except OSError as error:
+            path.unlink()
+            raise InsufficientStorage() from error
+        except BaseException:
+            path.unlink()
+            raise
+        return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest)
+
+    def keep(self, upload: Upload, label: str, name: str) -> Path:
+        home = self.home(label)
+        home.mkdir(exist_ok=True)
+        upload.path.rename(home / name)
+        return home
+
+    def discard(self, upload: Upload) -> None:
+        upload.path.unlink(missing_ok=True)
+
+    def delete(self, label: str) -> None:
+        shutil.rmtree(self.home(label), ignore_errors=True)
+
+    def allowed(self, path: str) -> Path:
+        """Resolved before it is compared, so that neither `..` nor a link leads out."""
+        try:
+            resolved = Path(path).resolve()
+            inside = any(resolved.is_relative_to(source) for source in self._sources)
+            present = inside and resolved.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
+            raise PathRefused() from error
+        if not inside:
+            raise PathRefused()
+        if not present:
+            raise PathRefused("there is nothing at that path")
+        return resolved
+
+
+def checked_name(name: str) -> str:
+    if not _FILE_NAME.match(name) or not (name == INDEX or name.endswith(".safetensors")):
+        raise InvalidRequest.of_parameter(
+            "name", f"a checkpoint's files are {INDEX} and *.safetensors"
+        )
+    return name
+
+
+async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
+    """Writes and hashes off the loop, a few megabytes at a time; returns the SHA-256."""
+    sha256 = hashlib.sha256()
+
+    def flush(block: bytes) -> None:
+        file.write(block)
+        sha256.update(block)
+
+    block = bytearray()
+    async for chunk in chunks:
+        block += chunk
+        if len(block) >= WRITE_BYTES:
+            await asyncio.to_thread(flush, bytes(block))
+            block.clear()
+    await asyncio.to_thread(flush, bytes(block))
+    return sha256.digest()
+
+
+def _expected_digest(header: str | None) -> bytes | None:
+    """RFC 9530. An algorithm other than sha-256 is refused rather than left unchecked."""
+    if header is None:
+        return None
+    found = _DIGEST.fullmatch(header)
+    if found is None:
+        raise InvalidRequest.of_parameter("Content-Digest", "sha-256=:...: and nothing else")
+    return base64.b64decode(found.group(1))
+
+
+async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]:
+    """What a sharded checkpoint still lacks: first its index, then what that names."""
+    if INDEX not in present:
+        return (INDEX,)
+    named = await asyncio.to_thread(_named_shards, index)
+    return tuple(sorted(name for name in named if name not in present))
+
+
+def _named_shards(index: Path) -> set[str]:
+    """None of a wrong index: the check that follows says what is wrong with it.
+
+    Unlike json.loads, from_json refuses lone surrogates, which no answer could name.
+    """
+    if index.stat().st_size > MAX_JSON_BYTES:
+        return set()
+    try:
+        named = set(from_json(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return named if all(isinstance(name, str) for name in named) else set()
+
+
+def num_bytes_of(path: Path) -> int:
+    """WeightsRefused if their owner has removed them since they were checked."""
+    try:
+        files = [path] if not path.is_dir() else path.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise WeightsRefused("the files have changed while they were read") from error

@@ -1,0 +1,65 @@
+"""The drafter, as callers see it: taken home, brought from elsewhere, asked about."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+
+from coppice.wire.drafter import DrafterAcceptance, DrafterAnswer, DrafterTraining
+from engine.errors import CheckpointRefused, DrafterRefused
+from engine.protocol import DrafterStatus, Engine
+from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
+from service.weights.checkpoint_store import Checkpoints
+
+
+class Drafters:
+    """Owns nothing: versions are the engine's, uploads under way the checkpoints'."""
+
+    def __init__(self, engine: Engine, checkpoints: Checkpoints) -> None:
+        self._engine = engine
+        self._checkpoints = checkpoints
+
+    def answer(self) -> DrafterAnswer:
+        status = self._status()
+        return DrafterAnswer(
+            serving=status.serving,
+            candidate=status.candidate,
+            acceptance=[DrafterAcceptance(**asdict(pair)) for pair in status.pairs],
+            promoted=status.outcomes.get("promoted", 0),
+            rolled_back=status.outcomes.get("rolled_back", 0),
+            failed=status.outcomes.get("failed", 0),
+            training=DrafterTraining(
+                state=status.training,
+                num_steps=status.num_steps,
+                num_tokens=status.num_tokens,
+                loss=status.loss,
+                samples_dropped=status.samples_dropped,
+            ),
+        )
+
+    def serving(self) -> tuple[str, Path]:
+        """The version, and the file that it is in now."""
+        return self._status().serving, self._engine.drafter_file()
+
+    async def offer(
+        self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
+    ) -> DrafterAnswer:
+        """Streamed to disk and checked, then left to its trial."""
+        self._status()
+        upload = await self._checkpoints.receive(chunks, digest)
+        try:
+            await asyncio.to_thread(self._engine.check_drafter, upload.path)
+            await self._engine.offer_drafter(upload.path, version)
+        except CheckpointRefused as refused:
+            raise WeightsRefused(str(refused)) from refused
+        except DrafterRefused as refused:
+            raise VersionConflict(str(refused)) from refused
+        finally:
+            self._checkpoints.discard(upload)
+        return self.answer()
+
+    def _status(self) -> DrafterStatus:
+        status = self._engine.drafter()
+        if status is None:
+            raise NoDrafter()
+        return status

@@ -1,0 +1,186 @@
+"""Brings a version here: from a directory that every replica has, or from one that holds it.
+
+What comes is taken as any upload is, to disk, hashed on the way, compared with the manifest's
+digest, checked against the model, and staged or gone. So it does not matter whom it comes from.
+"""
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import httpx
+
+from service.cluster.registry import Manifest, ManifestFile, Replica
+from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
+from service.http.params import label
+from service.weights.checkpoint_store import SINGLE, Checkpoints, checked_name
+from service.weights.replication.manifests import digest_header, same_files
+from service.weights.replication.peers import Peers
+from service.weights.stager import Publisher
+from service.weights.versions import Version
+
+Way = Literal["path", "delta", "whole", "failed"]
+CONNECT_SECONDS = 5.0
+SILENCE_SECONDS = 30.0
+BLOCK_BYTES = 2**20  # to come within SILENCE_SECONDS as well
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+log = logging.getLogger(__name__)
+
+
+class PullFailed(Exception):
+    """It could not be had just now; why, without an address."""
+
+
+class Pull:
+    """`came` is told of every version how it came, or that it did not."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        peers: Peers,
+        *,
+        max_file_bytes: int,
+        came: Callable[[Way], None],
+    ) -> None:
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._peers = peers
+        self._max_file_bytes = max_file_bytes
+        self._came = came
+
+    async def bring(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
+        """Staged. PullFailed leaves nothing behind but files of a sharded version, which are taken
+        up again."""
+        try:
+            _check(manifest, self._max_file_bytes)
+            return await self._bring(manifest, replicas)
+        except (ServiceError, PullFailed) as error:
+            self._came("failed")
+            raise PullFailed(str(error)) from error
+
+    async def _bring(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
+        if manifest.path is not None:
+            return await self._from_path(manifest, manifest.path)
+        holders = [r for r in replicas if manifest.version in r.holds]
+        known = [r for r in holders if self._peers.allows(r.url)]
+        if not known:
+            why = "is at an address of weights.peers" if holders else "has its files"
+            raise PullFailed(f"no other replica {why}")
+        random.shuffle(known)  # not all from the one that everybody names first
+        failure = PullFailed("")
+        for replica in known:
+            try:
+                return await self._from(replica, manifest)
+            except WeightsRefused:
+                raise  # they are the weights that were published: nobody has others
+            except (httpx.HTTPError, OSError, ServiceError, PullFailed) as error:
+                log.warning("%s from %s: %s", manifest.version, replica.id, error)
+                failure = PullFailed(f"from {replica.id}: {_words(error)}")
+        raise failure
+
+    async def _from_path(self, manifest: Manifest, path: str) -> Version:
+        place = self._checkpoints.allowed(path)
+        if not await asyncio.to_thread(same_files, manifest, place):
+            raise DigestMismatch("the files are not those that were published")
+        staged = await self._publisher.stage_path(
+            manifest.version, path, sequence=manifest.sequence, announced=True
+        )
+        self._came("path")
+        return staged
+
+    async def _from(self, replica: Replica, manifest: Manifest) -> Version:
+        async with httpx.AsyncClient(
+            base_url=replica.url.rstrip("/"),
+            headers=self._peers.headers(),
+            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+            follow_redirects=False,
+            trust_env=False,
+        ) as peer:
+            if manifest.delta is not None and self._publisher.is_base(manifest.base):
+                try:
+                    return await self._changes(peer, manifest, manifest.delta)
+                except (ServiceError, PullFailed) as error:
+                    log.warning("%s as a delta: %s", manifest.version, error)
+            return await self._whole(peer, manifest)
+
+    async def _changes(
+        self, peer: httpx.AsyncClient, manifest: Manifest, delta: ManifestFile
+    ) -> Version:
+        assert manifest.base is not None, "checked by the caller"
+        version, _ = await self._publisher.upload_delta(
+            manifest.version,
+            manifest.base,
+            _chunks(peer, manifest.version, delta),
+            sequence=manifest.sequence,
+            digest=digest_header(delta.sha256),
+            announced=True,
+        )
+        self._came("delta")
+        return version
+
+    async def _whole(self, peer: httpx.AsyncClient, manifest: Manifest) -> Version:
+        sharded = [file.name for file in manifest.files] != [SINGLE]
+        version = None
+        for file in manifest.files:
+            version, _ = await self._publisher.upload(
+                manifest.version,
+                file.name,
+                _chunks(peer, manifest.version, file),
+                sequence=manifest.sequence,
+                digest=digest_header(file.sha256),
+                sharded=sharded,
+                announced=True,
+            )
+        if version is None or version.state == "incomplete":
+            raise PullFailed("the manifest does not name all files")
+        self._came("whole")
+        return version
+
+
+def _words(error: Exception) -> str:
+    """Others read them: an address is not for them."""
+    ours = isinstance(error, ServiceError | PullFailed)
+    return str(error) if ours else type(error).__name__
+
+
+def _check(manifest: Manifest, max_file_bytes: int) -> None:
+    """Names become names of files, and others than our own releases can write to a directory."""
+    label(manifest.version)
+    for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
+        checked_name(file.name)
+        if not _SHA256.fullmatch(file.sha256):
+            raise PullFailed("the manifest holds what is no SHA-256")
+        if file.num_bytes > max_file_bytes:
+            raise PullFailed("a file is larger than weights.max_upload_bytes")
+
+
+async def _chunks(
+    peer: httpx.AsyncClient,
+    version: str,
+    file: ManifestFile,
+    *,
+    block_seconds: float = SILENCE_SECONDS,
+) -> AsyncIterator[bytes]:
+    """Never more than the manifest says, nor for ever: a replica that sends a little time and again
+    would keep this version from coming from another one."""
+    path = f"/v1/weights/{version}/files/{file.name}"
+    async with peer.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
+        if answer.status_code != 200:
+            raise PullFailed(f"it answered {answer.status_code}")
+        num_bytes, block_bytes, began = 0, 0, time.monotonic()
+        async for chunk in answer.aiter_raw():
+            num_bytes += len(chunk)
+            block_bytes += len(chunk)
+            if num_bytes > file.num_bytes:
+                raise PullFailed("it sent more than the manifest says")
+            if block_bytes < BLOCK_BYTES and time.monotonic() - began > block_seconds:
+                raise PullFailed(f"it sent less than {BLOCK_BYTES} bytes in {block_seconds:g} s")
+            yield chunk
+            if block_bytes >= BLOCK_BYTES:
+                block_bytes, began = 0, time.monotonic()

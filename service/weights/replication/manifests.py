@@ -1,0 +1,87 @@
+"""A version as the directory tells of it."""
+
+import base64
+import hashlib
+from pathlib import Path
+
+from service.cluster.registry import Manifest, ManifestFile, Sight
+from service.weights.checkpoint_store import INDEX
+from service.weights.versions import Version
+
+DELTA = "delta.safetensors"
+"""Under this name a replica gives the changes that a version came as."""
+
+
+def manifest_of(version: Version) -> Manifest:
+    """Blocks for as long as it takes to hash what lies in somebody else's directory."""
+    home = version.path
+    digests = dict(version.digests) if version.owned else _digests(home)
+    sizes = {name: _file(home, name).stat().st_size for name in digests}
+    files = tuple(
+        ManifestFile(name=name, sha256=digests[name], num_bytes=sizes[name])
+        for name in sorted(digests, key=lambda name: (name != INDEX, name))
+    )
+    delta = None
+    if version.delta_sha256 is not None:
+        size = version.received_bytes
+        delta = ManifestFile(name=DELTA, sha256=version.delta_sha256, num_bytes=size)
+    return Manifest(
+        version=version.label,
+        sequence=version.sequence,
+        files=files,
+        base=version.base,
+        delta=delta,
+        path=None if version.owned else str(home),
+    )
+
+
+def same_files(manifest: Manifest, path: Path) -> bool:
+    """Whether what lies there is what the manifest tells of; blocks. False once it is gone."""
+    try:
+        return _digests(path) == {file.name: file.sha256 for file in manifest.files}
+    except OSError:
+        return False
+
+
+def is_published(version: Version) -> bool:
+    """Not so the weights that the engine started with, nor what is not whole yet."""
+    return version.state != "incomplete" and (version.owned or version.sequence > 0)
+
+
+def is_gone(version: Version, sight: Sight) -> bool:
+    """Whether the directory, which knew of it, does not any more, or knows another by its name."""
+    if version.state == "active" or not version.announced:
+        return False
+    vanished = version.state != "superseded" and version.label not in sight.manifests
+    return vanished or (version.state != "incomplete" and is_another(version, sight))
+
+
+def is_another(version: Version, sight: Sight) -> bool:
+    """Whether the directory tells of other files by its name. Of a shared directory's that is seen
+    when they are compared."""
+    manifest = sight.manifests.get(version.label)
+    if manifest is None or not version.owned:
+        return False
+    return {file.name: file.sha256 for file in manifest.files} != dict(version.digests)
+
+
+def digest_header(sha256: str) -> str:
+    """RFC 9530, as uploads are announced."""
+    return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Of a file or of the files of a checkpoint in a directory."""
+    if path.is_file():
+        return {path.name: _sha256(path)}
+    files = [*path.glob("*.safetensors"), *path.glob(INDEX)]
+    return {file.name: _sha256(file) for file in files}
+
+
+def _file(home: Path, name: str) -> Path:
+    return home if home.is_file() else home / name
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,263 @@
+"""Staging of weights: from bytes or a path to a version that could be activated.
+
+A version is staged only after the engine has checked it against the model, so activation meets no
+surprises. Refused weights leave nothing behind.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import CheckpointRefused
+from engine.protocol import Engine
+from service.http.errors import BaseUnavailable, VersionConflict, WeightsRefused
+from service.weights.checkpoint_store import (
+    DELTA,
+    INDEX,
+    SINGLE,
+    Checkpoints,
+    Upload,
+    missing_files,
+    num_bytes_of,
+)
+from service.weights.versions import Version, Versions
+
+Received = Callable[[int, int], None]
+"""Told of every version's new file: in how many bytes it came, and how many it has."""
+
+Announce = Callable[[Version], Awaitable[bool]]
+"""Tells the other replicas of a version; whether they know now. VersionConflict if it cannot be."""
+
+
+class Publisher:
+    """Changes `versions` and `checkpoints` together, one change at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        checkpoints: Checkpoints,
+        *,
+        retain_superseded: int,
+        received: Received,
+        announce: Announce,
+        dropped: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._checkpoints = checkpoints
+        self._retain = retain_superseded
+        self._received = received
+        self._announce = announce
+        self._dropped = dropped
+        self._changing = asyncio.Lock()
+
+    async def upload(
+        self,
+        label: str,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        sequence: int | None,
+        digest: str | None,
+        sharded: bool,
+        announced: bool = False,
+    ) -> tuple[Version, bool]:
+        """The version as it is now, and whether the file is new to it. `announced`: the others know
+        of it, for it comes from one of them."""
+        self._check_place(label, sequence)
+        upload = await self._checkpoints.receive(chunks, digest)
+        try:
+            async with self._changing:
+                return await self._add(
+                    label, name, upload, sequence=sequence, sharded=sharded, announced=announced
+                )
+        finally:
+            self._checkpoints.discard(upload)
+
+    async def upload_delta(
+        self,
+        label: str,
+        base: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        sequence: int | None,
+        digest: str | None,
+        announced: bool = False,
+    ) -> tuple[Version, bool]:
+        """As above: a version of one file comes out, whatever it came as.
+
+        The base cannot be dropped meanwhile: nothing else is changed before this is over.
+        """
+        self._check_place(label, sequence)
+        self._base(base)
+        delta = await self._checkpoints.receive(chunks, digest)
+        try:
+            async with self._changing:
+                return await self._add_patched(label, base, delta, sequence, announced)
+        finally:
+            self._checkpoints.discard(delta)
+
+    async def stage_path(
+        self, label: str, path: str, *, sequence: int | None, announced: bool = False
+    ) -> Version:
+        directory = self._checkpoints.allowed(path)
+        async with self._changing:
+            self._check_place(label, sequence)
+            if self._versions.find(label) is not None:
+                raise VersionConflict("the version exists")
+            await self._check(directory)
+            return await self._staged(
+                Version(
+                    label=label,
+                    sequence=self._sequence(label, sequence),
+                    state="staged",
+                    path=directory,
+                    num_bytes=num_bytes_of(directory),
+                    owned=False,
+                    announced=announced,
+                )
+            )
+
+    async def recheck(self, version: Version) -> None:
+        """What lies in somebody else's directory may have changed since it was staged."""
+        if not version.owned:
+            await self._check(version.path)
+
+    async def delete(self, label: str, *, tell: bool = True) -> None:
+        """`tell`: the other replicas are to hear of it."""
+        async with self._changing:
+            self._drop(label)
+            if tell:
+                await self._dropped(label)
+
+    async def trim(self) -> None:
+        """A trainer that publishes every step must not fill the disk."""
+        async with self._changing:
+            superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
+            for version in superseded[: max(0, len(superseded) - self._retain)]:
+                self._drop(version.label)
+                await self._dropped(version.label)
+
+    async def _add_patched(
+        self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
+    ) -> tuple[Version, bool]:
+        held, lineage = self._base(base), await self._checkpoints.lineage(delta)
+        if held.digests[SINGLE] != lineage.base:
+            raise BaseUnavailable(f"{base!r} holds other weights than the delta starts from")
+        whole = await self._checkpoints.patched(held.path / SINGLE, delta, lineage.result)
+        try:
+            return await self._add(
+                label,
+                SINGLE,
+                whole,
+                sequence=sequence,
+                sharded=False,
+                announced=announced,
+                base=base,
+                delta=delta,
+            )
+        finally:
+            self._checkpoints.discard(whole)
+
+    def is_base(self, label: str | None) -> bool:
+        version = None if label is None else self._versions.find(label)
+        return version is not None and version.digests.keys() == {SINGLE}
+
+    def _base(self, label: str) -> Version:
+        """Only of one file of our own it is known what is in it, and that it stays."""
+        if not self.is_base(label):
+            raise BaseUnavailable(f"there is no {label!r} here that was uploaded as one file")
+        return self._versions.get(label)
+
+    async def _add(
+        self,
+        label: str,
+        name: str,
+        upload: Upload,
+        *,
+        sequence: int | None,
+        sharded: bool,
+        announced: bool,
+        base: str | None = None,
+        delta: Upload | None = None,
+    ) -> tuple[Version, bool]:
+        self._check_place(label, sequence)
+        known = self._versions.find(label)
+        if known is not None and known.digests.get(name) == upload.sha256:
+            return known, False
+        if known is not None and (known.state != "incomplete" or name in known.digests):
+            raise VersionConflict("the version exists with other bytes")
+        digests = {**(known.digests if known else {}), name: upload.sha256}
+        index = upload.path if name == INDEX else self._checkpoints.home(label) / INDEX
+        missing = await missing_files(index, digests) if sharded else ()
+        home = self._checkpoints.keep(upload, label, name)
+        received_bytes = (delta or upload).num_bytes
+        self._received(received_bytes, upload.num_bytes)
+        if delta is not None:
+            self._checkpoints.keep(delta, label, DELTA)
+        version = Version(
+            label=label,
+            sequence=self._sequence(label, sequence),
+            state="incomplete",
+            path=home,
+            num_bytes=upload.num_bytes + (known.num_bytes if known else 0),
+            owned=True,
+            received_bytes=received_bytes + (known.received_bytes if known else 0),
+            base=base,
+            delta_sha256=None if delta is None else delta.sha256,
+            announced=announced,
+            digests=digests,
+            missing_files=missing,
+        )
+        return await self._put_checked(version), True
+
+    async def _put_checked(self, version: Version) -> Version:
+        if version.missing_files:
+            return self._versions.put(version)
+        try:
+            await self._check(version.path)
+        except WeightsRefused:
+            self._checkpoints.delete(version.label)
+            self._versions.forget(version.label)
+            raise
+        return await self._staged(replace(version, state="staged"))
+
+    async def _staged(self, version: Version) -> Version:
+        """It is put into the table before anybody is told, so that whoever asks for it finds it."""
+        self._versions.put(version)
+        if version.announced:
+            return version
+        try:
+            announced = await self._announce(version)
+        except VersionConflict:
+            self._drop(version.label)
+            raise
+        return self._versions.put(replace(version, announced=announced))
+
+    async def _check(self, path: Path) -> None:
+        try:
+            await asyncio.to_thread(self._engine.check_weights, path)
+        except CheckpointRefused as refused:
+            raise WeightsRefused(str(refused)) from refused
+
+    def _check_place(self, label: str, sequence: int | None) -> None:
+        """Before the first byte is read: a label keeps its sequence, a sequence its label."""
+        known = self._versions.find(label)
+        if sequence is None:
+            return
+        self._versions.check_sequence(label, sequence)
+        if known is not None and known.sequence != sequence:
+            raise VersionConflict(f"the version has sequence {known.sequence}")
+
+    def _sequence(self, label: str, sequence: int | None) -> int:
+        known = self._versions.sequence_of(label)
+        if sequence is not None:
+            return sequence  # of a version that is here, the same
+        return self._versions.next_sequence() if known is None else known
+
+    def _drop(self, label: str) -> None:
+        version = self._versions.remove(label)
+        if version.owned:
+            self._checkpoints.delete(label)

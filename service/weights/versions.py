@@ -1,0 +1,173 @@
+"""Which weights versions there are, which one serves, and what a policy makes of that.
+
+A version is its publisher's label with an integer sequence; the sequence orders versions on every
+replica alike. Exactly one version is active. Pure bookkeeping: no files, no engine.
+
+    incomplete -> staged -> active -> superseded -> active (a rollback) ...
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+from coppice.wire.rollouts import Policy
+from coppice.wire.weights import VersionAnswer, VersionState
+from service.http.errors import (
+    RollbackRefused,
+    VersionConflict,
+    VersionNotFound,
+    VersionSuperseded,
+    VersionUnavailable,
+)
+
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """`owned`: the files were uploaded and are ours to delete. `delta_sha256`: of the changes that
+    it came as, which are kept too. `announced`: the other replicas have been told of it."""
+
+    label: str
+    sequence: int
+    state: VersionState
+    path: Path
+    num_bytes: int
+    owned: bool
+    received_bytes: int = 0
+    base: str | None = None
+    delta_sha256: str | None = None
+    announced: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)
+    missing_files: tuple[str, ...] = ()
+
+    def answer(self) -> VersionAnswer:
+        return VersionAnswer(
+            version=self.label,
+            sequence=self.sequence,
+            state=self.state,
+            num_bytes=self.num_bytes,
+            received_bytes=self.received_bytes,
+            base=self.base,
+            sha256=next(iter(self.digests.values())) if len(self.digests) == 1 else None,
+            missing_files=list(self.missing_files),
+        )
+
+
+def first_version(label: str) -> Version:
+    """The weights that the engine starts with: not ours to delete, never uploaded."""
+    return Version(
+        label=label,
+        sequence=0,
+        state="active",
+        path=Path(),  # the engine says where it found them
+        num_bytes=0,
+        owned=False,
+    )
+
+
+class Versions:
+    """The table of versions. Lives on one event loop; nothing here waits.
+
+    `epoch` counts activations: equal epochs mean the same weights, which equal labels do not.
+    """
+
+    def __init__(self, first: Version) -> None:
+        assert first.state == "active"
+        self._known = {first.label: first}
+        self._active = first.label
+        self._heard: dict[str, int] = {}
+        self.epoch = 0
+
+    @property
+    def active(self) -> Version:
+        return self._known[self._active]
+
+    def all(self) -> list[Version]:
+        return sorted(self._known.values(), key=lambda version: version.sequence)
+
+    def get(self, label: str) -> Version:
+        if label not in self._known:
+            raise VersionNotFound()
+        return self._known[label]
+
+    def find(self, label: str) -> Version | None:
+        return self._known.get(label)
+
+    def hear_of(self, sequences: Mapping[str, int]) -> None:
+        """Of versions that other replicas have."""
+        self._heard |= sequences
+
+    def sequence_of(self, label: str) -> int | None:
+        known = self.find(label)
+        return self._heard.get(label) if known is None else known.sequence
+
+    def next_sequence(self) -> int:
+        known = (version.sequence for version in self._known.values())
+        return max(chain(known, self._heard.values())) + 1
+
+    def check_sequence(self, label: str, sequence: int) -> None:
+        """Two labels never share a sequence: min_version could not tell them apart."""
+        holder = next((v for v in self._known.values() if v.sequence == sequence), None)
+        if holder is not None and holder.label != label:
+            raise VersionConflict(f"sequence {sequence} belongs to {holder.label!r}")
+
+    def put(self, version: Version) -> Version:
+        self.check_sequence(version.label, version.sequence)
+        self._known[version.label] = version
+        return version
+
+    def remove(self, label: str) -> Version:
+        version = self.get(label)
+        if version.state == "active":
+            raise VersionConflict("the active version cannot be deleted")
+        return self._known.pop(label)
+
+    def forget(self, label: str) -> None:
+        """A version that was never complete."""
+        self._known.pop(label, None)
+
+    def admit(self, policy: Policy | None) -> str | None:
+        """The exact version that a rollout is bound to, if it is; raises if it may not run now."""
+        if policy is None:
+            return None
+        if policy.exact_version is not None:
+            return self._admit_exact(policy.exact_version)
+        assert policy.min_version is not None
+        wanted = self.sequence_of(policy.min_version)
+        if wanted is None or wanted > self.active.sequence:
+            raise _not_yet(policy.min_version)
+        return None
+
+    def check_activation(self, label: str, *, allow_rollback: bool) -> Version:
+        version = self.get(label)
+        if version.state == "incomplete":
+            missing = ", ".join(version.missing_files)
+            raise VersionConflict(f"files are missing: {missing}")
+        if version.sequence < self.active.sequence and not allow_rollback:
+            raise RollbackRefused(
+                f"sequence {version.sequence} is older than the active {self.active.sequence}"
+            )
+        return version
+
+    def announced(self, label: str, announced: bool) -> None:
+        self._known[label] = replace(self._known[label], announced=announced)
+
+    def activated(self, label: str) -> None:
+        self._known[self._active] = replace(self.active, state="superseded")
+        self._active = label
+        self._known[label] = replace(self._known[label], state="active")
+        self.epoch += 1
+
+    def _admit_exact(self, label: str) -> str:
+        if label == self._active:
+            return label
+        wanted = self.sequence_of(label)
+        if wanted is not None and wanted > self.active.sequence:
+            raise _not_yet(label)
+        raise VersionSuperseded(f"{self._active!r} is active")
+
+
+def _not_yet(label: str) -> VersionUnavailable:
+    return VersionUnavailable(f"{label!r} is not active yet", retry_after_seconds=RETRY_SECONDS)
