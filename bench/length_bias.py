@@ -19,9 +19,9 @@ from examples.seedling.measure import (
     held_out_problems,
     sample_groups,
 )
-from service.rollouts.finish_policy import Enough, FinishPolicy
+from service.rollouts.finish_policy import FinishPolicy, FinishPolicyName
 
-POLICIES: Sequence[FinishPolicy] = ("first", "random_k", "balanced_length")
+POLICIES: Sequence[FinishPolicyName] = ("first", "random_k", "balanced_length")
 NEEDED = (4, 6)
 
 
@@ -34,25 +34,27 @@ def lengths_of(num_prompts: int) -> list[list[int]]:
 
 
 def taken(
-    policy: FinishPolicy, lengths: Sequence[int], *, needed: int, seed: int
+    policy: FinishPolicyName, lengths: Sequence[int], *, num_required: int, seed: int
 ) -> tuple[float, int]:
     """The mean length of what a group takes, and the tokens after which it had enough."""
-    rule = Enough(policy, needed=needed, n=len(lengths), seed=seed)
+    rule = FinishPolicy(policy, num_required=num_required, n=len(lengths), seed=seed)
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if rule.ended(index, lengths[index]):
+        if rule.on_sample_end(index, lengths[index]):
             assert rule.chosen is not None
             return statistics.mean(lengths[i] for i in rule.chosen), lengths[index]
     raise AssertionError("a group that ended whole had never enough")
 
 
-def row(policy: FinishPolicy, needed: int, groups: Sequence[Sequence[int]]) -> Row:
-    found = [taken(policy, each, needed=needed, seed=i) for i, each in enumerate(groups)]
+def row(policy: FinishPolicyName, num_required: int, groups: Sequence[Sequence[int]]) -> Row:
+    found = [
+        taken(policy, each, num_required=num_required, seed=i) for i, each in enumerate(groups)
+    ]
     mean = statistics.mean(length for lengths in groups for length in lengths)
     longest = statistics.mean(max(lengths) for lengths in groups)
     bias = statistics.mean(length for length, _ in found) / mean - 1
     wait = statistics.mean(tokens for _, tokens in found) / longest
     return Row(
-        what=f"{policy}, {needed} of {SAMPLES_PER_PROMPT}",
+        what=f"{policy}, {num_required} of {SAMPLES_PER_PROMPT}",
         value=f"mean length {bias:+.1%}, enough after {wait:.0%} of the tokens of the longest",
     )
 
@@ -63,7 +65,7 @@ def record(groups: Sequence[Sequence[int]]) -> Record:
         name="length_bias",
         claim="The mean length of the samples that a finish policy takes against that of all, "
         f"over {len(groups)} held-out problems (mean {mean:.1f} tokens).",
-        rows=[row(policy, needed, groups) for needed in NEEDED for policy in POLICIES],
+        rows=[row(policy, num_required, groups) for num_required in NEEDED for policy in POLICIES],
         raw={"lengths": groups},
     )
 

@@ -26,7 +26,12 @@ from bench.harness.record import Record, Row
 from coppice import Rollouts
 from coppice.weights.delta import Lineage, apply_delta
 from coppice.weights.delta_writer import write_delta
-from coppice.weights.safetensors_index import Stored, read_exactly, read_stored, spans_of
+from coppice.weights.safetensors_index import (
+    TensorEntry,
+    block_spans,
+    read_exactly,
+    read_safetensors_index,
+)
 from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.questions import Questions
@@ -104,13 +109,13 @@ def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
 
 def values(path: Path) -> dict[str, Bits]:
     """As the integers of their bits."""
-    file = read_stored(path)
+    file = read_safetensors_index(path)
     return {name: _bits(path, tensor) for name, tensor in file.tensors.items()}
 
 
-def _bits(path: Path, tensor: Stored) -> Bits:
+def _bits(path: Path, tensor: TensorEntry) -> Bits:
     with path.open("rb", buffering=0) as file:
-        data = b"".join(read_exactly(file, span) for span in spans_of(tensor))
+        data = b"".join(read_exactly(file, span) for span in block_spans(tensor))
     return np.frombuffer(data, np.uint16)
 
 

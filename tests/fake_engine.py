@@ -101,7 +101,7 @@ class FakeEngine:
         self.paused = False
         self.counted = SharedPrefixCounts()
         self.speculated = SpeculationCounts()
-        self.graphs_counted = GraphCounts()
+        self.update_graphs = GraphCounts()
         self.drafting: DrafterStatus | None = None
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
@@ -147,7 +147,7 @@ class FakeEngine:
         return self.speculated
 
     def graphs(self) -> GraphCounts:
-        return self.graphs_counted
+        return self.update_graphs
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:

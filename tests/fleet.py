@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol import Engine
-from service.cluster.registry import Directory, DirectoryLost
+from service.cluster.registry import ClusterRegistry, RegistryUnavailable
 from tests.ports import free_port
 from tests.serving import Served, serving
 
@@ -16,7 +16,7 @@ from tests.serving import Served, serving
 async def fleet(
     tmp_path: Path,
     engines: Sequence[Engine],
-    shared: Callable[[], Directory | None],
+    shared: Callable[[], ClusterRegistry | None],
     **sections: dict[str, Any],
 ) -> AsyncIterator[list[Served]]:
     """`shared` makes each replica's; None: what the settings say. Each sees all the others."""
@@ -36,8 +36,8 @@ async def sees(served: Served, num_replicas: int) -> None:
     """However often the directory is too slow for an answer meanwhile."""
     async with asyncio.timeout(30):
         while True:
-            with suppress(DirectoryLost):
-                if len((await served.server.fleet.seen()).replicas) >= num_replicas:
+            with suppress(RegistryUnavailable):
+                if len((await served.server.fleet.refresh()).replicas) >= num_replicas:
                     return
             await asyncio.sleep(0.01)
 
@@ -46,7 +46,7 @@ async def sees(served: Served, num_replicas: int) -> None:
 async def replica(
     tmp_path: Path,
     engine: Engine,
-    shared: Directory | None,
+    shared: ClusterRegistry | None,
     wait: bool = True,
     /,
     **sections: dict[str, Any],

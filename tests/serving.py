@@ -14,10 +14,10 @@ from fastapi import FastAPI
 
 from engine.protocol import Engine
 from service.app import create_app
-from service.cluster.registry import Directory
+from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
-from service.http.protocol import bounded_by
-from service.http.serve import Listener
+from service.http.protocol import protocol_with_limits
+from service.http.serve import SignalFreeServer
 from service.server import Server
 from tests.contract.recorded import Recorded
 
@@ -27,7 +27,7 @@ READY_SECONDS = 600.0  # a real engine beside others
 TLS = httpx.create_ssl_context()  # a client takes 30 ms to make one of its own
 
 
-class PromptListener(Listener):
+class PromptListener(SignalFreeServer):
     """uvicorn looks ten times a second whether to end; a thousand tests would sleep for minutes."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -74,12 +74,12 @@ async def serving(
     *,
     wait: bool = True,
     port: int = 0,
-    shared: Directory | None = None,
+    shared: ClusterRegistry | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Served]:
     settings = settings_for(tmp_path, **sections)
     app = create_app(settings, engine, shared)
-    http_class = bounded_by(settings.limits, app.state.connections)
+    http_class = protocol_with_limits(settings.limits, app.state.connections)
     config = uvicorn.Config(
         app,
         http=http_class,

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from coppice.errors import BadAnswer
-from coppice.transport.ndjson import RecordReader
+from coppice.transport.ndjson import NdjsonReader
 from coppice.wire.packed import pack, unpack
 from coppice.wire.records import EndRecord, StartRecord
 from coppice.wire.rollouts import RolloutAnswer
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
-from service.auth.credentials import presented_key
+from service.auth.credentials import key_from_headers
 from service.auth.keys import read_keys
 from service.config.sources import SettingsError
 
@@ -107,7 +107,7 @@ def test_a_shards_index_of_any_json_is_refused(tmp_path: Path, index: Any) -> No
 @quick
 @given(chunks=st.lists(st.binary(max_size=40) | st.just(RECORD) | st.just(b"\n"), max_size=12))
 def test_a_stream_of_any_bytes_is_records_or_a_bad_answer(chunks: list[bytes]) -> None:
-    reader = RecordReader()
+    reader = NdjsonReader()
     try:
         records = [record for chunk in chunks for record in reader.feed(chunk)]
     except BadAnswer:
@@ -119,7 +119,7 @@ def test_a_stream_of_any_bytes_is_records_or_a_bad_answer(chunks: list[bytes]) -
 @given(line=JSON)
 def test_a_line_of_any_json_is_a_record_or_a_bad_answer(line: Any) -> None:
     try:
-        list(RecordReader().feed(json.dumps(line).encode() + b"\n"))
+        list(NdjsonReader().feed(json.dumps(line).encode() + b"\n"))
     except BadAnswer:
         return
 
@@ -147,7 +147,9 @@ def test_a_packed_answer_of_any_header_is_refused(header: dict[str, Any], body: 
 @example("Basic /////w==")
 def test_any_credentials_are_a_key_or_none(value: str) -> None:
     for scheme in ("", "Bearer ", "Basic "):
-        key = presented_key(Headers(raw=[(b"authorization", (scheme + value).encode("latin-1"))]))
+        key = key_from_headers(
+            Headers(raw=[(b"authorization", (scheme + value).encode("latin-1"))])
+        )
         assert key is None or isinstance(key, str)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from bench.harness.answering import Prompted, answered, log_probabilities
 from bench.harness.placed import Placed, divergence
 from examples.seedling import agents
-from service.kv_reuse.layout import Part, joined, spans_of
+from service.kv_reuse.layout import PromptSpan, joined, token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class PutTogether:
     num_placed: int
 
 
-Way = Callable[[Sequence[Part]], PutTogether]
+Way = Callable[[Sequence[PromptSpan]], PutTogether]
 
 SHAPES = (
     agents.Shape(num_peers=2, own=80, steps=7),
@@ -59,7 +59,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    parts: list[Part]
+    parts: list[PromptSpan]
     answer: list[int]
     question: agents.Question
 
@@ -125,10 +125,13 @@ class Hearing:
         encode = self._words.encode
         return Asked(
             parts=[
-                Part(token_ids=encode(turn.own)),
-                Part(token_ids=encode(turn.told), name="question"),
-                *(Part(token_ids=encode(said), name=str(i)) for i, said in enumerate(turn.said)),
-                Part(token_ids=encode(turn.ask)),
+                PromptSpan(token_ids=encode(turn.own)),
+                PromptSpan(token_ids=encode(turn.told), name="question"),
+                *(
+                    PromptSpan(token_ids=encode(said), name=str(i))
+                    for i, said in enumerate(turn.said)
+                ),
+                PromptSpan(token_ids=encode(turn.ask)),
             ],
             answer=[*encode(turn.question.written_out), self._words.eos_token_id],
             question=turn.question,
@@ -148,14 +151,14 @@ def ways_of(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Wa
     """For one shape's turns, whose segments are kept."""
     kept = Placed(model, block=block)
 
-    def computed(parts: Sequence[Part]) -> PutTogether:
+    def computed(parts: Sequence[PromptSpan]) -> PutTogether:
         return PutTogether(cache=kept.computed_cache(parts), num_placed=0)
 
-    def placed(first: int, parts: Sequence[Part]) -> PutTogether:
-        spans = spans_of(parts, first_tokens=first, block=block)
+    def placed(first: int, parts: Sequence[PromptSpan]) -> PutTogether:
+        runs = token_runs(parts, first_tokens=first, block=block)
         return PutTogether(
             cache=kept.cache(parts, first_tokens=first),
-            num_placed=sum(span.num_tokens for span in spans if span.part is not None),
+            num_placed=sum(run.num_tokens for run in runs if run.span is not None),
         )
 
     ways: dict[str, Way] = {COMPUTED: computed}

@@ -22,7 +22,7 @@ from bench.harness.placed import Placed, divergence
 from bench.harness.record import Row
 from examples.seedling import arithmetic
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.layout import PromptSpan, joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
@@ -39,7 +39,7 @@ class Tokens:
     computed: int = 0
     known: set[tuple[int, ...]] = field(default_factory=set)
 
-    def count(self, parts: Sequence[Part], *, predicted: bool) -> None:
+    def count(self, parts: Sequence[PromptSpan], *, predicted: bool) -> None:
         new = {tuple(part.token_ids) for part in parts if part.name is not None} - self.known
         self.known |= new
         num_last, num_tokens = len(parts[-1].token_ids), len(joined(parts))
@@ -60,7 +60,7 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    parts: list[Part]
+    parts: list[PromptSpan]
     answer: list[int]
     exact: torch.Tensor
 
@@ -126,14 +126,15 @@ def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predicti
 
 
 def _rounds(model: Any, words: Any, draw: random.Random, num_problems: int) -> list[Round]:
-    own, placed = Part(token_ids=_text(words, draw, num_problems)), Placed(model)
+    own, placed = PromptSpan(token_ids=_text(words, draw, num_problems)), Placed(model)
     rounds = []
     for _ in range(NUM_ROUNDS):
         heard = [
-            Part(token_ids=_text(words, draw, num_problems), name=str(i)) for i in range(NUM_HEARD)
+            PromptSpan(token_ids=_text(words, draw, num_problems), name=str(i))
+            for i in range(NUM_HEARD)
         ]
         problem = arithmetic.draw(draw, held_out=True)
-        parts = [own, *heard, Part(token_ids=words.encode(problem.prompt))]
+        parts = [own, *heard, PromptSpan(token_ids=words.encode(problem.prompt))]
         answer = words.encode(arithmetic.written_out(problem))
         exact = placed.dense(joined(parts), answer)
         rounds.append(Round(parts=parts, answer=answer, exact=exact))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness.placed import Placed, divergence
 from examples.seedling import arithmetic
-from service.kv_reuse.layout import Part, joined, spans_of
+from service.kv_reuse.layout import PromptSpan, joined, token_runs
 
 SEEDLING = "examples/seedling/model"
 NUM_PROMPTS, NUM_TEXTS = 16, 4
@@ -38,7 +38,7 @@ class Distance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    parts: list[Part]
+    parts: list[PromptSpan]
     answer: list[int]
 
 
@@ -76,11 +76,13 @@ def _asked(words: Any, draw: random.Random, num_problems: int) -> Asked:
         "".join("".join(_problem(draw)) for _ in range(num_problems)) for _ in range(NUM_TEXTS)
     ]
     parts = [
-        Part(token_ids=words.encode(text), name=str(i) if i else None)
+        PromptSpan(token_ids=words.encode(text), name=str(i) if i else None)
         for i, text in enumerate(texts)
     ]
     ask, answer = _problem(draw)
-    return Asked(parts=[*parts, Part(token_ids=words.encode(ask))], answer=words.encode(answer))
+    return Asked(
+        parts=[*parts, PromptSpan(token_ids=words.encode(ask))], answer=words.encode(answer)
+    )
 
 
 def _problem(draw: random.Random) -> tuple[str, str]:
@@ -88,9 +90,9 @@ def _problem(draw: random.Random) -> tuple[str, str]:
     return problem.prompt, arithmetic.written_out(problem)
 
 
-def _share(parts: Sequence[Part], first_tokens: int, block: int) -> float:
-    spans = spans_of(parts, first_tokens=first_tokens, block=block)
-    return sum(span.num_tokens for span in spans if span.part is not None) / spans[-1].end
+def _share(parts: Sequence[PromptSpan], first_tokens: int, block: int) -> float:
+    runs = token_runs(parts, first_tokens=first_tokens, block=block)
+    return sum(run.num_tokens for run in runs if run.span is not None) / runs[-1].end
 
 
 def _surprise(exact: torch.Tensor, asked: Asked) -> float:

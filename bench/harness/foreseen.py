@@ -14,12 +14,17 @@ from transformers import DynamicCache
 from engine.kv_types import ExportSlot
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
-from service.kv_reuse.anchor_selection import Choice, candidates_of, choose, compared
-from service.kv_reuse.anchors import Anchor, Context
-from service.kv_reuse.cache_entry import Kept, Key
-from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.anchor_selection import (
+    AnchorSelection,
+    find_candidates,
+    pairs_to_compare,
+    select_anchors,
+)
+from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.cache_entry import CacheEntry, CacheKey
+from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.template import Shape, shape_of
+from service.kv_reuse.template import PromptTemplate, template_of
 from service.prompt_kv.allocator import Extent
 
 SCOPE = Scope("nobody", None)
@@ -34,12 +39,15 @@ class Foreseen:
         self._alone: dict[tuple[int, ...], torch.Tensor] = {}
         self._of: dict[Anchor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
-    def anchor(self, parts: Sequence[Part]) -> Anchor:
-        shape, prompt = shape_of(parts), joined(parts)
+    def anchor(self, parts: Sequence[PromptSpan]) -> Anchor:
+        template, prompt = template_of(parts), joined(parts)
         anchor = Anchor(
-            context=Context(SCOPE, 0, shape.context), shape=shape, real=_nowhere(), bases={}
+            context=AnchorContext(SCOPE, 0, template.context),
+            template=template,
+            real=_nowhere(),
+            bases={},
         )
-        bases = [self.alone(prompt[s.start : s.end]) for s in shape.stretches]
+        bases = [self.alone(prompt[s.start : s.end]) for s in template.sections]
         self._of[anchor] = self.computed(prompt[:-1]), bases
         return anchor
 
@@ -56,7 +64,7 @@ class Foreseen:
 
     def put_together(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PromptSpan],
         anchors: Sequence[Anchor],
         response: Sequence[int],
         *,
@@ -64,22 +72,22 @@ class Foreseen:
     ) -> torch.Tensor | None:
         """Log-probabilities [T, V] where the response's tokens were to come; None: it is computed,
         for there is too little to predict it from."""
-        shape, prompt = shape_of(parts), joined(parts)
-        there = [anchor for anchor in anchors if anchor.shape.context == shape.context]
-        found = candidates_of(shape, there)
+        template, prompt = template_of(parts), joined(parts)
+        there = [anchor for anchor in anchors if anchor.template.context == template.context]
+        found = find_candidates(template, there)
         if found is None:
             return None
         distances = {
-            (index, anchor): self._distance(prompt, shape, index, anchor)
-            for index, anchor in compared(shape, found)
+            (index, anchor): self._distance(prompt, template, index, anchor)
+            for index, anchor in pairs_to_compare(template, found)
         }
-        choice = choose(shape, found, distances, threshold)
+        choice = select_anchors(template, found, distances, threshold)
         if choice is None:
             return None
         values = [
-            self._taken(shape, index, one.same)
-            if one.same is not None
-            else self._predicted(prompt, shape, index, choice)
+            self._taken(template, index, one.exact_match)
+            if one.exact_match is not None
+            else self._predicted(prompt, template, index, choice)
             for index, one in enumerate(found)
         ]
         return self._forward(torch.cat(values, dim=3), prompt, response)
@@ -95,23 +103,25 @@ class Foreseen:
             found: torch.Tensor = self._model(torch.tensor([tail]), past_key_values=cache).logits[0]
         return found[-len(response) - 1 : -1].log_softmax(-1)
 
-    def _distance(self, prompt: Sequence[int], shape: Shape, index: int, anchor: Anchor) -> float:
-        stretch = shape.stretches[index]
+    def _distance(
+        self, prompt: Sequence[int], template: PromptTemplate, index: int, anchor: Anchor
+    ) -> float:
+        stretch = template.sections[index]
         ours = self.alone(prompt[stretch.start : stretch.end])
         theirs = self._of[anchor][1][index][:, :, :, : stretch.num_tokens]
         return float((ours - theirs)[:, 1].double().norm())
 
-    def _taken(self, shape: Shape, index: int, anchor: Anchor) -> torch.Tensor:
+    def _taken(self, template: PromptTemplate, index: int, anchor: Anchor) -> torch.Tensor:
         """From where it stands in an anchor, moved to where it stands here."""
-        ours, theirs = shape.stretches[index], anchor.shape.stretches[index]
+        ours, theirs = template.sections[index], anchor.template.sections[index]
         real = self._of[anchor][0][:, :, :, theirs.start : theirs.start + ours.num_tokens]
         return self._moved(real, ours.start - theirs.start)
 
     def _predicted(
-        self, prompt: Sequence[int], shape: Shape, index: int, choice: Choice
+        self, prompt: Sequence[int], template: PromptTemplate, index: int, choice: AnchorSelection
     ) -> torch.Tensor:
-        stretch, weights = shape.stretches[index], choice.weights[index]
-        reals = {anchor: self._taken(shape, index, anchor) for anchor in weights}
+        stretch, weights = template.sections[index], choice.weights[index]
+        reals = {anchor: self._taken(template, index, anchor) for anchor in weights}
         if stretch.name is None:
             mean = sum(weights[anchor] * reals[anchor] for anchor in weights)
             assert isinstance(mean, torch.Tensor), "there are anchors"
@@ -140,6 +150,6 @@ def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[An
     return dict(zip(bases, (near / near.sum(0)).float(), strict=False))
 
 
-def _nowhere() -> Kept:
+def _nowhere() -> CacheEntry:
     slot = ExportSlot(arena=Path("/nowhere"), offset=0, words_offset=0, num_tokens=0)
-    return Kept(slot=slot, extent=Extent(0, 0), key=Key(SCOPE, 0, "", b""))
+    return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kernels.rotary_shift.cpu import shift_keys
 from kernels.rotary_shift.rotary import rotary_of
-from service.kv_reuse.layout import Part, Span, joined, spans_of
+from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
 
 
 class Placed:
@@ -29,7 +29,7 @@ class Placed:
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
     def put_together(
-        self, parts: Sequence[Part], response: Sequence[int], *, first_tokens: int
+        self, parts: Sequence[PromptSpan], response: Sequence[int], *, first_tokens: int
     ) -> torch.Tensor:
         """As `dense`, of the prompt as a chain makes it."""
         cache = self.cache(parts, first_tokens=first_tokens)
@@ -38,33 +38,33 @@ class Placed:
             logits: torch.Tensor = self._model(tokens, past_key_values=cache).logits[0]
         return logits[:-1].log_softmax(-1)
 
-    def cache(self, parts: Sequence[Part], *, first_tokens: int) -> DynamicCache:
+    def cache(self, parts: Sequence[PromptSpan], *, first_tokens: int) -> DynamicCache:
         """Of all of a prompt's tokens but the last, as a chain makes it."""
-        spans = spans_of(parts, first_tokens=first_tokens, block=self._block)
-        return self._filled(parts, spans)
+        runs = token_runs(parts, first_tokens=first_tokens, block=self._block)
+        return self._filled(parts, runs)
 
-    def computed_cache(self, parts: Sequence[Part]) -> DynamicCache:
+    def computed_cache(self, parts: Sequence[PromptSpan]) -> DynamicCache:
         """The exact one."""
-        return self._filled(parts, [Span(start=0, end=len(joined(parts)))])
+        return self._filled(parts, [TokenRun(start=0, end=len(joined(parts)))])
 
-    def _filled(self, parts: Sequence[Part], spans: Sequence[Span]) -> DynamicCache:
+    def _filled(self, parts: Sequence[PromptSpan], runs: Sequence[TokenRun]) -> DynamicCache:
         prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
         # What a prompt begins with is a true prefix, and costs most: it is kept as well.
         begun = len(parts[0].token_ids) if len(parts) > 1 else 0
         with torch.inference_mode():
             if begun:
-                self._place(parts[0], Span(start=0, end=begun), cache)
-            for span in spans:
-                if span.part is not None:
-                    self._place(parts[span.part], span, cache)
-                elif tokens := prompt[max(span.start, begun) : span.end]:
+                self._place(parts[0], TokenRun(start=0, end=begun), cache)
+            for run in runs:
+                if run.span is not None:
+                    self._place(parts[run.span], run, cache)
+                elif tokens := prompt[max(run.start, begun) : run.end]:
                     self._model(torch.tensor([tokens]), past_key_values=cache)
         return cache
 
-    def _place(self, part: Part, span: Span, cache: DynamicCache) -> None:
-        taken = slice(span.start - span.origin, span.end - span.origin)
-        for layer, (keys, values) in enumerate(self._alone(part.token_ids)):
-            moved = shift_keys(keys[:, :, taken], span.origin, self._rotary)
+    def _place(self, span: PromptSpan, run: TokenRun, cache: DynamicCache) -> None:
+        taken = slice(run.start - run.origin, run.end - run.origin)
+        for layer, (keys, values) in enumerate(self._alone(span.token_ids)):
+            moved = shift_keys(keys[:, :, taken], run.origin, self._rotary)
             cache.update(moved, values[:, :, taken], layer)
 
     def _alone(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

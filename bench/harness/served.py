@@ -13,7 +13,7 @@ from engine.settings import AttentionSettings, EngineSettings, SpeculationSettin
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.config.settings import Settings, WeightsSettings
-from service.http.protocol import bounded_by
+from service.http.protocol import protocol_with_limits
 from service.prompt_kv.settings import KvSettings
 
 
@@ -35,7 +35,7 @@ async def served(
         )
         config = uvicorn.Config(
             create_app(settings, engine),
-            http=bounded_by(settings.limits),
+            http=protocol_with_limits(settings.limits),
             port=0,
             log_level="warning",
             access_log=False,

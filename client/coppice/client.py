@@ -17,18 +17,18 @@ from coppice.operations.weights import WeightsOperations
 from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
 from coppice.retry import Retry
-from coppice.sync_wrapper import Face, blocking, iterating
-from coppice.transport.async_driver import AsyncDriver, AsyncPace
-from coppice.transport.blocking_driver import BlockingDriver, BlockingPace, run
-from coppice.transport.clock import Pace
+from coppice.sync_wrapper import SyncWrapper, sync_generator, sync_method
+from coppice.transport.async_driver import AsyncClock, AsyncDriver
+from coppice.transport.blocking_driver import BlockingClock, BlockingDriver, run_sync
+from coppice.transport.clock import Clock
 from coppice.transport.driver import Driver
 from coppice.transport.httpx_types import client_options
-from coppice.transport.redirect_policy import Trust
-from coppice.transport.redirecting_driver import Following
-from coppice.transport.request_sender import Courier
+from coppice.transport.redirect_policy import RedirectPolicy
+from coppice.transport.redirecting_driver import RedirectingDriver
+from coppice.transport.request_sender import RequestSender
 
-USUAL_TIMEOUT_SECONDS = 60.0
-USUAL_RETRY = Retry()
+DEFAULT_TIMEOUT_SECONDS = 60.0
+DEFAULT_RETRY = Retry()
 
 
 class Operations(
@@ -42,13 +42,15 @@ class Operations(
 ):
     """Everything that a server does, over one driver."""
 
-    def __init__(self, driver: Driver, trust: Trust, pace: Pace, retry: Retry) -> None:
-        self._courier = Courier(Following(driver, trust), pace, retry)
+    def __init__(
+        self, driver: Driver, redirect_policy: RedirectPolicy, clock: Clock, retry: Retry
+    ) -> None:
+        self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
 
     async def aclose(self) -> None:
         """Closes its connections, and forgets the weights that it has sent."""
-        self._kept = None
-        await self._courier.driver.close()
+        self._base_file = None
+        await self._sender.driver.close()
 
 
 class AsyncRollouts(Operations):
@@ -58,7 +60,7 @@ class AsyncRollouts(Operations):
     how long, in seconds, the connection may be silent: a rollout may take hours, its progress
     records come every 15 s. `retry` says how failed calls are repeated. `replicas` are other hosts
     than base_url's that a fleet may send calls on to, with the key: names, `*.domain`, addresses or
-    networks. `transport` replaces httpx's own, `pace` the clock and the dice. Calls may overlap
+    networks. `transport` replaces httpx's own, `clock` the clock and the dice. Calls may overlap
     freely.
     """
 
@@ -67,15 +69,15 @@ class AsyncRollouts(Operations):
         base_url: str,
         *,
         api_key: str | None = None,
-        timeout: float | None = USUAL_TIMEOUT_SECONDS,
-        retry: Retry = USUAL_RETRY,
+        timeout: float | None = DEFAULT_TIMEOUT_SECONDS,
+        retry: Retry = DEFAULT_RETRY,
         replicas: Iterable[str] = (),
         transport: httpx.AsyncBaseTransport | None = None,
-        pace: Pace | None = None,
+        clock: Clock | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = AsyncDriver(httpx.AsyncClient(transport=transport, **options))
-        super().__init__(driver, Trust(base_url, replicas), pace or AsyncPace(), retry)
+        super().__init__(driver, RedirectPolicy(base_url, replicas), clock or AsyncClock(), retry)
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,7 +91,7 @@ class AsyncRollouts(Operations):
         await self.aclose()
 
 
-class Pending(Face[AsyncPending]):
+class Pending(SyncWrapper[AsyncPending]):
     """A rollout by its id. Nothing ends it but its own end and `abort`.
 
     Any number of processes may hold one. The server forgets an answer some time after the end:
@@ -98,17 +100,17 @@ class Pending(Face[AsyncPending]):
 
     @property
     def id(self) -> str:
-        return self._core.id
+        return self._async.id
 
     def __repr__(self) -> str:
         return f"Pending({self.id!r})"
 
-    wait = blocking(AsyncPending.wait)
-    stream = iterating(AsyncPending.stream)
-    abort = blocking(AsyncPending.abort)
+    wait = sync_method(AsyncPending.wait)
+    stream = sync_generator(AsyncPending.stream)
+    abort = sync_method(AsyncPending.abort)
 
 
-class Rollouts(Face[Operations]):
+class Rollouts(SyncWrapper[Operations]):
     """A Coppice server, for programs without an event loop.
 
     Takes what AsyncRollouts takes, and may be shared by threads.
@@ -119,54 +121,54 @@ class Rollouts(Face[Operations]):
         base_url: str,
         *,
         api_key: str | None = None,
-        timeout: float | None = USUAL_TIMEOUT_SECONDS,
-        retry: Retry = USUAL_RETRY,
+        timeout: float | None = DEFAULT_TIMEOUT_SECONDS,
+        retry: Retry = DEFAULT_RETRY,
         replicas: Iterable[str] = (),
         transport: httpx.BaseTransport | None = None,
-        pace: Pace | None = None,
+        clock: Clock | None = None,
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = BlockingDriver(httpx.Client(transport=transport, **options))
-        trust = Trust(base_url, replicas)
-        super().__init__(Operations(driver, trust, pace or BlockingPace(), retry))
+        redirect_policy = RedirectPolicy(base_url, replicas)
+        super().__init__(Operations(driver, redirect_policy, clock or BlockingClock(), retry))
 
-    rollout = blocking(Operations.rollout)
-    stream = iterating(Operations.stream)
-    abort = blocking(Operations.abort)
-    branch = blocking(Operations.branch)
-    drop_segment = blocking(Operations.drop_segment)
-    score = blocking(Operations.score)
+    rollout = sync_method(Operations.rollout)
+    stream = sync_generator(Operations.stream)
+    abort = sync_method(Operations.abort)
+    branch = sync_method(Operations.branch)
+    drop_segment = sync_method(Operations.drop_segment)
+    score = sync_method(Operations.score)
 
     def submit(self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]) -> Pending:
-        return Pending(run(self._core.submit(prompts, **options)))
+        return Pending(run_sync(self._async.submit(prompts, **options)))
 
     def attach(self, rollout_id: str) -> Pending:
-        return Pending(self._core.attach(rollout_id))
+        return Pending(self._async.attach(rollout_id))
 
     submit.__doc__ = Operations.submit.__doc__
     attach.__doc__ = Operations.attach.__doc__
 
-    upload_weights = blocking(Operations.upload_weights)
-    stage_weights = blocking(Operations.stage_weights)
-    activate_weights = blocking(Operations.activate_weights)
-    publish_weights = blocking(Operations.publish_weights)
-    weights = blocking(Operations.weights)
-    delete_weights = blocking(Operations.delete_weights)
+    upload_weights = sync_method(Operations.upload_weights)
+    stage_weights = sync_method(Operations.stage_weights)
+    activate_weights = sync_method(Operations.activate_weights)
+    publish_weights = sync_method(Operations.publish_weights)
+    weights = sync_method(Operations.weights)
+    delete_weights = sync_method(Operations.delete_weights)
 
-    drafter = blocking(Operations.drafter)
-    upload_drafter = blocking(Operations.upload_drafter)
-    download_drafter = blocking(Operations.download_drafter)
-    load_adapter = blocking(Operations.load_adapter)
-    publish_adapter = blocking(Operations.publish_adapter)
-    adapters = blocking(Operations.adapters)
-    unload_adapter = blocking(Operations.unload_adapter)
+    drafter = sync_method(Operations.drafter)
+    upload_drafter = sync_method(Operations.upload_drafter)
+    download_drafter = sync_method(Operations.download_drafter)
+    load_adapter = sync_method(Operations.load_adapter)
+    publish_adapter = sync_method(Operations.publish_adapter)
+    adapters = sync_method(Operations.adapters)
+    unload_adapter = sync_method(Operations.unload_adapter)
 
-    pause = blocking(Operations.pause)
-    resume = blocking(Operations.resume)
-    status = blocking(Operations.status)
-    wait_until_ready = blocking(Operations.wait_until_ready)
+    pause = sync_method(Operations.pause)
+    resume = sync_method(Operations.resume)
+    status = sync_method(Operations.status)
+    wait_until_ready = sync_method(Operations.wait_until_ready)
 
-    close = blocking(Operations.aclose)
+    close = sync_method(Operations.aclose)
 
     def __enter__(self) -> Self:
         return self

@@ -90,7 +90,7 @@ def effective_leaves(tree: Tree) -> float:
     for one, length in zip(paths, lengths, strict=True):
         for other, other_length in zip(paths, lengths, strict=True):
             same = one is other
-            common = length if same else _num_tokens(_common(one, other))
+            common = length if same else _num_tokens(_shared_prefix(one, other))
             total += common / float(np.sqrt(length * other_length))
     return len(paths) ** 2 / total if total else 0.0
 
@@ -172,6 +172,6 @@ def _num_tokens(path: Sequence[Segment]) -> int:
     return sum(len(segment.token_ids) for segment in path)
 
 
-def _common(one: Sequence[Segment], other: Sequence[Segment]) -> Sequence[Segment]:
+def _shared_prefix(one: Sequence[Segment], other: Sequence[Segment]) -> Sequence[Segment]:
     pairs = zip(one, other, strict=False)
     return [mine for mine, theirs in pairs if mine.id == theirs.id]

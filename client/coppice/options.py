@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
-from coppice.resume import continue_from_of
+from coppice.resume import to_continue_from
 from coppice.samples import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
@@ -47,7 +47,7 @@ def rollout_request(
         raise TypeError(f"no such rollout option: {', '.join(unknown)}")
     if "stop_token_ids" in given:
         given["stop_token_ids"] = list(given["stop_token_ids"])
-    started = continue_from_of(given.pop("continue_from", ()))
+    started = to_continue_from(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
     rest = _only(given, {"kv", "policy", "finish", "branching", "reuse", *_PLAIN})

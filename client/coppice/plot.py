@@ -17,8 +17,8 @@ from coppice.credit import Rewards, segment_rewards
 from coppice.tree import Segment, Tree
 
 ROW_INCHES, LEAST_INCHES, WIDTH_INCHES = 0.42, 2.0, 9.0
-HILL_ROWS = 0.42
-INK, QUIET = "#222222", "#8a8a8a"
+ENTROPY_ROWS = 0.42
+TEXT_COLOR, GREY = "#222222", "#8a8a8a"
 ENDS = {"stop": "o", "length": "|", "cut": "|", "budget": "|"}
 
 
@@ -33,7 +33,7 @@ def plot_tree(
 
     rewards are of tree.leaves, in their order.
     """
-    return _Picture(tree, rewards, title).saved(path)
+    return _Picture(tree, rewards, title).save(path)
 
 
 class _Picture:
@@ -53,7 +53,7 @@ class _Picture:
             self._draw(segment)
         self._finish(title)
 
-    def saved(self, path: str | Path | None) -> Any:
+    def save(self, path: str | Path | None) -> Any:
         if path is not None:
             self._figure.savefig(path, dpi=150)
         return self._figure
@@ -72,26 +72,26 @@ class _Picture:
         start, row = self._starts[segment.id], self._rows[segment.id]
         end = start + len(segment.token_ids)
         colour = self._colour(segment)
-        self._join(segment, start, row)
+        self._draw_fork(segment, start, row)
         self._axes.plot([start, end], [row, row], color=colour, lw=2.6, solid_capstyle="butt")
-        self._hill(segment, start, row)
+        self._draw_entropy(segment, start, row)
         if segment.id in self._tree.leaves:
-            self._end(segment, end, row, colour)
+            self._draw_leaf(segment, end, row, colour)
 
-    def _join(self, segment: Segment, start: int, row: float) -> None:
+    def _draw_fork(self, segment: Segment, start: int, row: float) -> None:
         """To where its path forks."""
         forked = [self._rows[s.id] for s in self._tree.children(None)]
         above = float(np.mean(forked)) if segment.parent is None else self._rows[segment.parent]
-        self._axes.plot([start, start], [above, row], color=QUIET, lw=0.9, zorder=0)
+        self._axes.plot([start, start], [above, row], color=GREY, lw=0.9, zorder=0)
 
-    def _hill(self, segment: Segment, start: int, row: float) -> None:
+    def _draw_entropy(self, segment: Segment, start: int, row: float) -> None:
         if segment.entropy is None or not len(segment.entropy):
             return
         places = start + np.arange(len(segment.entropy)) + 0.5
-        tops = row - HILL_ROWS * segment.entropy / self._most_entropy  # rows count downwards
-        self._axes.fill_between(places, row, tops, color=QUIET, alpha=0.5, lw=0, step="mid")
+        tops = row - ENTROPY_ROWS * segment.entropy / self._most_entropy  # rows count downwards
+        self._axes.fill_between(places, row, tops, color=GREY, alpha=0.5, lw=0, step="mid")
 
-    def _end(self, segment: Segment, end: int, row: float, colour: Any) -> None:
+    def _draw_leaf(self, segment: Segment, end: int, row: float, colour: Any) -> None:
         mark = ENDS.get(segment.finish_reason, "x")
         self._axes.plot([end], [row], marker=mark, ms=6, mew=1.6, color=colour)
         reward = "" if self._fused is None else f"  {self._fused[segment.id]:.3g}"
@@ -102,7 +102,7 @@ class _Picture:
             textcoords="offset points",
             va="center",
             fontsize=8,
-            color=INK,
+            color=TEXT_COLOR,
         )
 
     def _colour(self, segment: Segment) -> Any:

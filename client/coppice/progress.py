@@ -10,22 +10,24 @@ from coppice.wire.rollouts import RolloutRequest
 
 
 @contextmanager
-def progress_bar(request: RolloutRequest, *, wanted: bool) -> Iterator[Callable[[Record], None]]:
+def progress_bar(
+    request: RolloutRequest, *, is_enabled: bool
+) -> Iterator[Callable[[Record], None]]:
     """Yields what is to be told of every record."""
-    if not wanted:
+    if not is_enabled:
         yield lambda record: None
         return
-    grown = request.branching
-    total = sum(group.n if grown is None else grown.max_leaves for group in request.groups)
+    branching = request.branching
+    total = sum(group.n if branching is None else branching.max_leaves for group in request.groups)
     with _tqdm()(total=total, desc="rollout", unit="sample") as bar:
 
-        def tell(record: Record) -> None:
+        def on_record(record: Record) -> None:
             if isinstance(record, SegmentRecord):
                 bar.update(record.segment.finish_reason != "cut")
-            elif isinstance(record, SampleRecord) and grown is None:
+            elif isinstance(record, SampleRecord) and branching is None:
                 bar.update()
 
-        yield tell
+        yield on_record
 
 
 def _tqdm() -> Any:

@@ -32,14 +32,14 @@ def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str
     if width == "extremes":
         kept = {order[0], order[-1]} if order else set()
     elif width == "best_half":
-        kept = _better_halves(tree, order)
+        kept = _best_half_of_forks(tree, order)
     else:
         raise ValueError(f"no such width: {width}")
     inner = {segment.id for segment in tree.segments} - set(tree.leaves)
     return frozenset(inner | kept)
 
 
-def _better_halves(tree: Tree, order: list[str]) -> set[str]:
+def _best_half_of_forks(tree: Tree, order: list[str]) -> set[str]:
     forks: defaultdict[str | None, list[str]] = defaultdict(list)
     for leaf in order:
         forks[tree.segment(leaf).parent].append(leaf)

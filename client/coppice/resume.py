@@ -6,7 +6,7 @@ from coppice.samples import Sample
 from coppice.wire.rollouts import ContinueFrom, GivenSpan, UnfinishedSample
 
 
-def continue_from_of(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
+def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
     """One list of samples for each prompt. A sample without a token has nothing to go on from."""
     given = [
         _unfinished(sample, group)

@@ -34,7 +34,7 @@ class Retry:
         return cls(attempts=1)
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.attempts > 1
 
     def longest_wait(self, failures: int) -> float:

@@ -4,35 +4,37 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from coppice.transport.blocking_driver import iterate, run
+from coppice.transport.blocking_driver import iterate_sync, run_sync
 
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", covariant=True)
 
 
-class Face(Generic[C]):
+class SyncWrapper(Generic[C]):
     """Of a C over a blocking driver."""
 
     def __init__(self, core: C) -> None:
-        self._core = core
+        self._async = core
 
 
-def blocking(
+def sync_method(
     method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Face[C], P], T]:
+) -> Callable[Concatenate[SyncWrapper[C], P], T]:
     @wraps(method)
-    def call(self: Face[C], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run(method(self._core, *args, **kwargs))
+    def call(self: SyncWrapper[C], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sync(method(self._async, *args, **kwargs))
 
     return call
 
 
-def iterating(
+def sync_generator(
     method: Callable[Concatenate[C, P], AsyncGenerator[T, None]],
-) -> Callable[Concatenate[Face[C], P], Generator[T, None, None]]:
+) -> Callable[Concatenate[SyncWrapper[C], P], Generator[T, None, None]]:
     @wraps(method)
-    def call(self: Face[C], /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        return iterate(method(self._core, *args, **kwargs))
+    def call(
+        self: SyncWrapper[C], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Generator[T, None, None]:
+        return iterate_sync(method(self._async, *args, **kwargs))
 
     return call

@@ -8,14 +8,14 @@ from engine.protocol import AdapterForm
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Held:
-    """`home` is our own copy of its files; `num_users` are the rollouts and scores under it."""
+class LoadedAdapter:
+    """`folder` is our own copy of its files; `num_users` are the rollouts and scores under it."""
 
     name: str
     version: str
     form: AdapterForm
     digest: str
-    home: Path
+    folder: Path
     num_users: int = 0
 
     @property

@@ -13,8 +13,8 @@ from typing import Literal
 from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol import Engine
-from service.adapters.loaded_adapter import Held
-from service.adapters.upload import Incoming, Intake
+from service.adapters.loaded_adapter import LoadedAdapter
+from service.adapters.upload import AdapterFiles, ReceivedAdapter
 from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,
@@ -26,70 +26,74 @@ from service.http.errors import (
 )
 
 RETRY_SECONDS = 2.0
-NOT_HERE = "it is not loaded on this replica: adapters are not passed on, load it on each"
-LoadOutcome = Literal["loaded", "refused", "failed"]
-Counted = Callable[[LoadOutcome], None]
+NOT_LOADED = "it is not loaded on this replica: adapters are not passed on, load it on each"
+AdapterLoadOutcome = Literal["loaded", "refused", "failed"]
+OnLoad = Callable[[AdapterLoadOutcome], None]
 
 
-class Adapters:
+class AdapterManager:
     """Owner of every adapter that the engine holds."""
 
-    def __init__(self, engine: Engine, intake: Intake, *, counted: Counted) -> None:
+    def __init__(self, engine: Engine, files: AdapterFiles, *, on_load: OnLoad) -> None:
         self._engine = engine
-        self._intake = intake
-        self._counted = counted
-        self._held: dict[str, Held] = {}
+        self._files = files
+        self._on_load = on_load
+        self._loaded_by_label: dict[str, LoadedAdapter] = {}
         self._digests: dict[str, str] = {}
         """By label, also of what is forgotten: a version is never another adapter."""
-        self._current: dict[str, Held] = {}
-        self._changing = asyncio.Lock()
-        self._last_number = 0
+        self._current_by_name: dict[str, LoadedAdapter] = {}
+        self._change_lock = asyncio.Lock()
+        self._last_version_number = 0
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def num_loaded(self) -> int:
+        return len(self._loaded_by_label)
 
-    def current(self) -> list[Held]:
-        return list(self._current.values())
+    def current(self) -> list[LoadedAdapter]:
+        return list(self._current_by_name.values())
 
     def answer(self) -> AdaptersAnswer:
         """What nobody runs under any more is as good as gone."""
         facts = self._engine.facts
-        listed = [held for held in self._held.values() if self._is_current(held) or held.num_users]
+        listed = [
+            adapter
+            for adapter in self._loaded_by_label.values()
+            if self._is_current(adapter) or adapter.num_users
+        ]
         return AdaptersAnswer(
-            adapters=[self.answer_of(held) for held in listed],
+            adapters=[self.answer_of(adapter) for adapter in listed],
             max_adapters=facts.max_adapters,
             max_rank=facts.max_adapter_rank,
         )
 
-    def answer_of(self, held: Held) -> AdapterAnswer:
-        return held.answer(current=self._is_current(held))
+    def answer_of(self, adapter: LoadedAdapter) -> AdapterAnswer:
+        return adapter.answer(current=self._is_current(adapter))
 
     # Use
 
-    def resolve(self, named: str | None) -> str | None:
+    def resolve(self, reference: str | None) -> str | None:
         """The label of a current version; from here to `begin` there must be no await."""
-        if named is None:
+        if reference is None:
             return None
-        name, at, version = named.partition("@")
-        held = self._current.get(name)
-        if held is None:
-            raise AdapterNotFound(NOT_HERE)
-        if at and version != held.version:
-            raise AdapterNotFound(f"{name!r} is at version {held.version!r}")
-        return held.label
+        name, separator, version = reference.partition("@")
+        adapter = self._current_by_name.get(name)
+        if adapter is None:
+            raise AdapterNotFound(NOT_LOADED)
+        if separator and version != adapter.version:
+            raise AdapterNotFound(f"{name!r} is at version {adapter.version!r}")
+        return adapter.label
 
     def begin(self, label: str | None) -> None:
         if label is not None:
-            self._held[label].num_users += 1
+            self._loaded_by_label[label].num_users += 1
 
     def end(self, label: str | None) -> None:
         if label is not None:
-            self._held[label].num_users -= 1
+            self._loaded_by_label[label].num_users -= 1
 
     @contextmanager
-    def using(self, named: str | None) -> Iterator[str | None]:
-        label = self.resolve(named)
+    def using(self, reference: str | None) -> Iterator[str | None]:
+        label = self.resolve(reference)
         self.begin(label)
         try:
             yield label
@@ -100,118 +104,127 @@ class Adapters:
 
     async def load(
         self, name: str, version: str | None, path: str, *, replace: bool = True
-    ) -> tuple[Held, bool]:
+    ) -> tuple[LoadedAdapter, bool]:
         """The current version from now on, and whether it is new. The same files again change
         nothing; unless they may `replace` what has the name, others are refused."""
-        self._check_served(name)
-        async with self._changing:
-            return await self._add(name, version, await self._intake.copied(path), replace)
+        self._check_supported(name)
+        async with self._change_lock:
+            return await self._add(name, version, await self._files.from_directory(path), replace)
 
     async def receive(
         self, name: str, chunks: AsyncIterator[bytes], digest: str | None
-    ) -> Incoming:
+    ) -> ReceivedAdapter:
         """For `add`. A caller may leave in the middle of this, but not of that."""
-        self._check_served(name)
-        return await self._intake.uploaded(chunks, digest)
+        self._check_supported(name)
+        return await self._files.from_upload(chunks, digest)
 
-    async def add(self, name: str, version: str, incoming: Incoming) -> tuple[Held, bool]:
-        async with self._changing:
-            return await self._add(name, version, incoming, replace=True)
+    async def add(
+        self, name: str, version: str, received: ReceivedAdapter
+    ) -> tuple[LoadedAdapter, bool]:
+        async with self._change_lock:
+            return await self._add(name, version, received, replace=True)
 
     async def unload(self, name: str) -> None:
         """New rollouts do not find it any more; those under it go on."""
-        async with self._changing:
-            if self._current.pop(name, None) is None:
-                raise AdapterNotFound(NOT_HERE)
-            await self._forget_unused()
+        async with self._change_lock:
+            if self._current_by_name.pop(name, None) is None:
+                raise AdapterNotFound(NOT_LOADED)
+            await self._unload_unused()
 
     def check(self) -> None:
         """The books balance."""
-        assert all(self._held[held.label] is held for held in self._current.values())
-        assert all(held.num_users >= 0 for held in self._held.values())
+        assert all(
+            self._loaded_by_label[adapter.label] is adapter
+            for adapter in self._current_by_name.values()
+        )
+        assert all(adapter.num_users >= 0 for adapter in self._loaded_by_label.values())
 
-    def _check_served(self, name: str) -> None:
+    def _check_supported(self, name: str) -> None:
         if not self._engine.facts.max_adapters:
             raise Unsupported("adapters are not served here: start with engine.max_adapters")
         if name in (self._engine.facts.model, self._engine.facts.model_given):
             raise InvalidRequest.of_parameter("name", "it is the served model's own")
 
     async def _add(
-        self, name: str, version: str | None, incoming: Incoming, replace: bool
-    ) -> tuple[Held, bool]:
+        self, name: str, version: str | None, received: ReceivedAdapter, replace: bool
+    ) -> tuple[LoadedAdapter, bool]:
         try:
-            known = self._known(name, version, incoming.digest, replace)
-            held = known or await self._loaded(name, version or self._free_version(name), incoming)
+            existing = self._existing(name, version, received.digest, replace)
+            adapter = existing or await self._load_new(
+                name, version or self._next_unused_version(name), received
+            )
         except BaseException:
-            self._intake.discard(incoming.home)
+            self._files.discard(received.folder)
             raise
-        if known is not None:
-            self._intake.discard(incoming.home)
-        return held, known is None
+        if existing is not None:
+            self._files.discard(received.folder)
+        return adapter, existing is None
 
-    def _known(self, name: str, version: str | None, digest: str, replace: bool) -> Held | None:
+    def _existing(
+        self, name: str, version: str | None, digest: str, replace: bool
+    ) -> LoadedAdapter | None:
         """What the name has, if it is this very adapter; VersionConflict if it may not change."""
-        current = self._current.get(name)
+        current = self._current_by_name.get(name)
         same = current is not None and current.digest == digest
         if current is not None and same and version in (None, current.version):
             return current
         if version is not None and f"{name}@{version}" in self._digests:
-            self._refuse_again(f"{name}@{version}", digest)
+            self._check_version_reusable(f"{name}@{version}", digest)
         if current is not None and not replace:
             raise VersionConflict("the adapter is loaded: unload it, or load it under a new name")
         return None
 
-    def _refuse_again(self, label: str, digest: str) -> None:
+    def _check_version_reusable(self, label: str, digest: str) -> None:
         """Of other bytes, or of these while they are the current version's or still run."""
         if self._digests[label] != digest:
             raise VersionConflict("the adapter had that version, with other bytes")
-        held = self._held.get(label)
-        if held is not None and (self._is_current(held) or held.num_users):
+        adapter = self._loaded_by_label.get(label)
+        if adapter is not None and (self._is_current(adapter) or adapter.num_users):
             raise VersionConflict("the adapter has that version, and something runs under it")
 
-    async def _loaded(self, name: str, version: str, incoming: Incoming) -> Held:
+    async def _load_new(self, name: str, version: str, received: ReceivedAdapter) -> LoadedAdapter:
         try:
-            form = await asyncio.to_thread(self._engine.check_adapter, incoming.home)
+            form = await asyncio.to_thread(self._engine.check_adapter, received.folder)
         except CheckpointRefused as refused:
-            self._counted("refused")
+            self._on_load("refused")
             raise WeightsRefused(str(refused)) from refused
-        held = Held(
-            name=name, version=version, form=form, digest=incoming.digest, home=incoming.home
+        adapter = LoadedAdapter(
+            name=name, version=version, form=form, digest=received.digest, folder=received.folder
         )
-        await self._make_room()
+        await self._ensure_capacity()
         try:
-            await self._engine.load_adapter(held.label, held.home)
+            await self._engine.load_adapter(adapter.label, adapter.folder)
         except LoadFailed as error:
-            self._counted("failed")
+            self._on_load("failed")
             raise ActivationFailed(str(error)) from error
-        self._counted("loaded")
-        self._held[held.label] = self._current[name] = held
-        self._digests[held.label] = held.digest
-        return held
+        self._on_load("loaded")
+        self._loaded_by_label[adapter.label] = self._current_by_name[name] = adapter
+        self._digests[adapter.label] = adapter.digest
+        return adapter
 
-    async def _make_room(self) -> None:
-        await self._forget_unused()
-        if len(self._held) >= self._engine.facts.max_adapters:
+    async def _ensure_capacity(self) -> None:
+        await self._unload_unused()
+        if len(self._loaded_by_label) >= self._engine.facts.max_adapters:
             raise AdaptersFull(
-                f"{len(self._held)} are loaded; unload one, or wait for what runs under a "
-                "replaced one",
+                f"{len(self._loaded_by_label)} adapters are loaded; unload one, or wait until the "
+                "samples of a replaced one have ended",
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    async def _forget_unused(self) -> None:
-        for held in list(self._held.values()):
-            if not (self._is_current(held) or held.num_users):
-                await self._engine.unload_adapter(held.label)
-                del self._held[held.label]
-                self._intake.discard(held.home)
+    async def _unload_unused(self) -> None:
+        for adapter in list(self._loaded_by_label.values()):
+            if not (self._is_current(adapter) or adapter.num_users):
+                await self._engine.unload_adapter(adapter.label)
+                del self._loaded_by_label[adapter.label]
+                self._files.discard(adapter.folder)
 
-    def _is_current(self, held: Held) -> bool:
-        return self._current.get(held.name) is held
+    def _is_current(self, adapter: LoadedAdapter) -> bool:
+        return self._current_by_name.get(adapter.name) is adapter
 
-    def _free_version(self, name: str) -> str:
+    def _next_unused_version(self, name: str) -> str:
         """No one had it, and it is not to be had again."""
         while True:
-            self._last_number += 1
-            version = f"update-{self._last_number}"
+            self._last_version_number += 1
+            version = f"update-{self._last_version_number}"
             if f"{name}@{version}" not in self._digests:
                 return version

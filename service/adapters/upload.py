@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from engine.adapters.validation import CONFIG_FILE, TENSORS_FILE
 from service.http.errors import InsufficientStorage, WeightsRefused
-from service.weights.checkpoint_store import Checkpoints, Upload
+from service.weights.checkpoint_store import CheckpointStore, Upload
 
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
@@ -24,55 +24,57 @@ COPY_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incoming:
+class ReceivedAdapter:
     """Both files, not judged yet. Equal digests are equal adapters."""
 
-    home: Path
+    folder: Path
     digest: str
 
 
-class Intake:
+class AdapterFiles:
     """Owns the directories that it makes until they are discarded."""
 
-    def __init__(self, checkpoints: Checkpoints, *, max_bytes: int) -> None:
+    def __init__(self, checkpoints: CheckpointStore, *, max_bytes: int) -> None:
         self._checkpoints = checkpoints
         self._max_bytes = max_bytes
 
-    async def copied(self, path: str) -> Incoming:
+    async def from_directory(self, path: str) -> ReceivedAdapter:
         """PathRefused unless both files lie where weights may be taken from."""
-        directory = self._checkpoints.allowed(path)
+        directory = self._checkpoints.resolve_allowed(path)
         limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._max_bytes}
-        files = {name: self._checkpoints.allowed(str(directory / name)) for name in limits}
-        return await self._made(lambda home: _copy(files, limits, home))
+        files = {name: self._checkpoints.resolve_allowed(str(directory / name)) for name in limits}
+        return await self._create(lambda folder: _copy(files, limits, folder))
 
-    async def uploaded(self, chunks: AsyncIterator[bytes], announced: str | None) -> Incoming:
-        upload = await self._checkpoints.receive(chunks, announced)
+    async def from_upload(
+        self, chunks: AsyncIterator[bytes], content_digest: str | None
+    ) -> ReceivedAdapter:
+        upload = await self._checkpoints.receive(chunks, content_digest)
         try:
-            return await self._made(lambda home: _unpack(upload, home))
+            return await self._create(lambda folder: _unpack(upload, folder))
         finally:
             self._checkpoints.discard(upload)
 
-    def discard(self, home: Path) -> None:
-        shutil.rmtree(home, ignore_errors=True)
+    def discard(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
 
-    async def _made(self, fill: Callable[[Path], str]) -> Incoming:
-        home = self._checkpoints.fresh(".adapter-")
+    async def _create(self, fill: Callable[[Path], str]) -> ReceivedAdapter:
+        folder = self._checkpoints.make_temp_dir(".adapter-")
         try:
-            digest = await asyncio.to_thread(fill, home)
+            digest = await asyncio.to_thread(fill, folder)
         except OSError as error:
-            self.discard(home)
+            self.discard(folder)
             raise InsufficientStorage() from error
         except BaseException:
-            self.discard(home)
+            self.discard(folder)
             raise
-        return Incoming(home=home, digest=digest)
+        return ReceivedAdapter(folder=folder, digest=digest)
 
 
-def _copy(files: Mapping[str, Path], limits: Mapping[str, int], home: Path) -> str:
+def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) -> str:
     """By the names that they have there: behind links they may have others."""
     sha256 = hashlib.sha256()
     for name, file in files.items():
-        with (home / name).open("wb") as target:
+        with (folder / name).open("wb") as target:
             for chunk in _chunks(name, file, limits[name]):
                 sha256.update(chunk)
                 target.write(chunk)
@@ -95,15 +97,15 @@ def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
         raise WeightsRefused(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _unpack(upload: Upload, home: Path) -> str:
+def _unpack(upload: Upload, folder: Path) -> str:
     with upload.path.open("rb") as file:
-        config = _config_of(file)
-    (home / CONFIG_FILE).write_bytes(config)
-    upload.path.rename(home / TENSORS_FILE)
+        config = _read_config(file)
+    (folder / CONFIG_FILE).write_bytes(config)
+    upload.path.rename(folder / TENSORS_FILE)
     return upload.sha256
 
 
-def _config_of(file: BinaryIO) -> bytes:
+def _read_config(file: BinaryIO) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     try:
         header = from_json(file.read(length) if length <= MAX_HEADER_BYTES else b"")

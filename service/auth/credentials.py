@@ -6,7 +6,7 @@ import binascii
 from starlette.datastructures import Headers
 
 
-def presented_key(headers: Headers) -> str | None:
+def key_from_headers(headers: Headers) -> str | None:
     """Bearer, or Basic with the key as the password; who sends two headers has sent none."""
     values = headers.getlist("authorization")
     if len(values) != 1:

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from service.auth.keys import ROLES, Key, KeyEntry, find_key, read_keys
+from service.auth.keys import ROLES, ApiKey, ApiKeyEntry, match_key, read_keys
 from service.config.sources import SettingsError
 
 CHECK_SECONDS = 1.0
-LOCAL = Key(name="local", roles=ROLES)
+LOCAL_KEY = ApiKey(name="local", roles=ROLES)
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +28,19 @@ class Keyring:
         self._clock = clock
         self._checked_at = clock()
         self._signature: _Signature = None if file is None else _signature(file)
-        self._entries: tuple[KeyEntry, ...] = () if file is None else read_keys(file)
+        self._entries: tuple[ApiKeyEntry, ...] = () if file is None else read_keys(file)
 
     @property
-    def is_open(self) -> bool:
+    def accepts_anyone(self) -> bool:
         return self._file is None
 
-    def find(self, secret: str) -> Key | None:
+    def find(self, secret: str) -> ApiKey | None:
         if self._file is not None and self._clock() - self._checked_at >= CHECK_SECONDS:
             self._checked_at = self._clock()
-            self._check(self._file)
-        return find_key(self._entries, secret)
+            self._reload_if_changed(self._file)
+        return match_key(self._entries, secret)
 
-    def _check(self, file: Path) -> None:
+    def _reload_if_changed(self, file: Path) -> None:
         """The signature is taken first: what is written meanwhile is read the next time."""
         signature = _signature(file)
         if signature == self._signature:

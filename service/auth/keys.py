@@ -25,14 +25,14 @@ _PREFIX = "coppice_"  # lets scanners of leaked secrets know one when they see i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class ApiKey:
     """Who asks. Rollouts, idempotency keys and limits belong to the name."""
 
     name: str
     roles: frozenset[Role]
 
 
-class KeyEntry(BaseModel):
+class ApiKeyEntry(BaseModel):
     """One item of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,24 +42,24 @@ class KeyEntry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
     @property
-    def key(self) -> Key:
-        return Key(name=self.name, roles=frozenset(self.roles))
+    def key(self) -> ApiKey:
+        return ApiKey(name=self.name, roles=frozenset(self.roles))
 
 
-_ENTRIES = TypeAdapter(tuple[KeyEntry, ...])
+_ENTRIES = TypeAdapter(tuple[ApiKeyEntry, ...])
 
 
-def new_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
+def generate_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
     """A fresh key, and the lines of the file that let it in."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     lines = [{"name": name, "roles": list(roles), "sha256": _sha256(secret)}]
-    _entries(lines, "the new key")
+    _parse_entries(lines, "the new key")
     return secret, yaml.safe_dump(lines, sort_keys=False)
 
 
-def read_keys(file: Path) -> tuple[KeyEntry, ...]:
+def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
     """Raises SettingsError, which never quotes the file."""
-    entries = _entries(read_yaml(file), str(file))
+    entries = _parse_entries(read_yaml(file), str(file))
     if not entries:
         raise SettingsError(f"{file}: holds no key; 'coppice new-key' makes one")
     for field in ("name", "sha256"):
@@ -68,7 +68,7 @@ def read_keys(file: Path) -> tuple[KeyEntry, ...]:
     return entries
 
 
-def find_key(entries: Sequence[KeyEntry], secret: str) -> Key | None:
+def match_key(entries: Sequence[ApiKeyEntry], secret: str) -> ApiKey | None:
     """Compares with every entry in constant time, so that time tells nothing about any of them."""
     digest = _sha256(secret)
     found = None
@@ -78,15 +78,17 @@ def find_key(entries: Sequence[KeyEntry], secret: str) -> Key | None:
     return found
 
 
-def _entries(content: object, origin: str) -> tuple[KeyEntry, ...]:
+def _parse_entries(content: object, origin: str) -> tuple[ApiKeyEntry, ...]:
     try:
         return _ENTRIES.validate_python([] if content is None else content)
     except ValidationError as error:
         faults = error.errors(include_input=False, include_url=False, include_context=False)
-        raise SettingsError(*(f"{origin}: {_place(f['loc'])}{f['msg']}" for f in faults)) from None
+        raise SettingsError(
+            *(f"{origin}: {_field_path(f['loc'])}{f['msg']}" for f in faults)
+        ) from None
 
 
-def _place(location: tuple[int | str, ...]) -> str:
+def _field_path(location: tuple[int | str, ...]) -> str:
     return f"{'.'.join(map(str, location))}: " if location else ""
 
 

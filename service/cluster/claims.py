@@ -6,7 +6,7 @@ claimed anew, or released, while the directory is told of it.
 
 from collections.abc import Awaitable, Callable
 
-CLAIMS_A_BEAT = 2000
+MAX_CLAIMS_PER_HEARTBEAT = 2000
 
 
 class Claims:
@@ -21,49 +21,49 @@ class Claims:
         self._claim = claim
         self._release = release
         self._claimed: set[str] = set()
-        self._released: set[str] = set()
-        self._untold: set[str] = set()
+        self._unsynced_releases: set[str] = set()
+        self._unsynced_claims: set[str] = set()
 
-    def add(self, place: str) -> None:
-        self._claimed.add(place)
+    def add(self, claim_key: str) -> None:
+        self._claimed.add(claim_key)
 
-    def discard(self, place: str) -> None:
+    def discard(self, claim_key: str) -> None:
         """It never became ours."""
-        self._claimed.discard(place)
+        self._claimed.discard(claim_key)
 
-    def release(self, place: str) -> bool:
+    def release(self, claim_key: str) -> bool:
         """Whether the directory is yet to hear that it is free. Again changes nothing."""
-        if place in self._claimed:
-            self._claimed.remove(place)
-            self._released.add(place)
-        return place in self._released
+        if claim_key in self._claimed:
+            self._claimed.remove(claim_key)
+            self._unsynced_releases.add(claim_key)
+        return claim_key in self._unsynced_releases
 
-    async def tell_released(self, place: str) -> None:
+    async def sync_release(self, claim_key: str) -> None:
         """At once: nobody claims the place here meanwhile."""
-        await self._release(place)
-        self._released.discard(place)
+        await self._release(claim_key)
+        self._unsynced_releases.discard(claim_key)
 
-    def forgotten(self) -> None:
+    def on_registry_reset(self) -> None:
         """By the directory: it is to hear of all of them again."""
-        self._untold |= self._claimed
+        self._unsynced_claims |= self._claimed
 
-    async def tell(self) -> bool:
+    async def sync(self) -> bool:
         """Whether all is told; not so many at once that the next heartbeat would be late."""
-        for _ in range(min(len(self._released), CLAIMS_A_BEAT)):
-            place = self._released.pop()
-            if place in self._claimed:
+        for _ in range(min(len(self._unsynced_releases), MAX_CLAIMS_PER_HEARTBEAT)):
+            claim_key = self._unsynced_releases.pop()
+            if claim_key in self._claimed:
                 continue
             try:
-                await self._release(place)
+                await self._release(claim_key)
             except BaseException:
-                self._released.add(place)
+                self._unsynced_releases.add(claim_key)
                 raise
-            if place in self._claimed:
-                self._untold.add(place)
-        for _ in range(min(len(self._untold), CLAIMS_A_BEAT)):
-            place = self._untold.pop()
-            if place in self._claimed:
-                await self._claim(place)
-                if place not in self._claimed:
-                    self._released.add(place)
-        return not (self._untold or self._released)
+            if claim_key in self._claimed:
+                self._unsynced_claims.add(claim_key)
+        for _ in range(min(len(self._unsynced_claims), MAX_CLAIMS_PER_HEARTBEAT)):
+            claim_key = self._unsynced_claims.pop()
+            if claim_key in self._claimed:
+                await self._claim(claim_key)
+                if claim_key not in self._claimed:
+                    self._unsynced_releases.add(claim_key)
+        return not (self._unsynced_claims or self._unsynced_releases)

@@ -7,18 +7,18 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from service.cluster.registry import Manifest, Order, Replica
+from service.cluster.registry import ActivationTarget, Manifest, Replica
 
 T = TypeVar("T")
 
 REPLICA = TypeAdapter(Replica)
 MANIFEST = TypeAdapter(Manifest)
-ORDER = TypeAdapter(Order)
+TARGET = TypeAdapter(ActivationTarget)
 
 log = logging.getLogger(__name__)
 
 
-def read(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
+def parse_entry(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
     if entry is None:
         return None
     try:
@@ -28,5 +28,5 @@ def read(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
         return None
 
 
-def read_all(kind: TypeAdapter[T], entries: Iterable[bytes]) -> list[T]:
-    return [found for entry in entries if (found := read(kind, entry)) is not None]
+def parse_entries(kind: TypeAdapter[T], entries: Iterable[bytes]) -> list[T]:
+    return [found for entry in entries if (found := parse_entry(kind, entry)) is not None]

@@ -25,7 +25,7 @@ def new_handle_id(replica_id: str) -> str:
     return f"{replica_id}.{secrets.token_urlsafe(18)}"
 
 
-def replica_of(name: str) -> str | None:
+def replica_id_of(name: str) -> str | None:
     """None: no replica has given such a name."""
     found = _NAME.match(name)
     return None if found is None else found["replica"]

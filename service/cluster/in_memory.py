@@ -7,78 +7,86 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from service.cluster.registry import Manifest, ManifestConflict, Order, Replica, Sight
+from service.cluster.registry import (
+    ActivationTarget,
+    ClusterView,
+    Manifest,
+    ManifestConflict,
+    Replica,
+)
 
 
-class _Listed(NamedTuple):
+class _ReplicaEntry(NamedTuple):
     replica: Replica
     deadline: float
 
 
-class _Claimed(NamedTuple):
+class _ClaimEntry(NamedTuple):
     replica_id: str
     deadline: float
 
 
-class EmbeddedDirectory:
+class InMemoryRegistry:
     """Is never lost. What has expired goes with the next heartbeat, and counts for nothing before:
     a claim must not cost more the more there are."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._replicas: dict[str, _Listed] = {}
-        self._claims: dict[str, _Claimed] = {}
+        self._replicas: dict[str, _ReplicaEntry] = {}
+        self._claims: dict[str, _ClaimEntry] = {}
         self._manifests: dict[str, Manifest] = {}
-        self._order: Order | None = None
+        self._target: ActivationTarget | None = None
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
-        self._trim()
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
+        self._drop_expired()
         known = replica.id in self._replicas
-        self._replicas[replica.id] = _Listed(replica, self._clock() + seconds)
-        return Sight(
+        self._replicas[replica.id] = _ReplicaEntry(replica, self._clock() + ttl_seconds)
+        return ClusterView(
             known=known,
-            replicas={name: listed.replica for name, listed in self._replicas.items()},
+            replicas={name: entry.replica for name, entry in self._replicas.items()},
             manifests=dict(self._manifests),
-            order=self._order,
+            target=self._target,
         )
 
     async def leave(self, replica_id: str) -> None:
         self._replicas.pop(replica_id, None)
 
-    async def claim(self, place: str, replica_id: str, *, seconds: float, take_over: bool) -> str:
-        now, held = self._clock(), self._claims.get(place)
-        if held and held.deadline > now and held.replica_id != replica_id:
-            listed = self._replicas.get(held.replica_id)
-            if not take_over or (listed and listed.deadline > now):
-                return held.replica_id
-        self._claims[place] = _Claimed(replica_id, now + seconds)
+    async def claim(
+        self, claim_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+    ) -> str:
+        now, holder = self._clock(), self._claims.get(claim_key)
+        if holder and holder.deadline > now and holder.replica_id != replica_id:
+            entry = self._replicas.get(holder.replica_id)
+            if not allow_takeover or (entry and entry.deadline > now):
+                return holder.replica_id
+        self._claims[claim_key] = _ClaimEntry(replica_id, now + ttl_seconds)
         return replica_id
 
-    async def release(self, place: str, replica_id: str) -> None:
-        if place in self._claims and self._claims[place].replica_id == replica_id:
-            del self._claims[place]
+    async def release(self, claim_key: str, replica_id: str) -> None:
+        if claim_key in self._claims and self._claims[claim_key].replica_id == replica_id:
+            del self._claims[claim_key]
 
     async def publish(self, manifest: Manifest) -> None:
         for known in self._manifests.values():
-            named_alike = known.version == manifest.version or known.sequence == manifest.sequence
-            if named_alike and known != manifest:
+            is_conflict = known.version == manifest.version or known.sequence == manifest.sequence
+            if is_conflict and known != manifest:
                 raise ManifestConflict(f"{known.version!r} has sequence {known.sequence} already")
         self._manifests[manifest.version] = manifest
 
     async def withdraw(self, version: str) -> None:
         self._manifests.pop(version, None)
 
-    async def order(self, order: Order) -> Order:
-        if self._order is None or order.epoch > self._order.epoch:
-            self._order = order
-        return self._order
+    async def target(self, target: ActivationTarget) -> ActivationTarget:
+        if self._target is None or target.epoch > self._target.epoch:
+            self._target = target
+        return self._target
 
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def _trim(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
-        for replica_id in [i for i, listed in self._replicas.items() if listed.deadline <= now]:
+        for replica_id in [i for i, entry in self._replicas.items() if entry.deadline <= now]:
             del self._replicas[replica_id]
-        for place in [p for p, claimed in self._claims.items() if claimed.deadline <= now]:
-            del self._claims[place]
+        for claim_key in [p for p, claimed in self._claims.items() if claimed.deadline <= now]:
+            del self._claims[claim_key]

@@ -5,7 +5,7 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request, Response
 
 
-class Elsewhere(Exception):
+class RedirectToReplica(Exception):
     """Another replica has it. `url` is what that one says of itself."""
 
     def __init__(self, url: str) -> None:
@@ -14,12 +14,12 @@ class Elsewhere(Exception):
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(Elsewhere, _redirected)
+    app.add_exception_handler(RedirectToReplica, _redirect)
 
 
-async def _redirected(request: Request, error: Exception) -> Response:
+async def _redirect(request: Request, error: Exception) -> Response:
     """The same address there: nothing of it is ours to change."""
-    assert isinstance(error, Elsewhere)
+    assert isinstance(error, RedirectToReplica)
     query = request.scope["query_string"].decode("latin-1")
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
     request.app.state.server.metrics.directory_redirects.inc()

@@ -19,99 +19,103 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from service.cluster import redis_scripts
-from service.cluster.entries import MANIFEST, ORDER, REPLICA, read, read_all
+from service.cluster.entries import MANIFEST, REPLICA, TARGET, parse_entries, parse_entry
 from service.cluster.registry import (
-    DirectoryLost,
+    ActivationTarget,
+    ClusterView,
     Manifest,
     ManifestConflict,
-    Order,
+    RegistryUnavailable,
     Replica,
-    Sight,
 )
 from service.cluster.settings import DirectorySettings
 
 MAX_CONNECTIONS = 16
 
 
-class RedisDirectory:
+class RedisRegistry:
     """Connects when it is first asked something."""
 
     def __init__(self, settings: DirectorySettings) -> None:
         assert settings.redis_url is not None, "without Redis the directory is embedded"
-        self._seconds = settings.call_seconds
+        self._timeout_seconds = settings.call_seconds
         self._prefix = "{" + settings.key_prefix + "}:"
-        self._redis = Redis(connection_pool=_pool(settings.redis_url, settings))
-        self._beat = self._redis.register_script(redis_scripts.BEAT)
-        self._leave = self._redis.register_script(redis_scripts.LEAVE)
-        self._claim = self._redis.register_script(redis_scripts.CLAIM)
-        self._release = self._redis.register_script(redis_scripts.RELEASE)
-        self._publish = self._redis.register_script(redis_scripts.PUBLISH)
-        self._order = self._redis.register_script(redis_scripts.ORDER)
+        self._redis = Redis(connection_pool=_connection_pool(settings.redis_url, settings))
+        self._heartbeat = self._redis.register_script(redis_scripts.HEARTBEAT)
+        self._leave_script = self._redis.register_script(redis_scripts.LEAVE)
+        self._claim_script = self._redis.register_script(redis_scripts.CLAIM)
+        self._release_script = self._redis.register_script(redis_scripts.RELEASE)
+        self._publish_script = self._redis.register_script(redis_scripts.PUBLISH)
+        self._target_script = self._redis.register_script(redis_scripts.TARGET)
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
         keys = self._keys("replicas", "deadlines", "manifests", "order")
         entry = REPLICA.dump_json(replica)
-        answer = await self._call(self._beat, keys, replica.id, entry, _milliseconds(seconds))
-        known, replicas, manifests, order = answer
-        return Sight(
+        answer = await self._call(
+            self._heartbeat, keys, replica.id, entry, _milliseconds(ttl_seconds)
+        )
+        known, replicas, manifests, target = answer
+        return ClusterView(
             known=bool(known),
-            replicas={found.id: found for found in read_all(REPLICA, replicas)},
-            manifests={found.version: found for found in read_all(MANIFEST, manifests)},
-            order=read(ORDER, order),
+            replicas={found.id: found for found in parse_entries(REPLICA, replicas)},
+            manifests={found.version: found for found in parse_entries(MANIFEST, manifests)},
+            target=parse_entry(TARGET, target),
         )
 
     async def leave(self, replica_id: str) -> None:
-        await self._call(self._leave, self._keys("replicas", "deadlines"), replica_id)
+        await self._call(self._leave_script, self._keys("replicas", "deadlines"), replica_id)
 
-    async def claim(self, place: str, replica_id: str, *, seconds: float, take_over: bool) -> str:
-        keys = [self._place(place), *self._keys("deadlines")]
-        arguments = (replica_id, _milliseconds(seconds), int(take_over))
-        holder: bytes = await self._call(self._claim, keys, *arguments)
+    async def claim(
+        self, claim_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+    ) -> str:
+        keys = [self._redis_claim_key(claim_key), *self._keys("deadlines")]
+        arguments = (replica_id, _milliseconds(ttl_seconds), int(allow_takeover))
+        holder: bytes = await self._call(self._claim_script, keys, *arguments)
         return holder.decode()
 
-    async def release(self, place: str, replica_id: str) -> None:
-        await self._call(self._release, [self._place(place)], replica_id)
+    async def release(self, claim_key: str, replica_id: str) -> None:
+        await self._call(self._release_script, [self._redis_claim_key(claim_key)], replica_id)
 
     async def publish(self, manifest: Manifest) -> None:
         arguments = (manifest.version, MANIFEST.dump_json(manifest), manifest.sequence)
-        in_the_way = await self._call(self._publish, self._keys("manifests"), *arguments)
-        if in_the_way is not None:
+        conflict = await self._call(self._publish_script, self._keys("manifests"), *arguments)
+        if conflict is not None:
             raise ManifestConflict("the version or its sequence is published already")
 
     async def withdraw(self, version: str) -> None:
-        async with self._answering():
+        async with self._translate_errors():
             await self._redis.hdel(self._prefix + "manifests", version)
 
-    async def order(self, order: Order) -> Order:
-        arguments = (order.epoch, ORDER.dump_json(order))
-        standing = await self._call(self._order, self._keys("order"), *arguments)
-        return read(ORDER, standing) or order
+    async def target(self, target: ActivationTarget) -> ActivationTarget:
+        arguments = (target.epoch, TARGET.dump_json(target))
+        current = await self._call(self._target_script, self._keys("order"), *arguments)
+        return parse_entry(TARGET, current) or target
 
     async def close(self) -> None:
-        with suppress(DirectoryLost):
-            async with self._answering():
+        with suppress(RegistryUnavailable):
+            async with self._translate_errors():
                 await self._redis.aclose(close_connection_pool=True)
 
     async def _call(self, script: Any, keys: list[str], *arguments: str | bytes | int) -> Any:
-        async with self._answering():
+        async with self._translate_errors():
             return await script(keys=keys, args=arguments)
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
+    async def _translate_errors(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 yield
         except (RedisError, OSError, TimeoutError) as error:
-            raise DirectoryLost(type(error).__name__) from error
+            raise RegistryUnavailable(type(error).__name__) from error
 
     def _keys(self, *names: str) -> list[str]:
         return [self._prefix + name for name in names]
 
-    def _place(self, place: str) -> str:
-        return f"{self._prefix}claim:{hashlib.sha256(place.encode()).hexdigest()}"
+    def _redis_claim_key(self, claim_key: str) -> str:
+        return f"{self._prefix}claim:{hashlib.sha256(claim_key.encode()).hexdigest()}"
 
 
-class _FromFile(CredentialProvider):
+class _PasswordFile(CredentialProvider):
     """Kubernetes changes a mounted secret under a running server."""
 
     def __init__(self, user: str, file: Path) -> None:
@@ -122,7 +126,7 @@ class _FromFile(CredentialProvider):
         return self._user, self._file.read_text().strip()
 
 
-def _pool(url: str, settings: DirectorySettings) -> BlockingConnectionPool:
+def _connection_pool(url: str, settings: DirectorySettings) -> BlockingConnectionPool:
     options: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
         "timeout": settings.call_seconds,
@@ -132,7 +136,7 @@ def _pool(url: str, settings: DirectorySettings) -> BlockingConnectionPool:
     }
     user = settings.redis_user
     if settings.redis_password_file is not None:
-        provider = _FromFile(user or "default", settings.redis_password_file)
+        provider = _PasswordFile(user or "default", settings.redis_password_file)
         options["credential_provider"] = provider
     elif settings.redis_password is not None:
         options |= {"username": user, "password": settings.redis_password.get_secret_value()}
@@ -143,5 +147,5 @@ def _pool(url: str, settings: DirectorySettings) -> BlockingConnectionPool:
     return BlockingConnectionPool.from_url(url, **options)
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(1, math.ceil(seconds * 1000))
+def _milliseconds(ttl_seconds: float) -> int:
+    return max(1, math.ceil(ttl_seconds * 1000))

@@ -5,7 +5,7 @@ Every key is declared, and all have the fleet's prefix as their hash tag, so tha
 them together.
 """
 
-BEAT = """
+HEARTBEAT = """
 -- KEYS: replicas, deadlines, manifests, order; ARGV: id, entry, milliseconds
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -55,7 +55,7 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return false
 """
 
-ORDER = """
+TARGET = """
 -- KEYS: order; ARGV: epoch, entry
 local standing = redis.call('GET', KEYS[1])
 local read, order = pcall(cjson.decode, standing or '')

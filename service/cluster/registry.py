@@ -15,7 +15,7 @@ from coppice.wire.weights import ActivationMode
 ReplicaState = Literal["starting", "serving", "draining"]
 
 
-class DirectoryLost(Exception):
+class RegistryUnavailable(Exception):
     """It did not answer in time: nothing is known of what was asked."""
 
 
@@ -65,7 +65,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ActivationTarget:
     """The version that all are to serve. Of two, the one with the higher epoch stands."""
 
     epoch: int
@@ -75,45 +75,45 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class ClusterView:
     """All of it at one moment. `known`: the replica that looked was still listed from before; if it
-    was not, the directory has lost what it held, or had given the replica up. `number`: counts the
-    replica's own looks, in the order in which they began."""
+    was not, the directory has lost what it held, or had given the replica up. `view_number`: counts
+    the replica's own looks, in the order in which they began."""
 
     known: bool
     replicas: Mapping[str, Replica]
     manifests: Mapping[str, Manifest]
-    order: Order | None
-    number: int = 0
+    target: ActivationTarget | None
+    view_number: int = 0
 
 
-class Directory(Protocol):
+class ClusterRegistry(Protocol):
     """Contract. Every method raises DirectoryLost within a bounded time if there is no answer.
 
     beat: lists the replica, or renews it, for so many seconds; answers what else there is.
     leave: the replica is listed no more. Again changes nothing.
     claim: who has this place: the replica if nobody had it, or if who had it is listed no more and
-        `take_over` is set; otherwise who has had it. Forgotten after so many seconds.
+        `allow_takeover` is set; otherwise who has had it. Forgotten after so many seconds.
     release: the place is nobody's, if it was the replica's.
     publish: adds a manifest; again with the same content changes nothing. ManifestConflict.
     withdraw: the manifest is gone. Again changes nothing.
     order: the order that stands now: this one if its epoch is the highest.
     """
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight: ...
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView: ...
 
     async def leave(self, replica_id: str) -> None: ...
 
     async def claim(
-        self, place: str, replica_id: str, *, seconds: float, take_over: bool
+        self, claim_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
     ) -> str: ...
 
-    async def release(self, place: str, replica_id: str) -> None: ...
+    async def release(self, claim_key: str, replica_id: str) -> None: ...
 
     async def publish(self, manifest: Manifest) -> None: ...
 
     async def withdraw(self, version: str) -> None: ...
 
-    async def order(self, order: Order) -> Order: ...
+    async def target(self, target: ActivationTarget) -> ActivationTarget: ...
 
     async def close(self) -> None: ...

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from pydantic_core import to_json
 
-from service.adapters.loaded_adapter import Held
-from service.auth.access import needs
-from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.openapi_document import body_of
+from service.adapters.loaded_adapter import LoadedAdapter
+from service.auth.access import requires_role
+from service.compat.bodies import CompatModel, read_compat_body
+from service.compat.openapi_document import request_body
 from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,
@@ -25,21 +25,27 @@ from service.http.errors import (
     WeightsRefused,
 )
 from service.http.params import label
-from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter()
 
-ADMIN = (*WITH_KEY, *WHEN_READY, *OF_BODY)
-CHANGED = (
+ADMIN_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS)
+LOAD_ERRORS = (
     *(Unsupported, PathRefused, VersionConflict, WeightsRefused, ActivationFailed),
     *(AdaptersFull, InsufficientStorage),
 )
 TEXT = ("text/plain",)
 
 
-class LoadBody(ForeignModel):
+class LoadBody(CompatModel):
     """`load_inplace`: in the place of what has the name already, which otherwise is refused."""
 
     lora_name: str
@@ -47,80 +53,80 @@ class LoadBody(ForeignModel):
     load_inplace: bool = False
 
 
-class UnloadBody(ForeignModel):
+class UnloadBody(CompatModel):
     lora_name: str
 
 
 @router.post(
     "/v1/load_lora_adapter",
-    responses=answers({200: TEXT}, *ADMIN, *CHANGED),
-    openapi_extra=body_of(LoadBody),
+    responses=declare_responses({200: TEXT}, *ADMIN_ERRORS, *LOAD_ERRORS),
+    openapi_extra=request_body(LoadBody),
 )
-@needs("admin")
+@requires_role("admin")
 async def load(request: Request, server: ReadyServer) -> Response:
     """vLLM's own, which answers a sentence."""
-    body = await read_foreign(request, LoadBody, server)
+    body = await read_compat_body(request, LoadBody, server)
     await _load(server, body, replace=body.load_inplace)
     return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post(
     "/v1/unload_lora_adapter",
-    responses=answers({200: TEXT}, *ADMIN, AdapterNotFound),
-    openapi_extra=body_of(UnloadBody),
+    responses=declare_responses({200: TEXT}, *ADMIN_ERRORS, AdapterNotFound),
+    openapi_extra=request_body(UnloadBody),
 )
-@needs("admin")
+@requires_role("admin")
 async def unload(request: Request, server: ReadyServer) -> Response:
-    body = await read_foreign(request, UnloadBody, server)
+    body = await read_compat_body(request, UnloadBody, server)
     await _unload(server, body)
     return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.post(
     "/load_lora_adapter",
-    responses=answers({200: JSON}, *ADMIN, *CHANGED),
-    openapi_extra=body_of(LoadBody),
+    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *LOAD_ERRORS),
+    openapi_extra=request_body(LoadBody),
 )
-@needs("admin")
-async def load_next(request: Request, server: ReadyServer) -> Response:
+@requires_role("admin")
+async def load_replacing(request: Request, server: ReadyServer) -> Response:
     """prime-rl's and SGLang's: trainers that have one name for all of their steps."""
-    body = await read_foreign(request, LoadBody, server)
-    held = await _load(server, body, replace=True)
-    return _json({"status": "ok", **_loaded(server), "adapter_version": held.version})
+    body = await read_compat_body(request, LoadBody, server)
+    adapter = await _load(server, body, replace=True)
+    return _json({"status": "ok", **_loaded_adapters(server), "adapter_version": adapter.version})
 
 
 @router.post(
     "/unload_lora_adapter",
-    responses=answers({200: JSON}, *ADMIN, AdapterNotFound),
-    openapi_extra=body_of(UnloadBody),
+    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, AdapterNotFound),
+    openapi_extra=request_body(UnloadBody),
 )
-@needs("admin")
-async def unload_named(request: Request, server: ReadyServer) -> Response:
-    await _unload(server, await read_foreign(request, UnloadBody, server))
-    return _json({"status": "ok", **_loaded(server)})
+@requires_role("admin")
+async def unload_sglang(request: Request, server: ReadyServer) -> Response:
+    await _unload(server, await read_compat_body(request, UnloadBody, server))
+    return _json({"status": "ok", **_loaded_adapters(server)})
 
 
-async def _load(server: Server, body: LoadBody, *, replace: bool) -> Held:
+async def _load(server: Server, body: LoadBody, *, replace: bool) -> LoadedAdapter:
     name = label(body.lora_name, "lora_name")
     work = server.adapters.load(name, None, body.lora_path, replace=replace)
-    held, _ = await server.in_background(work)
-    return held
+    adapter, _ = await server.run_to_completion(work)
+    return adapter
 
 
 async def _unload(server: Server, body: UnloadBody) -> None:
     work = server.adapters.unload(label(body.lora_name, "lora_name"))
-    await server.in_background(work)
+    await server.run_to_completion(work)
 
 
-def _loaded(server: Server) -> dict[str, object]:
+def _loaded_adapters(server: Server) -> dict[str, object]:
     return {
         "success": True,
-        "loaded_adapters": {held.name: held.label for held in server.adapters.current()},
+        "loaded_adapters": {adapter.name: adapter.label for adapter in server.adapters.current()},
     }
 
 
-def _text(sentence: str) -> Response:
-    return Response(sentence, media_type="text/plain")
+def _text(message: str) -> Response:
+    return Response(message, media_type="text/plain")
 
 
 def _json(value: object) -> Response:

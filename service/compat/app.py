@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import to_json
 from starlette.routing import BaseRoute
 
-from service.auth.access import authorised, declared, public
+from service.auth.access import authorize, declared_access, public
 from service.compat import (
     adapters,
     chat,
@@ -23,17 +23,17 @@ from service.compat import (
     unsupported_routes,
     vllm_control,
 )
-from service.compat.error_format import with_message
-from service.compat.openapi_document import document
-from service.config.settings import Shape
+from service.compat.error_format import to_openai_json
+from service.compat.openapi_document import build_openapi
+from service.config.settings import CompatApi
 from service.http import exception_handlers
 
-DOCUMENT = "/compat/openapi.json"
+OPENAPI_PATH = "/compat/openapi.json"
 
-Audience = Literal["everybody", "callers", "operators"]
+RouteAudience = Literal["everybody", "callers", "operators"]
 
 OPENAI = (models.router, completions.router, chat.router, unsupported_routes.openai)
-ROUTERS: dict[Shape, Sequence[APIRouter]] = {
+ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
         *(*OPENAI, server_info.router, adapters.router),
@@ -47,43 +47,45 @@ ROUTERS: dict[Shape, Sequence[APIRouter]] = {
 }
 
 
-def create_compat(shapes: Sequence[Shape], audience: Audience = "everybody") -> FastAPI:
+def create_compat_app(
+    shapes: Sequence[CompatApi], audience: RouteAudience = "everybody"
+) -> FastAPI:
     """Routes that two shapes share are there once. Operators are who needs the role admin."""
     app = FastAPI(
-        dependencies=[Depends(authorised)],
+        dependencies=[Depends(authorize)],
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    exception_handlers.install(app, with_message)
-    app.router.routes = [route for route in _routes(tuple(shapes)) if _is_for(audience, route)]
-    _describe(app)
+    exception_handlers.install(app, to_openai_json)
+    app.router.routes = [route for route in _routes(tuple(shapes)) if _serves(audience, route)]
+    _add_openapi_route(app)
     return app
 
 
 @cache
-def _routes(shapes: tuple[Shape, ...]) -> Sequence[BaseRoute]:
+def _routes(shapes: tuple[CompatApi, ...]) -> Sequence[BaseRoute]:
     """They find their server in the request, so all apps share them."""
-    wanted = [router for shape in shapes for router in ROUTERS[shape]]
-    together = APIRouter(dependencies=[Depends(authorised)])
-    for router in {id(router): router for router in wanted}.values():
-        together.include_router(router)
-    return together.routes
+    selected = [router for shape in shapes for router in ROUTERS[shape]]
+    combined = APIRouter(dependencies=[Depends(authorize)])
+    for router in {id(router): router for router in selected}.values():
+        combined.include_router(router)
+    return combined.routes
 
 
-def _is_for(audience: Audience, route: BaseRoute) -> bool:
+def _serves(audience: RouteAudience, route: BaseRoute) -> bool:
     assert isinstance(route, APIRoute), "these shapes have no other routes"
-    access = declared(route.endpoint)
+    access = declared_access(route.endpoint)
     is_admin = access is not None and access.role == "admin"
     return audience == "everybody" or is_admin == (audience == "operators")
 
 
-def _describe(app: FastAPI) -> None:
+def _add_openapi_route(app: FastAPI) -> None:
     """Generated when it is first asked for: few ask, and it is most of the time the app takes."""
-    content = cache(lambda: to_json(document(app.routes)))
+    content = cache(lambda: to_json(build_openapi(app.routes)))
 
-    @app.get(DOCUMENT, include_in_schema=False)
+    @app.get(OPENAPI_PATH, include_in_schema=False)
     @public
-    async def described() -> Response:
+    async def openapi() -> Response:
         return Response(content(), media_type="application/json")

@@ -18,7 +18,7 @@ from service.observability.metrics import Metrics
 from service.server import Server
 
 # Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
-DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
+IGNORED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
 
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
 # Of a union every member is tried: without fail_fast each collects an error per element.
@@ -26,39 +26,40 @@ Texts = Annotated[list[Text], Field(max_length=MAX_GROUPS, fail_fast=True)]
 ListsOfTokenIds = Annotated[list[TokenIds], Field(max_length=MAX_GROUPS, fail_fast=True)]
 
 
-class ForeignModel(BaseModel):
-    """Part of a body; what it does not name is kept apart until `settle` has judged it."""
+class CompatModel(BaseModel):
+    """Part of a body; what it does not name is kept apart until `check_extra_fields` has judged
+    it."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
 
-Body = TypeVar("Body", bound=ForeignModel)
+Body = TypeVar("Body", bound=CompatModel)
 
 Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
 """A field that is false by default, and that upstream declares as `bool | None`."""
 
 
-async def read_foreign(
+async def read_compat_body(
     request: Request, model: type[Body], server: Server, *, limit: int | None = None
 ) -> Body:
     body = await server.bodies.read_json(request, model, limit=limit)
-    settle(body, server.metrics)
+    check_extra_fields(body, server.metrics)
     return body
 
 
-def settle(body: ForeignModel, metrics: Metrics) -> None:
-    for part in _parts(body):
-        for name, value in (part.model_extra or {}).items():
+def check_extra_fields(body: CompatModel, metrics: Metrics) -> None:
+    for nested in _nested_models(body):
+        for name, value in (nested.model_extra or {}).items():
             if value is None or unsupported_params.check(name, value):
                 continue
-            metrics.compat_fields.labels("dropped" if name in DROPPED else "unknown").inc()
+            metrics.compat_fields.labels("dropped" if name in IGNORED_FIELDS else "unknown").inc()
 
 
-def _parts(value: object) -> Iterator[ForeignModel]:
-    if isinstance(value, ForeignModel):
+def _nested_models(value: object) -> Iterator[CompatModel]:
+    if isinstance(value, CompatModel):
         yield value
         for name in type(value).model_fields:
-            yield from _parts(getattr(value, name))
-    elif isinstance(value, list) and value and isinstance(value[0], ForeignModel):
+            yield from _nested_models(getattr(value, name))
+    elif isinstance(value, list) and value and isinstance(value[0], CompatModel):
         for item in value:
-            yield from _parts(item)
+            yield from _nested_models(item)

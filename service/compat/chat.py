@@ -12,26 +12,26 @@ from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.protocol import Conversation, Reply
-from service.auth.access import Caller, needs
+from service.auth.access import Caller, requires_role
 from service.compat import events, token_logprobs, token_names
-from service.compat.bodies import Flag, ForeignModel, read_foreign
+from service.compat.bodies import CompatModel, Flag, read_compat_body
 from service.compat.openai_route import OpenAIRoute
-from service.compat.openapi_document import body_of
+from service.compat.openapi_document import request_body
 from service.compat.rollout_adapter import (
-    STREAMED,
-    RequestFields,
-    adapter_of,
-    answered,
-    encoded,
+    STREAM_RESPONSES,
+    CommonRequestFields,
     finish_reason,
+    json_response,
     name_of,
-    spans,
+    resolve_adapter,
     start,
     usage,
+    wait_for_answer,
+    weight_version_spans,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
 from service.compat.tool_choice import ToolChoice
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
@@ -40,7 +40,7 @@ from service.server import Server
 router = APIRouter(route_class=OpenAIRoute)
 
 
-class ChatMessage(ForeignModel):
+class ChatMessage(CompatModel):
     """Content is text, or parts that are all text."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -53,12 +53,12 @@ class ChatMessage(ForeignModel):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     task: str | None = None
 
-    def rendered(self) -> dict[str, Any]:
+    def to_template_message(self) -> dict[str, Any]:
         """vLLM's renderer reads `reasoning` only, and hands a template both names."""
-        given = self.model_dump(exclude_none=True, include=set(type(self).model_fields))
+        explicit = self.model_dump(exclude_none=True, include=set(type(self).model_fields))
         if self.reasoning is None and self.reasoning_content is not None:
-            given["reasoning"] = self.reasoning_content
-        return {**given, "content": self._text()}
+            explicit["reasoning"] = self.reasoning_content
+        return {**explicit, "content": self._text()}
 
     def _text(self) -> str:
         if not isinstance(self.content, list):
@@ -68,7 +68,7 @@ class ChatMessage(ForeignModel):
         return "".join(part["text"] for part in self.content)
 
 
-class Function(ForeignModel):
+class Function(CompatModel):
     """`parameters` is a JSON schema; the model's template shows it to the model."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -76,12 +76,12 @@ class Function(ForeignModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(ForeignModel):
+class Tool(CompatModel):
     type: Literal["function"] = "function"
     function: Function
 
 
-class ChatBody(SamplingFields, RequestFields, events.StreamFields):
+class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
     """`logprobs`: of the sampled tokens, and of so many others as `top_logprobs` says."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -97,37 +97,39 @@ class ChatBody(SamplingFields, RequestFields, events.StreamFields):
 
     def conversation(self) -> Conversation:
         return Conversation(
-            messages=[message.rendered() for message in self.messages],
+            messages=[message.to_template_message() for message in self.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             template_options=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
         )
 
 
-@router.post("/v1/chat/completions", responses=STREAMED, openapi_extra=body_of(ChatBody))
-@needs("rollout")
+@router.post(
+    "/v1/chat/completions", responses=STREAM_RESPONSES, openapi_extra=request_body(ChatBody)
+)
+@requires_role("rollout")
 async def chat(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await read_foreign(request, ChatBody, server)
+    body = await read_compat_body(request, ChatBody, server)
     body.check_stream()
-    adapter = adapter_of(server, body.model)
+    adapter = resolve_adapter(server, body.model)
     token_logprobs.check(server, top_logprobs=body.top_logprobs)
     conversation = body.conversation()
     _count_ignored(server, body.chat_template_kwargs or {})
-    prompt = await while_connected(request, server.prompts.conversation(conversation))
+    prompt = await cancel_on_disconnect(request, server.prompts.conversation(conversation))
     if prompt is None:
-        return NOBODY_READS
-    most = body.max_completion_tokens or body.max_tokens
-    others = body.top_logprobs if body.logprobs else None
-    work = body.work([prompt], body, most, adapter, others)
-    rollout = await start(server, caller, work)
-    talk = Talk(server, body, conversation, prompt, rollout)
+        return CLIENT_DISCONNECTED
+    token_limit = body.max_completion_tokens or body.max_tokens
+    num_top_logprobs = body.top_logprobs if body.logprobs else None
+    job = body.job([prompt], body, token_limit, adapter, num_top_logprobs)
+    rollout = await start(server, caller, job)
+    builder = ChatResponseBuilder(server, body, conversation, prompt, rollout)
     if body.stream:
-        return talk.streamed()
-    answer = await answered(request, server, rollout)
+        return builder.stream_response()
+    answer = await wait_for_answer(request, server, rollout)
     if answer is None:
-        return NOBODY_READS
-    choices = [await talk.choice(sample) for sample in answer.groups[0].samples]
-    return await encoded(lambda: talk.answer(answer, choices))
+        return CLIENT_DISCONNECTED
+    choices = [await builder.choice(sample) for sample in answer.groups[0].samples]
+    return await json_response(lambda: builder.answer(answer, choices))
 
 
 def _count_ignored(server: Server, options: dict[str, Any]) -> None:
@@ -136,7 +138,7 @@ def _count_ignored(server: Server, options: dict[str, Any]) -> None:
     server.metrics.compat_fields.labels("unknown").inc(len(ignored))
 
 
-class Talk:
+class ChatResponseBuilder:
     """One request's conversation, and how its responses are written down."""
 
     def __init__(
@@ -168,40 +170,40 @@ class Talk:
             message_name: _message(reply),
             "finish_reason": self._finish_reason(sample, reply),
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
-            "weight_versions": spans(sample),
+            "weight_versions": weight_version_spans(sample),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
 
     async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
-        places = token_logprobs.of_sample(self._rollout, 0, sample.index)
+        per_token = token_logprobs.sample_logprobs(self._rollout, 0, sample.index)
         name = await token_names.names(
             self._server.prompts,
-            lambda: token_names.tokens_of(sample, places),
+            lambda: token_names.tokenize_prompts(sample, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
-        return {"content": token_names.chat_logprobs(sample, places, name)}
+        return {"content": token_names.chat_logprobs(sample, per_token, name)}
 
-    def streamed(self) -> Response:
+    def stream_response(self) -> Response:
         rollout = self._rollout
 
         async def chunk(_: int, sample: SampleAnswer) -> dict[str, Any]:
-            written = {"choices": [_numbered(await self.choice(sample, "delta"))]}
-            return {**written, **self._prompt_ids()}
+            sample_texts = {"choices": [_index_tool_calls(await self.choice(sample, "delta"))]}
+            return {**sample_texts, **self._prompt_ids()}
 
         head = self._head("chat.completion.chunk", rollout.id)
-        return events.streamed(self._server, rollout, head, chunk, self._body.stream_options)
+        return events.stream_response(self._server, rollout, head, chunk, self._body.stream_options)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Beside the choices. In a stream vLLM sends it with the first chunk of each choice."""
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
     async def _reply(self, sample: SampleAnswer) -> Reply:
-        asked = self._conversation
+        conversation = self._conversation
         if self._body.tool_choice == "none":
-            asked = replace(asked, tools=())
-        reply = await self._server.prompts.reply(sample.token_ids, asked)
+            conversation = replace(conversation, tools=())
+        reply = await self._server.prompts.reply(sample.token_ids, conversation)
         if not reply.parsed:
             self._server.metrics.replies_not_parsed.inc()
         return reply
@@ -214,7 +216,7 @@ class Talk:
         return {
             "id": f"chatcmpl-{rollout_id}",
             "object": kind,
-            "created": events.now(),
+            "created": events.unix_time(),
             "model": name_of(self._server, self._body.model),
         }
 
@@ -235,7 +237,7 @@ def _message(reply: Reply) -> dict[str, Any]:
     return message
 
 
-def _numbered(choice: dict[str, Any]) -> dict[str, Any]:
+def _index_tool_calls(choice: dict[str, Any]) -> dict[str, Any]:
     """In a stream every tool call says which one it is."""
     calls = choice["delta"].get("tool_calls", [])
     for index, call in enumerate(calls):

@@ -11,28 +11,28 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
 from engine.protocol import Place
-from service.auth.access import Caller, needs
+from service.auth.access import Caller, requires_role
 from service.compat import echo, events, token_logprobs, token_names
-from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_foreign
+from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_compat_body
 from service.compat.echo import EchoFields
 from service.compat.openai_route import OpenAIRoute
-from service.compat.openapi_document import body_of
+from service.compat.openapi_document import request_body
 from service.compat.rollout_adapter import (
-    STREAMED,
-    RequestFields,
-    adapter_of,
-    answered,
-    encoded,
+    STREAM_RESPONSES,
+    CommonRequestFields,
+    decode_samples,
     finish_reason,
+    json_response,
     name_of,
-    spans,
+    resolve_adapter,
     start,
-    texts,
-    tokens_of,
+    tokenize_prompts,
     usage,
+    wait_for_answer,
+    weight_version_spans,
 )
 from service.compat.sampling import SamplingFields
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
@@ -46,7 +46,7 @@ Drawn = Sequence[tuple[int, SampleAnswer]]
 NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
 
 
-class CompletionBody(EchoFields, SamplingFields, RequestFields, events.StreamFields):
+class CompletionBody(EchoFields, SamplingFields, CommonRequestFields, events.StreamFields):
     """`logprobs`: so many of the likeliest tokens beside each that is sampled."""
 
     prompt: Text | Texts | TokenIds | ListsOfTokenIds
@@ -55,74 +55,82 @@ class CompletionBody(EchoFields, SamplingFields, RequestFields, events.StreamFie
     add_special_tokens: bool = True
 
 
-@router.post("/v1/completions", responses=STREAMED, openapi_extra=body_of(CompletionBody))
-@needs("rollout")
+@router.post(
+    "/v1/completions", responses=STREAM_RESPONSES, openapi_extra=request_body(CompletionBody)
+)
+@requires_role("rollout")
 async def complete(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await read_foreign(request, CompletionBody, server)
+    body = await read_compat_body(request, CompletionBody, server)
     body.check_stream()
-    adapter = adapter_of(server, body.model)
+    adapter = resolve_adapter(server, body.model)
     token_logprobs.check(server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
     echo.check(body, n=body.n, stream=body.stream, max_tokens=body.max_tokens)
-    prompts = await while_connected(request, tokens_of(server, lambda: _prompts(body)))
+    prompts = await cancel_on_disconnect(request, tokenize_prompts(server, lambda: _prompts(body)))
     if prompts is None:
-        return NOBODY_READS
+        return CLIENT_DISCONNECTED
     # With max_tokens 0 vLLM samples one token as well, and leaves it out.
     most = body.max_tokens if body.max_tokens != 0 else 1
-    work = body.work(prompts, body, most, adapter, body.logprobs)
-    scored = await token_logprobs.of_prompts(server, caller, work, body.num_of_prompts)
-    rollout = await start(server, caller, work)
+    job = body.job(prompts, body, most, adapter, body.logprobs)
+    prompt_scores = await token_logprobs.compute_prompt_logprobs(
+        server, caller, job, body.num_of_prompts
+    )
+    rollout = await start(server, caller, job)
     if body.stream:
-        return _streamed(server, rollout, body, prompts)
-    answer = await answered(request, server, rollout)
+        return _stream_response(server, rollout, body, prompts)
+    answer = await wait_for_answer(request, server, rollout)
     if answer is None:
-        return NOBODY_READS
-    written = await texts(server, answer)
-    said = Said(body=body, rollout=rollout, prompts=prompts, scored=scored)
-    said = await said.named(server, [(g.index, s) for g in answer.groups for s in g.samples])
-    return await encoded(lambda: _answer(server, answer, said, written))
+        return CLIENT_DISCONNECTED
+    sample_texts = await decode_samples(server, answer)
+    builder = CompletionBuilder(
+        body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores
+    )
+    builder = await builder.as_completion_logprobs(
+        server, [(g.index, s) for g in answer.groups for s in g.samples]
+    )
+    return await json_response(lambda: _answer(server, answer, builder, sample_texts))
 
 
 def _prompts(body: CompletionBody) -> list[Prompt]:
-    given = body.prompt
-    if isinstance(given, str):
-        return _texts(body, [given])
-    if not given:
+    prompt_param = body.prompt
+    if isinstance(prompt_param, str):
+        return _texts(body, [prompt_param])
+    if not prompt_param:
         raise InvalidRequest.of_parameter("prompt", "is empty")
-    if isinstance(given[0], int):
-        return [Prompt.model_validate({"token_ids": given})]
-    if isinstance(given[0], str):
-        return _texts(body, given)
-    return [_tokens(prompt) for prompt in given]
+    if isinstance(prompt_param[0], int):
+        return [Prompt.model_validate({"token_ids": prompt_param})]
+    if isinstance(prompt_param[0], str):
+        return _texts(body, prompt_param)
+    return [_tokens(prompt) for prompt in prompt_param]
 
 
-def _texts(body: CompletionBody, given: Sequence[object]) -> list[Prompt]:
+def _texts(body: CompletionBody, prompt_param: Sequence[object]) -> list[Prompt]:
     if not body.add_special_tokens:
         raise InvalidRequest.of_parameter(
             "add_special_tokens", "not served for text: get its ids from /tokenize and send these"
         )
-    return [Prompt.model_validate({"text": text}) for text in given]
+    return [Prompt.model_validate({"text": text}) for text in prompt_param]
 
 
-def _tokens(given: object) -> Prompt:
-    if not given:
+def _tokens(prompt_param: object) -> Prompt:
+    if not prompt_param:
         raise InvalidRequest.of_parameter("prompt", "holds an empty prompt")
-    return Prompt.model_validate({"token_ids": given})
+    return Prompt.model_validate({"token_ids": prompt_param})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class CompletionBuilder:
     """What a choice is written from, beside its sample."""
 
     body: CompletionBody
     rollout: Rollout
     prompts: list[list[int]]
-    scored: token_logprobs.Prompts
+    prompt_scores: token_logprobs.PromptLogprobs
     name: token_names.Name = token_names.id_name
     echoed: list[str] | None = None
 
-    async def named(self, server: Server, drawn: Drawn) -> "Said":
+    async def as_completion_logprobs(self, server: Server, drawn: Drawn) -> "CompletionBuilder":
         """With the texts of tokens, and of prompts that are echoed."""
         name, echoed = self.name, None
         if self.body.logprobs is not None:
@@ -130,15 +138,15 @@ class Said:
             tokens = partial(self._tokens, drawn)
             name = await token_names.names(server.prompts, tokens, as_ids=as_ids)
         if self.body.echo:
-            echoed = await echo.texts(server, self.body.prompt, self.prompts)
+            echoed = await echo.decode_samples(server, self.body.prompt, self.prompts)
         return replace(self, name=name, echoed=echoed)
 
     def _tokens(self, drawn: Drawn) -> Iterator[int]:
         for group, sample in drawn:
-            yield from token_names.tokens_of(sample, self._places(group, sample))
-            if self.body.echo and self.scored is not None:
+            yield from token_names.tokenize_prompts(sample, self._places(group, sample))
+            if self.body.echo and self.prompt_scores is not None:
                 yield from self.prompts[group]
-                yield from token_names.tokens_of_places(self.scored[group])
+                yield from token_names.tokens_of_places(self.prompt_scores[group])
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
         """Prompt by prompt, its n samples one after the other: clients count on the order."""
@@ -152,61 +160,61 @@ class Said:
             "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
             "prompt_logprobs": None
             if self.body.echo
-            else token_logprobs.numbered(self.scored, group),
-            "weight_versions": spans(sample),
+            else token_logprobs.as_prompt_logprobs(self.prompt_scores, group),
+            "weight_versions": weight_version_spans(sample),
         }
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": self.prompts[group], "token_ids": sample.token_ids}
         return choice
 
     def _logprobs(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
-        places = [] if not sample.token_ids else self._places(group, sample)
+        per_token = [] if not sample.token_ids else self._places(group, sample)
         if not self.body.echo:
             return token_names.completion_logprobs(
-                sample.token_ids, sample.logprobs, places, self.name
+                sample.token_ids, sample.logprobs, per_token, self.name
             )
-        assert self.scored is not None, "logprobs of what is echoed were computed"
-        prompt, before = self.prompts[group], self.scored[group]
+        assert self.prompt_scores is not None, "logprobs of what is echoed were computed"
+        prompt, before = self.prompts[group], self.prompt_scores[group]
         return token_names.completion_logprobs(
             [*prompt, *sample.token_ids],
             [*echo.own(prompt, before), *sample.logprobs],
-            [*before, *(places or [[]] * len(sample.token_ids))],
+            [*before, *(per_token or [[]] * len(sample.token_ids))],
             self.name,
         )
 
     def _places(self, group: int, sample: SampleAnswer) -> list[Place]:
-        return token_logprobs.of_sample(self.rollout, group, sample.index)
+        return token_logprobs.sample_logprobs(self.rollout, group, sample.index)
 
 
 def _answer(
-    server: Server, answer: RolloutAnswer, said: Said, written: list[list[str]]
+    server: Server, answer: RolloutAnswer, builder: CompletionBuilder, sample_texts: list[list[str]]
 ) -> dict[str, Any]:
     choices = [
-        said.choice(group.index, sample, text)
-        for group, group_texts in zip(answer.groups, written, strict=True)
-        for sample, text in zip(group.samples, group_texts, strict=True)
+        builder.choice(group.index, sample, text)
+        for group, texts_of_group in zip(answer.groups, sample_texts, strict=True)
+        for sample, text in zip(group.samples, texts_of_group, strict=True)
     ]
-    return {**_head(server, answer.id, said.body), "choices": choices, "usage": usage(answer)}
+    return {**_head(server, answer.id, builder.body), "choices": choices, "usage": usage(answer)}
 
 
 def _head(server: Server, rollout_id: str, body: CompletionBody) -> dict[str, Any]:
     return {
         "id": f"cmpl-{rollout_id}",
         "object": "text_completion",
-        "created": events.now(),
+        "created": events.unix_time(),
         "model": name_of(server, body.model),
     }
 
 
-def _streamed(
+def _stream_response(
     server: Server, rollout: Rollout, body: CompletionBody, prompts: list[list[int]]
 ) -> Response:
-    said = Said(body=body, rollout=rollout, prompts=prompts, scored=None)
+    builder = CompletionBuilder(body=body, rollout=rollout, prompts=prompts, prompt_scores=None)
 
     async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
-        named = await said.named(server, [(group, sample)])
+        as_completion_logprobs = await builder.as_completion_logprobs(server, [(group, sample)])
         text = await server.prompts.text(sample.token_ids)
-        return {"choices": [named.choice(group, sample, text)]}
+        return {"choices": [as_completion_logprobs.choice(group, sample, text)]}
 
     head = _head(server, rollout.id, body)
-    return events.streamed(server, rollout, head, chunk, body.stream_options)
+    return events.stream_response(server, rollout, head, chunk, body.stream_options)

@@ -8,12 +8,12 @@ from typing import Any
 
 from engine.protocol import Place
 from service.compat import token_logprobs
-from service.compat.bodies import Flag, ForeignModel
+from service.compat.bodies import CompatModel, Flag
 from service.http.errors import InvalidRequest
 from service.server import Server
 
 
-class EchoFields(ForeignModel):
+class EchoFields(CompatModel):
     """Part of a completion's body."""
 
     echo: Flag = False
@@ -39,7 +39,7 @@ def check(fields: EchoFields, *, n: int, stream: bool, max_tokens: int | None) -
         raise InvalidRequest.of_parameter("prompt_logprobs", "not with echo: use logprobs")
 
 
-async def texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
+async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
     """The prompts as they were sent, or as text of the token ids that were."""
     if isinstance(given, str):
         return [given]
@@ -48,7 +48,7 @@ async def texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> lis
     return [await server.prompts.whole_text(prompt) for prompt in prompts]
 
 
-def own(prompt: Sequence[int], places: Sequence[Place]) -> list[float | None]:
+def own(prompt: Sequence[int], per_token: Sequence[Place]) -> list[float | None]:
     """The log-probability of each prompt token; the first has none."""
-    found = [{r.token_id: r.logprob for r in place} for place in places]
+    found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
     return [of_place.get(token) for token, of_place in zip(prompt, found, strict=True)]

@@ -7,17 +7,17 @@ from coppice.wire.problems import Problem
 from service.compat.openai_route import BAD_REQUEST
 
 
-def with_message(problem: Problem) -> str:
-    return json.dumps(members(problem))
+def to_openai_json(problem: Problem) -> str:
+    return json.dumps(with_openai_error(problem))
 
 
-def members(problem: Problem) -> dict[str, Any]:
+def with_openai_error(problem: Problem) -> dict[str, Any]:
     """`error` as OpenAI writes it, beside the members of every problem."""
-    faults = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
+    field_errors = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
     wrong = problem.errors[0]["location"] if problem.errors else None
-    said = [text for text in (problem.detail or problem.title, *faults) if text]
+    messages = [text for text in (problem.detail or problem.title, *field_errors) if text]
     error = {
-        "message": "; ".join(dict.fromkeys(said)),
+        "message": "; ".join(dict.fromkeys(messages)),
         "type": "invalid_request_error" if problem.status == BAD_REQUEST else problem.code,
         "param": wrong,
         "code": problem.code,

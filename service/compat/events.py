@@ -12,11 +12,11 @@ from pydantic_core import to_json
 from coppice.wire.problems import Problem
 from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
 from coppice.wire.rollouts import SampleAnswer
-from service.compat.bodies import Flag, ForeignModel
-from service.compat.error_format import members
+from service.compat.bodies import CompatModel, Flag
+from service.compat.error_format import with_openai_error
 from service.compat.rollout_adapter import EVENT_STREAM, token_counts, usage
 from service.http.errors import InvalidRequest
-from service.http.failures import service_error
+from service.http.failures import to_service_error
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -27,14 +27,14 @@ Chunk = Callable[[int, SampleAnswer], Awaitable[dict[str, Any]]]
 """What to write of a sample of the group with this index: `choices`, and fields beside it."""
 
 
-class StreamOptions(ForeignModel):
+class StreamOptions(CompatModel):
     """As in vLLM, `continuous_usage_stats` does nothing without `include_usage`."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
-class StreamFields(ForeignModel):
+class StreamFields(CompatModel):
     stream: Flag = False
     stream_options: StreamOptions | None = None
 
@@ -43,7 +43,7 @@ class StreamFields(ForeignModel):
             raise InvalidRequest.of_parameter("stream_options", "only with stream: true")
 
 
-def streamed(
+def stream_response(
     server: Server,
     rollout: Rollout,
     head: dict[str, Any],
@@ -72,25 +72,25 @@ class _Stream:
             async for event in self._chunks():
                 yield event
         except Exception as error:
-            failed = service_error(ExceptionGroup("a stream broke off", [error]))
+            failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
             yield self._error(failed.problem())
         finally:
-            self.server.rollouts.left(self.rollout)
+            self.server.rollouts.on_disconnect(self.rollout)
         yield DONE
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         async for record in self.rollout.records():
             match record:
                 case SampleRecord(group=group, sample=sample):
-                    written = await self.chunk(group, sample)
-                    yield _data({**self.head, **written, **self._usage(group, sample)})
+                    sample_texts = await self.chunk(group, sample)
+                    yield _sse_event({**self.head, **sample_texts, **self._usage(group, sample)})
                 case ProgressRecord():
                     yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:
                     yield self._error(problem)
                 case EndRecord() if self.options.include_usage:
                     total = usage(await self.rollout.answer())
-                    yield _data({**self.head, "choices": [], "usage": total})
+                    yield _sse_event({**self.head, "choices": [], "usage": total})
 
     def _usage(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
         """OpenAI's own chunks have null where there is none yet."""
@@ -104,14 +104,14 @@ class _Stream:
     def _error(self, problem: Problem) -> bytes:
         """vLLM's ErrorResponse."""
         self.server.metrics.problems.labels(problem.code).inc()
-        error = {**members(problem)["error"], "param": None, "code": problem.status}
-        return _data({"error": error})
+        error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
+        return _sse_event({"error": error})
 
 
-def _data(value: object) -> bytes:
+def _sse_event(value: object) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
-def now() -> int:
+def unix_time() -> int:
     """Seconds since 1970, which is what `created` means to these clients."""
     return int(time.time())

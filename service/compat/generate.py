@@ -9,23 +9,23 @@ from pydantic import Field
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, RolloutAnswer, SampleAnswer
 from engine.protocol import Place
-from service.auth.access import Caller, needs
+from service.auth.access import Caller, requires_role
 from service.compat import token_logprobs
-from service.compat.bodies import read_foreign
-from service.compat.openapi_document import body_of
+from service.compat.bodies import read_compat_body
+from service.compat.openapi_document import request_body
 from service.compat.rollout_adapter import (
-    SAMPLED,
-    RequestFields,
-    adapter_of,
-    answered,
-    encoded,
+    SAMPLE_RESPONSES,
+    CommonRequestFields,
     finish_reason,
-    spans,
+    json_response,
+    resolve_adapter,
     start,
     usage,
+    wait_for_answer,
+    weight_version_spans,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
-from service.http.disconnect import NOBODY_READS
+from service.http.disconnect import CLIENT_DISCONNECTED
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 
@@ -45,7 +45,7 @@ class GenerateSampling(SamplingFields):
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
-class GenerateBody(RequestFields):
+class GenerateBody(CommonRequestFields):
     """Without max_tokens a response may fill the context."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
@@ -54,24 +54,31 @@ class GenerateBody(RequestFields):
     stream: Literal[False] | None = False
 
 
-@router.post("/inference/v1/generate", responses=SAMPLED, openapi_extra=body_of(GenerateBody))
-@needs("rollout")
+@router.post(
+    "/inference/v1/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(GenerateBody)
+)
+@requires_role("rollout")
 async def generate(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await read_foreign(request, GenerateBody, server)
-    adapter = adapter_of(server, body.model)
-    wanted = body.sampling_params
-    token_logprobs.check(server, logprobs=wanted.logprobs, prompt_logprobs=wanted.prompt_logprobs)
-    work = body.work([body.token_ids], wanted, wanted.max_tokens, adapter, wanted.num_likeliest)
-    scored = await token_logprobs.of_prompts(server, caller, work, wanted.prompt_logprobs)
-    rollout = await start(server, caller, work)
-    answer = await answered(request, server, rollout)
+    body = await read_compat_body(request, GenerateBody, server)
+    adapter = resolve_adapter(server, body.model)
+    params = body.sampling_params
+    token_logprobs.check(server, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
+    job = body.job([body.token_ids], params, params.max_tokens, adapter, params.num_likeliest)
+    prompt_scores = await token_logprobs.compute_prompt_logprobs(
+        server, caller, job, params.prompt_logprobs
+    )
+    rollout = await start(server, caller, job)
+    answer = await wait_for_answer(request, server, rollout)
     if answer is None:
-        return NOBODY_READS
-    return await encoded(lambda: _answer(answer, body, rollout, scored))
+        return CLIENT_DISCONNECTED
+    return await json_response(lambda: _answer(answer, body, rollout, prompt_scores))
 
 
 def _answer(
-    answer: RolloutAnswer, body: GenerateBody, rollout: Rollout, scored: token_logprobs.Prompts
+    answer: RolloutAnswer,
+    body: GenerateBody,
+    rollout: Rollout,
+    prompt_scores: token_logprobs.PromptLogprobs,
 ) -> dict[str, Any]:
     with_logprobs = body.sampling_params.logprobs is not None
     samples = answer.groups[0].samples
@@ -79,25 +86,27 @@ def _answer(
         "request_id": body.request_id or answer.id,
         "choices": [_choice(sample, with_logprobs, rollout) for sample in samples],
         "prompt_token_ids": body.token_ids if body.return_token_ids else None,
-        "prompt_logprobs": token_logprobs.numbered(scored, 0),
+        "prompt_logprobs": token_logprobs.as_prompt_logprobs(prompt_scores, 0),
         "usage": usage(answer),
     }
 
 
 def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict[str, Any]:
-    places = token_logprobs.of_sample(rollout, 0, sample.index)
+    per_token = token_logprobs.sample_logprobs(rollout, 0, sample.index)
     return {
         "index": sample.index,
         "token_ids": sample.token_ids,
         "finish_reason": finish_reason(sample),
-        "logprobs": {"content": logprobs(sample, places)} if with_logprobs else None,
-        "weight_versions": spans(sample),
+        "logprobs": {"content": logprobs(sample, per_token)} if with_logprobs else None,
+        "weight_versions": weight_version_spans(sample),
     }
 
 
-def logprobs(sample: SampleAnswer, places: Sequence[Place]) -> list[dict[str, Any]]:
+def logprobs(sample: SampleAnswer, per_token: Sequence[Place]) -> list[dict[str, Any]]:
     """vLLM 0.32 renamed `token` to `token_id`; clients of either kind find theirs."""
-    others = [token_logprobs.listed(place) for place in places] or [[]] * len(sample.token_ids)
+    others = [token_logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [
+        []
+    ] * len(sample.token_ids)
     return [
         {
             "token": f"token_id:{token}",

@@ -6,28 +6,29 @@ from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
 from engine.protocol import EngineFacts
-from service.auth.access import any_key
+from service.auth.access import allow_any_key
 from service.compat import events
 from service.compat.openai_route import OpenAIRoute
 from service.compat.rollout_adapter import name_of
 from service.http.errors import NotFound
-from service.http.responses import JSON, WHEN_READY, WITH_KEY, answers
+from service.http.responses import AUTH_ERRORS, JSON, READINESS_ERRORS, declare_responses
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
 
 
-@router.get("/v1/models", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
-@any_key
+@router.get("/v1/models", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS))
+@allow_any_key
 async def models(server: ReadyServer) -> Response:
     return _json({"object": "list", "data": _cards(server)})
 
 
 @router.get(
-    "/v1/models/{model:path}", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY, NotFound)
+    "/v1/models/{model:path}",
+    responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS, NotFound),
 )
-@any_key
+@allow_any_key
 async def model(model: str, server: ReadyServer) -> Response:
     name = name_of(server, model)
     card = next((card for card in _cards(server) if card["id"] == name), None)
@@ -39,8 +40,8 @@ async def model(model: str, server: ReadyServer) -> Response:
 def _cards(server: Server) -> list[dict[str, Any]]:
     facts = server.engine.facts
     adapters = [
-        {**_card(facts, held.name), "root": held.label, "parent": facts.model}
-        for held in server.adapters.current()
+        {**_card(facts, adapter.name), "root": adapter.label, "parent": facts.model}
+        for adapter in server.adapters.current()
     ]
     return [_card(facts, facts.model), *adapters]
 
@@ -53,7 +54,7 @@ def _card(facts: EngineFacts, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": events.now(),
+        "created": events.unix_time(),
         "owned_by": "coppice",
         "root": facts.model,
         "parent": None,

@@ -12,27 +12,29 @@ from starlette.routing import BaseRoute
 from service import __version__
 
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES: dict[str, type[BaseModel]] = {}
+_BODY_MODELS: dict[str, type[BaseModel]] = {}
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def request_body(model: type[BaseModel]) -> dict[str, Any]:
     """For a route's `openapi_extra=`: bodies are parsed by us, where FastAPI does not see it."""
-    _BODIES[model.__name__] = model
+    _BODY_MODELS[model.__name__] = model
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
-def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    ours = [route for route in routes if isinstance(route, APIRoute)]
-    whole = get_openapi(title="Coppice for clients of others", version=__version__, routes=ours)
+def build_openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    own_routes = [route for route in routes if isinstance(route, APIRoute)]
+    openapi = get_openapi(
+        title="Coppice for clients of others", version=__version__, routes=own_routes
+    )
     models: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (_BODIES[name], "validation") for name in sorted(set(_named(ours)))
+        (_BODY_MODELS[name], "validation") for name in sorted(set(_body_models(own_routes)))
     ]
     _, schemas = models_json_schema(models, ref_template=_REFERENCE)
-    whole["components"] = {"schemas": schemas.get("$defs", {})}
-    for operations in whole["paths"].values():
+    openapi["components"] = {"schemas": schemas.get("$defs", {})}
+    for operations in openapi["paths"].values():
         _drop_fastapi_validation(operations)
-    return whole
+    return openapi
 
 
 def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
@@ -43,7 +45,7 @@ def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
             del responses["422"]
 
 
-def _named(routes: Sequence[APIRoute]) -> Iterator[str]:
+def _body_models(routes: Sequence[APIRoute]) -> Iterator[str]:
     for route in routes:
         if route.openapi_extra is not None:
             content = route.openapi_extra["requestBody"]["content"]

@@ -9,30 +9,30 @@ from fastapi import Depends, Request
 from service.rollouts.rollout import Rollout
 
 
-class Names:
+class RequestIds:
     """A key's names are its own. The same name may be given to several requests."""
 
     def __init__(self) -> None:
-        self._named: dict[tuple[str, str], set[Rollout]] = {}
+        self._rollouts: dict[tuple[str, str], set[Rollout]] = {}
 
     @contextmanager
-    def named(self, owner: str, name: str, rollout: Rollout) -> Iterator[None]:
+    def register(self, owner: str, name: str, rollout: Rollout) -> Iterator[None]:
         key = (owner, name)
-        self._named.setdefault(key, set()).add(rollout)
+        self._rollouts.setdefault(key, set()).add(rollout)
         try:
             yield
         finally:
-            self._named[key].discard(rollout)
-            if not self._named[key]:
-                del self._named[key]
+            self._rollouts[key].discard(rollout)
+            if not self._rollouts[key]:
+                del self._rollouts[key]
 
     def find(self, owner: str, name: str) -> list[Rollout]:
-        return list(self._named.get((owner, name), ()))
+        return list(self._rollouts.get((owner, name), ()))
 
 
-def _names(request: Request) -> Names:
-    names: Names = request.app.state.names
-    return names
+def _request_ids(request: Request) -> RequestIds:
+    request_ids: RequestIds = request.app.state.request_ids
+    return request_ids
 
 
-Running = Annotated[Names, Depends(_names)]
+RunningRequests = Annotated[RequestIds, Depends(_request_ids)]

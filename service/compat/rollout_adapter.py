@@ -23,29 +23,36 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     Sampling,
 )
-from service.auth.keys import Key
-from service.compat.bodies import Flag, ForeignModel
+from service.auth.keys import ApiKey
+from service.compat.bodies import CompatModel, Flag
 from service.compat.openai_route import as_openai
-from service.compat.sampling import SamplingFields, masked
+from service.compat.sampling import SamplingFields, truncate_seed
 from service.http.bodies import fault
-from service.http.disconnect import while_connected
+from service.http.disconnect import cancel_on_disconnect
 from service.http.errors import InvalidRequest
 from service.http.json_response import PartsResponse, value_parts
-from service.http.responses import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
-from service.rollouts.group_factory import Aside
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    ENGINE_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
+from service.rollouts.group_factory import CompatOptions
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
-FINISH: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
+FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
-RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
-SAMPLED = answers({200: JSON}, *RAISED)
+ROLLOUT_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
+SAMPLE_RESPONSES = declare_responses({200: JSON}, *ROLLOUT_ERRORS)
 EVENT_STREAM = "text/event-stream"
-STREAMED = as_openai(answers({200: (*JSON, EVENT_STREAM)}, *RAISED))
+STREAM_RESPONSES = as_openai(declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class SamplingJob:
     """One request of such a client: prompts, and n samples of each."""
 
     prompts: Sequence[list[int]]
@@ -77,7 +84,7 @@ def _checked(token_ids: list[int]) -> Prompt:
     return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
 
 
-class RequestFields(ForeignModel):
+class CommonRequestFields(CompatModel):
     """What OpenAI's shapes and vLLM's say beside a prompt and a distribution."""
 
     model: str | None = None
@@ -86,19 +93,19 @@ class RequestFields(ForeignModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     policy: Policy | None = None
 
-    def work(
+    def job(
         self,
         prompts: Sequence[list[int]],
-        wanted: SamplingFields,
+        fields: SamplingFields,
         max_tokens: int | None,
         adapter: str | None,
         num_likeliest: int | None,
-    ) -> Work:
-        return Work(
+    ) -> SamplingJob:
+        return SamplingJob(
             prompts=prompts,
-            n=wanted.n,
-            sampling=wanted.sampling(max_tokens),
-            seed=masked(wanted.seed),
+            n=fields.n,
+            sampling=fields.sampling(max_tokens),
+            seed=truncate_seed(fields.seed),
             priority=self.priority,
             policy=self.policy,
             cache_salt=self.cache_salt,
@@ -107,12 +114,12 @@ class RequestFields(ForeignModel):
         )
 
 
-def salt(caller: Key, given: str | None) -> str | None:
+def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
     """A key's salts are its own: no key can look into the cache of another by guessing its salt."""
     return None if given is None else f"{caller.name}:{given}"
 
 
-def adapter_of(server: Server, model: str | None) -> str | None:
+def resolve_adapter(server: Server, model: str | None) -> str | None:
     """The adapter that a model's name stands for; none for the served model itself."""
     facts = server.engine.facts
     if model in (None, facts.model, facts.model_given):
@@ -129,10 +136,12 @@ def name_of(server: Server, model: str | None) -> str:
     return facts.model if model is None or model == facts.model_given else model
 
 
-async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[list[int]]:
+async def tokenize_prompts(
+    server: Server, build_prompts: Callable[[], list[Prompt]]
+) -> list[list[int]]:
     """A rollout's prompts have bounds that the client's own shape does not know."""
     try:
-        prompts = asked()
+        prompts = build_prompts()
     except ValidationError as error:
         raise fault(error) from error
     if not 0 < len(prompts) <= MAX_GROUPS:
@@ -140,27 +149,33 @@ async def tokens_of(server: Server, asked: Callable[[], list[Prompt]]) -> list[l
     return await server.prompts.all_token_ids(prompts)
 
 
-async def start(server: Server, caller: Key, work: Work) -> Rollout:
-    aside = Aside(cache_salt=salt(caller, work.cache_salt), num_likeliest=work.num_likeliest)
-    return await server.rollouts.start(work.request(), owner=caller.name, aside=aside)
+async def start(server: Server, caller: ApiKey, job: SamplingJob) -> Rollout:
+    compat_options = CompatOptions(
+        cache_salt=namespaced_salt(caller, job.cache_salt), num_likeliest=job.num_likeliest
+    )
+    return await server.rollouts.start(
+        job.request(), owner=caller.name, compat_options=compat_options
+    )
 
 
-async def answered(request: Request, server: Server, rollout: Rollout) -> RolloutAnswer | None:
+async def wait_for_answer(
+    request: Request, server: Server, rollout: Rollout
+) -> RolloutAnswer | None:
     """None if the caller has gone; its rollout is ended then."""
     try:
-        await while_connected(request, rollout.wait())
+        await cancel_on_disconnect(request, rollout.wait())
     finally:
-        server.rollouts.left(rollout)
+        server.rollouts.on_disconnect(rollout)
     return await rollout.answer() if rollout.ended else None
 
 
-async def encoded(build: Callable[[], object]) -> Response:
+async def json_response(build: Callable[[], object]) -> Response:
     """In a thread: large answers would hold up everybody else."""
     parts = await asyncio.to_thread(lambda: list(value_parts(build())))
     return PartsResponse(parts, media_type="application/json")
 
 
-async def texts(server: Server, answer: RolloutAnswer) -> list[list[str]]:
+async def decode_samples(server: Server, answer: RolloutAnswer) -> list[list[str]]:
     """Of every sample, group by group."""
     return [
         [await server.prompts.text(sample.token_ids) for sample in group.samples]
@@ -169,18 +184,18 @@ async def texts(server: Server, answer: RolloutAnswer) -> list[list[str]]:
 
 
 def finish_reason(sample: SampleAnswer) -> str:
-    return FINISH.get(sample.finish_reason, ABORTED)
+    return FINISH_REASONS.get(sample.finish_reason, ABORTED)
 
 
-def spans(sample: SampleAnswer) -> list[dict[str, Any]]:
+def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
     """Which weights version sampled which tokens."""
     return [span.model_dump() for span in sample.versions]
 
 
 def usage(answer: RolloutAnswer) -> dict[str, Any]:
-    used = answer.usage
+    usage_totals = answer.usage
     return {
-        **token_counts(used.prompt_tokens, used.completion_tokens),
+        **token_counts(usage_totals.prompt_tokens, usage_totals.completion_tokens),
         "prompt_tokens_details": {
             "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
         },

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Sampling
-from service.compat.bodies import ForeignModel
+from service.compat.bodies import CompatModel
 
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Count = Annotated[
@@ -18,7 +18,7 @@ Count = Annotated[
 _SEED_MASK = 2**62 - 1  # trainers draw 63 bits
 
 
-class SamplingFields(ForeignModel):
+class SamplingFields(CompatModel):
     """Shared by all; how many tokens there may be is called differently everywhere."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
@@ -41,5 +41,5 @@ class SamplingFields(ForeignModel):
         )
 
 
-def masked(seed: int | None) -> int | None:
+def truncate_seed(seed: int | None) -> int | None:
     return None if seed is None else seed & _SEED_MASK

@@ -7,25 +7,25 @@ from pydantic_core import to_json
 
 from engine.protocol import EngineFacts
 from service import __version__
-from service.auth.access import any_key
+from service.auth.access import allow_any_key
 from service.compat.vllm_control import vllm_config
-from service.http.responses import JSON, WHEN_READY, WITH_KEY, answers
+from service.http.responses import AUTH_ERRORS, JSON, READINESS_ERRORS, declare_responses
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
 
-INFO = answers({200: JSON}, *WITH_KEY, *WHEN_READY)
+INFO_RESPONSES = declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
 
 
-@router.get("/server_info", responses=INFO)
-@router.get("/get_server_info", responses=INFO)
-@any_key
+@router.get("/server_info", responses=INFO_RESPONSES)
+@router.get("/get_server_info", responses=INFO_RESPONSES)
+@allow_any_key
 async def server_info(request: Request, server: ReadyServer) -> Response:
     facts = server.engine.facts
     info = {
         "vllm_config": vllm_config(facts),
         **_sglang(facts),
-        **_one_node(request),
+        **_single_node(request),
         "weight_version": server.versions.active.label,
         "version": __version__,
     }
@@ -48,7 +48,7 @@ def _sglang(facts: EngineFacts) -> dict[str, Any]:
     }
 
 
-def _one_node(request: Request) -> dict[str, Any]:
+def _single_node(request: Request) -> dict[str, Any]:
     """What miles compares with what it would have started itself, address and all."""
     return {
         "host": request.url.hostname,

@@ -8,14 +8,20 @@ from pydantic_core import to_json
 
 from coppice.wire.base import Label
 from engine.protocol import PauseMode
-from service.auth.access import Caller, any_key, needs, public
-from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.openapi_document import body_of
-from service.compat.request_ids import Running
-from service.compat.vllm_control import ADMIN, CHANGED, EmptyBody, Updates
+from service.auth.access import Caller, allow_any_key, public, requires_role
+from service.compat.bodies import CompatModel, read_compat_body
+from service.compat.openapi_document import request_body
+from service.compat.request_ids import RunningRequests
+from service.compat.vllm_control import ADMIN_ERRORS, UPDATE_RESPONSES, EmptyBody, Updates
 from service.http.cross_site import refuse_browsers
 from service.http.errors import InvalidRequest
-from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()
@@ -24,97 +30,105 @@ router = APIRouter()
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
-class PauseBody(ForeignModel):
+class PauseBody(CompatModel):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class AbortBody(ForeignModel):
+class AbortBody(CompatModel):
     rid: Annotated[str, Field(max_length=256)] = ""
     abort_all: bool = False
 
 
-class DiskBody(ForeignModel):
+class DiskBody(CompatModel):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     weight_version: Label | None = None
 
 
 @router.post(
     "/pause_generation",
-    responses=answers({200: JSON}, *ADMIN, *OF_BODY),
-    openapi_extra=body_of(PauseBody),
+    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    openapi_extra=request_body(PauseBody),
 )
-@needs("admin")
+@requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
-    body = await read_foreign(request, PauseBody, server)
-    await server.in_background(server.activation.pause(_MODES[body.mode]))
+    body = await read_compat_body(request, PauseBody, server)
+    await server.run_to_completion(server.activation.pause(_MODES[body.mode]))
     return _json({"message": "paused", "status": "ok"})
 
 
 @router.post(
     "/continue_generation",
-    responses=answers({200: JSON}, *ADMIN, *OF_BODY),
-    openapi_extra=body_of(EmptyBody),
+    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    openapi_extra=request_body(EmptyBody),
 )
-@needs("admin")
+@requires_role("admin")
 async def resume(request: Request, server: ServingServer) -> Response:
-    await read_foreign(request, EmptyBody, server)
-    await server.in_background(server.activation.resume())
+    await read_compat_body(request, EmptyBody, server)
+    await server.run_to_completion(server.activation.resume())
     return _json({"message": "continued", "status": "ok"})
 
 
 @router.post(
     "/abort_request",
-    responses=answers({200: JSON}, *ADMIN, *OF_BODY),
-    openapi_extra=body_of(AbortBody),
+    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    openapi_extra=request_body(AbortBody),
 )
-@needs("rollout")
+@requires_role("rollout")
 async def abort(
-    request: Request, server: ServingServer, caller: Caller, running: Running
+    request: Request, server: ServingServer, caller: Caller, running: RunningRequests
 ) -> Response:
     """Ends what this key has running; tokens so far go to whoever waits for them."""
-    body = await read_foreign(request, AbortBody, server)
+    body = await read_compat_body(request, AbortBody, server)
     if not (body.abort_all or body.rid):
         raise InvalidRequest.of_parameter("rid", "give rid, or abort_all")
     if body.abort_all:
-        await server.rollouts.cancel_of(caller.name)
+        await server.rollouts.cancel_owned_by(caller.name)
     else:
         for rollout in running.find(caller.name, body.rid):
             await server.rollouts.cancel(rollout)
     return _json({"status": "ok"})
 
 
-@router.post("/update_weights_from_disk", responses=CHANGED, openapi_extra=body_of(DiskBody))
-@needs("admin")
+@router.post(
+    "/update_weights_from_disk", responses=UPDATE_RESPONSES, openapi_extra=request_body(DiskBody)
+)
+@requires_role("admin")
 async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_foreign(request, DiskBody, server)
-    version = await server.in_background(updates.publish(body.model_path, body.weight_version))
+    body = await read_compat_body(request, DiskBody, server)
+    version = await server.run_to_completion(updates.publish(body.model_path, body.weight_version))
     return _json({"success": True, "message": "loaded", "weight_version": version.label})
 
 
-@router.get("/flush_cache", responses=answers({200: JSON}, *ADMIN))
-@needs("admin")
+@router.get("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@requires_role("admin")
 async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
     """SGLang's own clients, miles and slime among them, send GET."""
     refuse_browsers(request.headers)
     return await flush_cache(server)
 
 
-@router.post("/flush_cache", responses=answers({200: JSON}, *ADMIN))
-@needs("admin")
+@router.post("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@requires_role("admin")
 async def flush_cache(server: ReadyServer) -> Response:
-    await server.in_background(server.activation.forget_prefixes())
+    await server.run_to_completion(server.activation.forget_prefixes())
     return _json({"success": True, "message": "flushed"})
 
 
-@router.get("/get_weight_version", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
-@any_key
+@router.get(
+    "/get_weight_version", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
+)
+@allow_any_key
 async def weight_version(server: ReadyServer) -> Response:
     return _json({"weight_version": server.versions.active.label})
 
 
-@router.get("/model_info", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
-@router.get("/get_model_info", responses=answers({200: JSON}, *WITH_KEY, *WHEN_READY))
-@any_key
+@router.get(
+    "/model_info", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
+)
+@router.get(
+    "/get_model_info", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
+)
+@allow_any_key
 async def model_info(server: ReadyServer) -> Response:
     facts = server.engine.facts
     info = {
@@ -126,8 +140,8 @@ async def model_info(server: ReadyServer) -> Response:
     return _json(info)
 
 
-@router.get("/v1/loads", responses=answers({200: JSON}, *WITH_KEY))
-@any_key
+@router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
+@allow_any_key
 async def loads(server: AnyServer) -> Response:
     """Slime asks until there is nothing left."""
     running = server.rollouts.num_samples_running
@@ -135,7 +149,7 @@ async def loads(server: AnyServer) -> Response:
     return _json({"loads": [load]})
 
 
-@router.get("/health_generate", responses=answers({200: JSON}, *WHEN_READY))
+@router.get("/health_generate", responses=declare_responses({200: JSON}, *READINESS_ERRORS))
 @public
 async def health_generate(server: ReadyServer) -> Response:
     return _json({"status": "ok"})

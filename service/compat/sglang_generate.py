@@ -7,24 +7,24 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
-from service.auth.access import Caller, needs
-from service.compat.bodies import Flag, ForeignModel, ListsOfTokenIds, Text, Texts, read_foreign
-from service.compat.openapi_document import body_of
-from service.compat.request_ids import Running
+from service.auth.access import Caller, requires_role
+from service.compat.bodies import CompatModel, Flag, ListsOfTokenIds, Text, Texts, read_compat_body
+from service.compat.openapi_document import request_body
+from service.compat.request_ids import RunningRequests
 from service.compat.rollout_adapter import (
-    SAMPLED,
-    Work,
-    adapter_of,
-    answered,
-    encoded,
+    SAMPLE_RESPONSES,
+    SamplingJob,
+    decode_samples,
     finish_reason,
-    spans,
+    json_response,
+    resolve_adapter,
     start,
-    texts,
-    tokens_of,
+    tokenize_prompts,
+    wait_for_answer,
+    weight_version_spans,
 )
-from service.compat.sampling import MaxTokens, SamplingFields, masked
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.compat.sampling import MaxTokens, SamplingFields, truncate_seed
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
 from service.routes.dependencies import ReadyServer
 
@@ -40,7 +40,7 @@ class SglangSampling(SamplingFields):
     sampling_seed: int | None = None
 
 
-class SglangBody(ForeignModel):
+class SglangBody(CompatModel):
     """One prompt or a list of them, as text or as token ids. `lora_path` is an adapter's name."""
 
     text: Text | Texts | None = None
@@ -55,10 +55,12 @@ class SglangBody(ForeignModel):
     policy: Policy | None = None
 
     @property
-    def one(self) -> bool:
+    def is_single(self) -> bool:
         """Whether the answer is a single object: one prompt, and one sample of it."""
-        given = self.input_ids if self.text is None else self.text
-        nested = isinstance(given, list) and not (given and isinstance(given[0], int))
+        prompt_param = self.input_ids if self.text is None else self.text
+        nested = isinstance(prompt_param, list) and not (
+            prompt_param and isinstance(prompt_param[0], int)
+        )
         return not nested and self.sampling_params.n == 1
 
     def prompts(self) -> list[Prompt]:
@@ -68,51 +70,53 @@ class SglangBody(ForeignModel):
             return [
                 Prompt(text=t) for t in ([self.text] if isinstance(self.text, str) else self.text)
             ]
-        given: Any = self.input_ids
-        rows = given if given and isinstance(given[0], list) else [given]
+        prompt_param: Any = self.input_ids
+        rows = (
+            prompt_param if prompt_param and isinstance(prompt_param[0], list) else [prompt_param]
+        )
         if not all(rows):
             raise InvalidRequest.of_parameter("input_ids", "a prompt has no token")
         return [Prompt(token_ids=row) for row in rows]
 
 
-@router.post("/generate", responses=SAMPLED, openapi_extra=body_of(SglangBody))
-@needs("rollout")
+@router.post("/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(SglangBody))
+@requires_role("rollout")
 async def generate(
-    request: Request, server: ReadyServer, caller: Caller, running: Running
+    request: Request, server: ReadyServer, caller: Caller, running: RunningRequests
 ) -> Response:
-    body = await read_foreign(request, SglangBody, server)
+    body = await read_compat_body(request, SglangBody, server)
     if body.stream:
         raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
-    prompts = await while_connected(request, tokens_of(server, body.prompts))
+    prompts = await cancel_on_disconnect(request, tokenize_prompts(server, body.prompts))
     if prompts is None:
-        return NOBODY_READS
-    wanted = body.sampling_params
-    work = Work(
+        return CLIENT_DISCONNECTED
+    params = body.sampling_params
+    job = SamplingJob(
         prompts=prompts,
-        n=wanted.n,
-        sampling=wanted.sampling(wanted.max_new_tokens),
-        seed=masked(wanted.seed if wanted.sampling_seed is None else wanted.sampling_seed),
+        n=params.n,
+        sampling=params.sampling(params.max_new_tokens),
+        seed=truncate_seed(params.seed if params.sampling_seed is None else params.sampling_seed),
         priority=body.priority or 0,
         policy=body.policy,
         cache_salt=body.extra_key,
-        adapter=adapter_of(server, body.lora_path),
+        adapter=resolve_adapter(server, body.lora_path),
     )
-    rollout = await start(server, caller, work)
-    with running.named(caller.name, body.rid or rollout.id, rollout):
-        answer = await answered(request, server, rollout)
+    rollout = await start(server, caller, job)
+    with running.register(caller.name, body.rid or rollout.id, rollout):
+        answer = await wait_for_answer(request, server, rollout)
     if answer is None:
-        return NOBODY_READS
-    written = await texts(server, answer)
+        return CLIENT_DISCONNECTED
+    sample_texts = await decode_samples(server, answer)
 
     def build() -> object:
         rows = [
             _sample(body.rid or answer.id, group, sample, text, body.return_logprob)
-            for group, group_texts in zip(answer.groups, written, strict=True)
-            for sample, text in zip(group.samples, group_texts, strict=True)
+            for group, texts_of_group in zip(answer.groups, sample_texts, strict=True)
+            for sample, text in zip(group.samples, texts_of_group, strict=True)
         ]
-        return rows[0] if body.one else rows
+        return rows[0] if body.is_single else rows
 
-    return await encoded(build)
+    return await json_response(build)
 
 
 def _sample(
@@ -126,7 +130,7 @@ def _sample(
         "cached_tokens": group.num_cached_tokens,
         # A sample without a token was drawn from no version.
         "weight_version": sample.versions[-1].version if sample.versions else None,
-        "weight_versions": spans(sample),
+        "weight_versions": weight_version_spans(sample),
     }
     if with_logprobs:
         pairs = zip(sample.logprobs, sample.token_ids, strict=True)

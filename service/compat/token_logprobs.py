@@ -10,15 +10,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from engine.protocol import Place
-from service.auth.keys import Key
-from service.compat.rollout_adapter import Work
+from service.auth.keys import ApiKey
+from service.compat.rollout_adapter import SamplingJob
 from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
-from service.rollouts.scoring import Terms
+from service.rollouts.scoring import ScoringOptions
 from service.server import Server
 
 Count = Annotated[int, Field(ge=0, le=1024)]
-Prompts = list[list[Place]] | None
+PromptLogprobs = list[list[Place]] | None
 
 
 def check(server: Server, **counts: int | None) -> None:
@@ -28,31 +28,33 @@ def check(server: Server, **counts: int | None) -> None:
             raise InvalidRequest.of_parameter(name, f"at most {limit} (engine.max_logprobs)")
 
 
-def of_sample(rollout: Rollout, group: int, index: int) -> list[Place]:
+def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[Place]:
     """None at any token where none were asked for."""
     return rollout.groups[group].likeliest.get(index, [])
 
 
-async def of_prompts(server: Server, caller: Key, work: Work, count: int | None) -> Prompts:
+async def compute_prompt_logprobs(
+    server: Server, caller: ApiKey, job: SamplingJob, count: int | None
+) -> PromptLogprobs:
     if count is None:
         return None
-    terms = Terms(work.policy, work.adapter)
-    return await server.scoring.prompts(work.prompts, count, owner=caller.name, terms=terms)
+    options = ScoringOptions(job.policy, job.adapter)
+    return await server.scoring.prompts(job.prompts, count, owner=caller.name, options=options)
 
 
-def listed(place: Place) -> list[dict[str, Any]]:
+def as_chat_logprobs(candidates: Place) -> list[dict[str, Any]]:
     """Its way for chats: the likeliest, whether the sampled one is among them or not."""
     return [
         {"token": f"token_id:{r.token_id}", "token_id": r.token_id, "logprob": r.logprob}
-        for r in place[1:]
+        for r in candidates[1:]
     ]
 
 
-def numbered(prompts: Prompts, index: int) -> list[dict[str, Any] | None] | None:
+def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, Any] | None] | None:
     """vLLM's way for prompts: nothing for the first token."""
     if prompts is None:
         return None
     return [
-        {f"{r.token_id}": {"logprob": r.logprob, "rank": r.rank} for r in place} or None
-        for place in prompts[index]
+        {f"{r.token_id}": {"logprob": r.logprob, "rank": r.rank} for r in candidates} or None
+        for candidates in prompts[index]
     ]

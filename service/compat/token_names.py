@@ -6,7 +6,7 @@ from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
 from engine.protocol import Place
-from service.rollouts.tokenizer import Prompts
+from service.rollouts.tokenizer import PromptLogprobs
 
 Name = Callable[[int], str]
 
@@ -16,24 +16,26 @@ def id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-async def names(prompts: Prompts, collect: Callable[[], Iterable[int]], *, as_ids: bool) -> Name:
+async def names(
+    prompts: PromptLogprobs, collect: Callable[[], Iterable[int]], *, as_ids: bool
+) -> Name:
     """For the tokens that `collect`, called in a thread, returns."""
     return id_name if as_ids else (await prompts.token_texts(collect)).__getitem__
 
 
-def tokens_of(sample: SampleAnswer, places: Iterable[Place]) -> Iterable[int]:
-    return chain(sample.token_ids, tokens_of_places(places))
+def tokenize_prompts(sample: SampleAnswer, per_token: Iterable[Place]) -> Iterable[int]:
+    return chain(sample.token_ids, tokens_of_places(per_token))
 
 
-def tokens_of_places(places: Iterable[Place]) -> Iterable[int]:
-    return (ranked.token_id for place in places for ranked in place)
+def tokens_of_places(per_token: Iterable[Place]) -> Iterable[int]:
+    return (ranked.token_id for candidates in per_token for ranked in candidates)
 
 
 def chat_logprobs(
-    sample: SampleAnswer, places: Sequence[Place], name: Name
+    sample: SampleAnswer, per_token: Sequence[Place], name: Name
 ) -> list[dict[str, Any]]:
     """OpenAI's shape for chats, and the ids beside it."""
-    others = [place[1:] for place in places] or [[]] * len(sample.token_ids)
+    others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
     return [
         {
             **_entry(token, logprob, name),
@@ -45,14 +47,14 @@ def chat_logprobs(
 
 def _entry(token: int, logprob: float, name: Name) -> dict[str, Any]:
     text = name(token)
-    written = list(text.encode(errors="replace"))
-    return {"token": text, "token_id": token, "logprob": logprob, "bytes": written}
+    sample_texts = list(text.encode(errors="replace"))
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": sample_texts}
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
-    places: Sequence[Place],
+    per_token: Sequence[Place],
     name: Name,
 ) -> dict[str, Any]:
     """OpenAI's shape for completions; offsets count characters from the first token, as vLLM's."""
@@ -61,15 +63,16 @@ def completion_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": list(logprobs),
-        "top_logprobs": [_highest(place, name) for place in places] or [None] * len(tokens),
+        "top_logprobs": [_highest(candidates, name) for candidates in per_token]
+        or [None] * len(tokens),
         "text_offset": offsets[:-1],
     }
 
 
-def _highest(place: Place, name: Name) -> dict[str, float] | None:
+def _highest(candidates: Place, name: Name) -> dict[str, float] | None:
     """Tokens may have the same text: the likeliest of them counts."""
     named: dict[str, float] = {}
-    for ranked in place:
+    for ranked in candidates:
         text = name(ranked.token_id)
         named[text] = max(ranked.logprob, named.get(text, ranked.logprob))
     return named or None

@@ -7,14 +7,20 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from coppice.wire.base import TokenIds
-from service.auth.access import needs
-from service.compat.bodies import Flag, ForeignModel, read_foreign
+from service.auth.access import requires_role
+from service.compat.bodies import CompatModel, Flag, read_compat_body
 from service.compat.chat import ChatBody, ChatMessage, Tool
 from service.compat.openai_route import OpenAIRoute, as_openai
-from service.compat.openapi_document import body_of
-from service.compat.rollout_adapter import adapter_of
+from service.compat.openapi_document import request_body
+from service.compat.rollout_adapter import resolve_adapter
 from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
-from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
@@ -22,11 +28,11 @@ router = APIRouter(route_class=OpenAIRoute)
 
 MAX_BODY_BYTES = 2**20
 """Several times what the longest contexts hold; one thread tokenizes for everybody."""
-RAISED = (*WITH_KEY, *WHEN_READY, *OF_BODY, AdapterNotFound, NoChatTemplate)
-TOKENIZED = as_openai(answers({200: JSON}, *RAISED))
+ROLLOUT_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, AdapterNotFound, NoChatTemplate)
+TOKENIZED = as_openai(declare_responses({200: JSON}, *ROLLOUT_ERRORS))
 
 
-class TokenizeBody(ForeignModel):
+class TokenizeBody(CompatModel):
     """A text in `prompt`, or the messages of a chat."""
 
     model: str | None = None
@@ -48,16 +54,16 @@ class TokenizeBody(ForeignModel):
         )
 
 
-class DetokenizeBody(ForeignModel):
+class DetokenizeBody(CompatModel):
     model: str | None = None
     tokens: TokenIds
 
 
-@router.post("/tokenize", responses=TOKENIZED, openapi_extra=body_of(TokenizeBody))
-@needs("rollout")
+@router.post("/tokenize", responses=TOKENIZED, openapi_extra=request_body(TokenizeBody))
+@requires_role("rollout")
 async def tokenize(request: Request, server: ReadyServer) -> Response:
-    body = await read_foreign(request, TokenizeBody, server, limit=MAX_BODY_BYTES)
-    adapter_of(server, body.model)
+    body = await read_compat_body(request, TokenizeBody, server, limit=MAX_BODY_BYTES)
+    resolve_adapter(server, body.model)
     tokens = await _tokens(server, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -68,11 +74,11 @@ async def tokenize(request: Request, server: ReadyServer) -> Response:
     return _json(answer)
 
 
-@router.post("/detokenize", responses=TOKENIZED, openapi_extra=body_of(DetokenizeBody))
-@needs("rollout")
+@router.post("/detokenize", responses=TOKENIZED, openapi_extra=request_body(DetokenizeBody))
+@requires_role("rollout")
 async def detokenize(request: Request, server: ReadyServer) -> Response:
-    body = await read_foreign(request, DetokenizeBody, server, limit=MAX_BODY_BYTES)
-    adapter_of(server, body.model)
+    body = await read_compat_body(request, DetokenizeBody, server, limit=MAX_BODY_BYTES)
+    resolve_adapter(server, body.model)
     facts = server.engine.facts
     if len(body.tokens) > facts.max_context_tokens:
         raise InvalidRequest.of_parameter("tokens", f"at most {facts.max_context_tokens}")

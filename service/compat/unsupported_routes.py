@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Response
 
-from service.auth.access import any_key, needs
+from service.auth.access import allow_any_key, requires_role
 from service.compat.openai_route import OpenAIRoute, as_openai
 from service.http.errors import InvalidJson, Unsupported
-from service.http.responses import WITH_KEY, answers
+from service.http.responses import AUTH_ERRORS, declare_responses
 
-REFUSED = as_openai(answers({}, *WITH_KEY, InvalidJson, Unsupported))
+REFUSED = as_openai(declare_responses({}, *AUTH_ERRORS, InvalidJson, Unsupported))
 
 NCCL = (
     "weights do not come over NCCL: publish them over HTTP (coppice.trl.install(), or PUT "
@@ -62,39 +62,39 @@ _OPENAI = {
 
 def _router(refusals: dict[str, str]) -> APIRouter:
     router = APIRouter()
-    for path, instead in refusals.items():
-        _refuse(router, path, instead)
+    for path, suggestion in refusals.items():
+        _add_refusal(router, path, suggestion)
     return router
 
 
-def _refuse(router: APIRouter, path: str, instead: str) -> None:
-    @router.post(path, responses=answers({}, *WITH_KEY, Unsupported))
-    @needs("admin")
+def _add_refusal(router: APIRouter, path: str, suggestion: str) -> None:
+    @router.post(path, responses=declare_responses({}, *AUTH_ERRORS, Unsupported))
+    @requires_role("admin")
     async def refuse() -> Response:
-        raise Unsupported(instead)
+        raise Unsupported(suggestion)
 
 
 def _callers_router(refusals: dict[str, str]) -> APIRouter:
     router = APIRouter(route_class=OpenAIRoute)
-    for path, instead in refusals.items():
-        _refuse_callers(router, path, instead)
+    for path, suggestion in refusals.items():
+        _refuse_callers(router, path, suggestion)
     return router
 
 
-def _refuse_callers(router: APIRouter, path: str, instead: str) -> None:
+def _refuse_callers(router: APIRouter, path: str, suggestion: str) -> None:
     @router.get(path, responses=REFUSED)
     @router.post(path, responses=REFUSED)
-    @any_key
+    @allow_any_key
     async def refuse() -> Response:
-        raise Unsupported(instead)
+        raise Unsupported(suggestion)
 
 
-def _refuse_below(router: APIRouter, path: str, instead: str) -> None:
+def _refuse_below(router: APIRouter, path: str, suggestion: str) -> None:
     @router.get(path, responses=REFUSED)
     @router.post(path, responses=REFUSED)
-    @any_key
+    @allow_any_key
     async def refuse(rest: str) -> Response:
-        raise Unsupported(instead)
+        raise Unsupported(suggestion)
 
 
 openai = _callers_router(_OPENAI)

@@ -8,9 +8,9 @@ from pydantic_core import to_json
 
 from coppice.wire.base import Label
 from engine.protocol import EngineFacts, PauseMode
-from service.auth.access import any_key, needs, public
-from service.compat.bodies import ForeignModel, read_foreign
-from service.compat.openapi_document import body_of
+from service.auth.access import allow_any_key, public, requires_role
+from service.compat.bodies import CompatModel, read_compat_body
+from service.compat.openapi_document import request_body
 from service.compat.unsupported_routes import NCCL
 from service.compat.weight_updates import WeightUpdates
 from service.http.errors import (
@@ -24,25 +24,31 @@ from service.http.errors import (
     VersionNotFound,
     WeightsRefused,
 )
-from service.http.responses import JSON, OF_BODY, WHEN_READY, WITH_KEY, answers
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()
 
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
-ADMIN = (*WITH_KEY, *WHEN_READY)
-CHANGED = answers(
+ADMIN_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS)
+UPDATE_RESPONSES = declare_responses(
     {200: JSON},
-    *(*ADMIN, *OF_BODY, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
+    *(*ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
     *(VersionConflict, VersionNotFound, RollbackRefused),
 )
 
 
-class EmptyBody(ForeignModel):
+class EmptyBody(CompatModel):
     """Nothing that is sent here is needed."""
 
 
-class UpdateBody(ForeignModel):
+class UpdateBody(CompatModel):
     """prime-rl names a directory, TRL announces tensors that it is about to broadcast."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -50,7 +56,7 @@ class UpdateBody(ForeignModel):
     weight_version: Label | None = None
 
 
-class FinishBody(ForeignModel):
+class FinishBody(CompatModel):
     weight_version: Label | None = None
 
 
@@ -62,71 +68,75 @@ def _updates(request: Request) -> WeightUpdates:
 Updates = Annotated[WeightUpdates, Depends(_updates)]
 
 
-@router.post("/pause", responses=answers({200: JSON}, *ADMIN, InvalidRequest))
-@needs("admin")
+@router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
+@requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
     """No prefix is ever hit across versions, so there is nothing for `clear_cache` to decide."""
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
         raise InvalidRequest.of_parameter("mode", f"one of {', '.join(MODES)}")
-    await server.in_background(server.activation.pause(mode))
+    await server.run_to_completion(server.activation.pause(mode))
     return _json({"status": "paused"})
 
 
-@router.post("/resume", responses=answers({200: JSON}, *ADMIN))
-@needs("admin")
+@router.post("/resume", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@requires_role("admin")
 async def resume(server: ServingServer) -> Response:
-    await server.in_background(server.activation.resume())
+    await server.run_to_completion(server.activation.resume())
     return _json({"status": "resumed"})
 
 
-@router.get("/is_paused", responses=answers({200: JSON}, *ADMIN))
-@any_key
+@router.get("/is_paused", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@allow_any_key
 async def is_paused(server: ReadyServer) -> Response:
     return _json({"is_paused": server.activation.paused})
 
 
-@router.post("/start_weight_update", responses=CHANGED, openapi_extra=body_of(EmptyBody))
-@needs("admin")
+@router.post(
+    "/start_weight_update", responses=UPDATE_RESPONSES, openapi_extra=request_body(EmptyBody)
+)
+@requires_role("admin")
 async def start(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    await read_foreign(request, EmptyBody, server)
-    await server.in_background(updates.start())
+    await read_compat_body(request, EmptyBody, server)
+    await server.run_to_completion(updates.start())
     return _json({"message": "started"})
 
 
-@router.post("/update_weights", responses=CHANGED, openapi_extra=body_of(UpdateBody))
-@needs("admin")
+@router.post("/update_weights", responses=UPDATE_RESPONSES, openapi_extra=request_body(UpdateBody))
+@requires_role("admin")
 async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_foreign(request, UpdateBody, server)
+    body = await read_compat_body(request, UpdateBody, server)
     if body.weight_dir is None:
         raise Unsupported(NCCL)
-    version = await server.in_background(updates.update(body.weight_dir, body.weight_version))
+    version = await server.run_to_completion(updates.update(body.weight_dir, body.weight_version))
     return _json({"status": "ok", "weight_version": version.label, "state": version.state})
 
 
-@router.post("/finish_weight_update", responses=CHANGED, openapi_extra=body_of(FinishBody))
-@needs("admin")
+@router.post(
+    "/finish_weight_update", responses=UPDATE_RESPONSES, openapi_extra=request_body(FinishBody)
+)
+@requires_role("admin")
 async def finish(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_foreign(request, FinishBody, server)
-    version = await server.in_background(updates.finish(body.weight_version))
+    body = await read_compat_body(request, FinishBody, server)
+    version = await server.run_to_completion(updates.finish(body.weight_version))
     return _json({"message": "finished", "weight_version": version.label})
 
 
-@router.post("/reset_prefix_cache", responses=answers({200: JSON}, *ADMIN))
-@needs("admin")
+@router.post("/reset_prefix_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@requires_role("admin")
 async def reset_prefix_cache(server: ReadyServer) -> Response:
-    await server.in_background(server.activation.forget_prefixes())
+    await server.run_to_completion(server.activation.forget_prefixes())
     return _json({"success": True})
 
 
-@router.get("/get_world_size", responses=answers({200: JSON}, *ADMIN))
-@any_key
+@router.get("/get_world_size", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@allow_any_key
 async def world_size(server: ReadyServer) -> Response:
     facts = server.engine.facts
     return _json({"world_size": facts.tensor_parallel_size * facts.pipeline_parallel_size})
 
 
-@router.get("/liveness", responses=answers({200: JSON}, EngineGone))
+@router.get("/liveness", responses=declare_responses({200: JSON}, EngineGone))
 @public
 async def liveness(server: AnyServer) -> Response:
     server.readiness.check_alive()

@@ -23,13 +23,13 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._started = False
         self._staged: Version | None = None
-        self._seen: dict[str, tuple[Path, Fingerprint]] = {}
+        self._published: dict[str, tuple[Path, Fingerprint]] = {}
 
     async def start(self) -> None:
         """What an update that was never finished has staged is forgotten."""
         async with self._lock:
             self._started = True
-            await self._forget_staged()
+            await self._discard_staged()
 
     async def update(self, path: str, label: str | None = None) -> Version:
         """Staged after a start, else active when this returns."""
@@ -52,58 +52,60 @@ class WeightUpdates:
         asked for again."""
         async with self._lock:
             if self._staged is not None:
-                self._staged = await self._renamed(self._staged, label)
+                self._staged = await self._relabel(self._staged, label)
                 await self._activate(self._staged)
             self._staged, self._started = None, False
             return self._server.versions.active
 
     async def _stage(self, path: str, label: str | None) -> Version:
-        directory = self._server.checkpoints.allowed(path)
-        found = (directory, await asyncio.to_thread(_fingerprint, directory))
-        self._seen = {name: seen for name, seen in self._seen.items() if self._known(name)}
-        for name, seen in self._seen.items():
-            if seen == found and label in (None, name):
+        directory = self._server.checkpoints.resolve_allowed(path)
+        current = (directory, await asyncio.to_thread(_fingerprint, directory))
+        self._published = {
+            name: published for name, published in self._published.items() if self._exists(name)
+        }
+        for name, published in self._published.items():
+            if published == current and label in (None, name):
                 return self._server.versions.get(name)
-        name = label or self._free_label()
-        version = await self._server.publisher.stage_path(name, path, sequence=None)
-        self._seen[name] = found
+        name = label or self._next_label()
+        version = await self._server.stager.stage_path(name, path, sequence=None)
+        self._published[name] = current
         return version
 
-    async def _renamed(self, staged: Version, label: str | None) -> Version:
+    async def _relabel(self, staged: Version, label: str | None) -> Version:
         """vLLM names a version where it ends an update, which is after its files were checked."""
         if label in (None, staged.label):
             return staged
-        version = await self._server.publisher.stage_path(label, str(staged.path), sequence=None)
-        self._seen[label] = self._seen[staged.label]
-        await self._drop(staged.label)
+        version = await self._server.stager.stage_path(label, str(staged.path), sequence=None)
+        self._published[label] = self._published[staged.label]
+        await self._delete_if_staged(staged.label)
         return version
 
     async def _activate(self, version: Version) -> ActivationAnswer:
         answer = await self._server.activate(version.label, "keep", allow_rollback=False)
-        await self._forget_overwritten(self._server.versions.active)
+        await self._delete_overwritten(self._server.versions.active)
         return answer
 
-    async def _forget_overwritten(self, active: Version) -> None:
+    async def _delete_overwritten(self, active: Version) -> None:
         """A trainer that writes every version to one place leaves nothing to go back to."""
         for version in self._server.versions.all():
             if version.label != active.label and version.path == active.path:
-                await self._server.publisher.delete(version.label)
+                await self._server.stager.delete(version.label)
 
-    async def _forget_staged(self) -> None:
+    async def _discard_staged(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            await self._drop(staged.label)
+            await self._delete_if_staged(staged.label)
 
-    async def _drop(self, label: str) -> None:
+    async def _delete_if_staged(self, label: str) -> None:
         """Unless it serves: a directory that was not written again is the version that it was."""
         version = self._server.versions.find(label)
         if version is not None and version.state == "staged":
-            await self._server.publisher.delete(label)
+            await self._server.stager.delete(label)
 
-    def _known(self, label: str) -> bool:
+    def _exists(self, label: str) -> bool:
         return self._server.versions.find(label) is not None
 
-    def _free_label(self) -> str:
+    def _next_label(self) -> str:
         return f"update-{self._server.versions.next_sequence()}"
 
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from service.config.settings import settings_fields
 from service.config.sources import flag_name
 
-SHORT = {"server.host": "--host", "server.port": "--port", "engine.model": "--model"}
+SHORT_FLAGS = {"server.host": "--host", "server.port": "--port", "engine.model": "--model"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Flag:
     @property
     def parameter(self) -> inspect.Parameter:
         spellings = [flag_name(self.section, self.name)]
-        if self.path in SHORT:
-            spellings.append(SHORT[self.path])
+        if self.path in SHORT_FLAGS:
+            spellings.append(SHORT_FLAGS[self.path])
         option = typer.Option(
             *spellings,
             help=self.description,
@@ -48,7 +48,12 @@ class Flag:
 
 def settings_flags() -> list[Flag]:
     return [
-        Flag(section=section, name=name, description=field.description or "", default=_shown(field))
+        Flag(
+            section=section,
+            name=name,
+            description=field.description or "",
+            default=_default_text(field),
+        )
         for section, name, field in settings_fields()
     ]
 
@@ -81,7 +86,7 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _shown(field: FieldInfo) -> str:
+def _default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, tuple):
         return ":".join(map(str, value)) or "none"

@@ -30,19 +30,19 @@ from service.config.sources import (
     from_environment,
     from_file,
     from_flags,
-    merged,
+    merge,
 )
 from service.prompt_kv.settings import KvSettings
 from service.weights.replication.peers import parse_allowed
 
-Shape = Literal["vllm", "sglang", "openai"]
+CompatApi = Literal["vllm", "sglang", "openai"]
 
 
 def _split(value: object) -> object:
     return [part for part in value.split(":") if part] if isinstance(value, str) else value
 
 
-def _words(value: object) -> object:
+def _split_words(value: object) -> object:
     return value.split() if isinstance(value, str) else value
 
 
@@ -95,7 +95,7 @@ class ServerSettings(Section):
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
-        BeforeValidator(_words),
+        BeforeValidator(_split_words),
         Field(
             description="names, in Host, that a server without keys answers to besides loopback, "
             "IP addresses and its own, separated by spaces: coppice *.example.org; *: any"
@@ -108,7 +108,7 @@ class ServerSettings(Section):
         int, Field(ge=0, description="seconds that running requests may take to end at a stop")
     ] = 30
     compat: Annotated[
-        tuple[Shape, ...],
+        tuple[CompatApi, ...],
         BeforeValidator(_split),
         Field(description="other servers' clients that are understood as well, separated by ':'"),
     ] = ("vllm", "sglang", "openai")
@@ -146,7 +146,7 @@ class WeightsSettings(Section):
     ] = 2
     peers: Annotated[
         tuple[str, ...],
-        BeforeValidator(_words),
+        BeforeValidator(_split_words),
         Field(
             description="addresses that other replicas may be read from, separated by spaces, such "
             "as http://10.0.0.0/8:8000 or http://*.replicas:8000; none: nothing is read from them"
@@ -290,7 +290,7 @@ def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
             yield section, name, field
 
 
-def masked(settings: BaseModel) -> dict[str, Any]:
+def redacted(settings: BaseModel) -> dict[str, Any]:
     """The tree as plain values, fit for printing: secrets are asterisks."""
     return settings.model_dump(mode="json")
 
@@ -309,12 +309,12 @@ def load_settings(
     if file is not None:
         sources.append(from_file(file))
     try:
-        return Settings.model_validate(merged(sources))
+        return Settings.model_validate(merge(sources))
     except ValidationError as error:
-        raise SettingsError(*(_line(detail, sources) for detail in error.errors())) from None
+        raise SettingsError(*(_error_line(detail, sources) for detail in error.errors())) from None
 
 
-def _line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
+def _error_line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
     """One readable line; never the value, which may be a secret."""
     path = [str(part) for part in detail["loc"]]
     text = detail["msg"].removeprefix("Value error, ")
@@ -336,10 +336,14 @@ def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
     if rest:
         names = (source.name_of(section, rest[0]) for source in sources)
     else:
-        names = (source.name_of_section(section) for source in sources if _alone(section, source))
+        names = (
+            source.name_of_section(section)
+            for source in sources
+            if _is_sole_source(section, source)
+        )
     return next(filter(None, names), None)
 
 
-def _alone(section: str, source: Source) -> bool:
+def _is_sole_source(section: str, source: Source) -> bool:
     """Whether a source made the section wrong by itself."""
     return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

@@ -27,18 +27,18 @@ class Source:
     """One place that settings come from, and what a field is called there."""
 
     values: Mapping[str, Any]
-    called: Callable[[str, str], str]
+    field_name: Callable[[str, str], str]
 
     def name_of(self, section: str, field: str) -> str | None:
         values = self.values.get(section)
         named = isinstance(values, dict) and field in values
-        return self.called(section, field) if named else None
+        return self.field_name(section, field) if named else None
 
     def name_of_section(self, section: str) -> str | None:
         if section not in self.values:
             return None
         values = self.values[section]
-        return self.called(section, next(iter(values), "") if isinstance(values, dict) else "")
+        return self.field_name(section, next(iter(values), "") if isinstance(values, dict) else "")
 
 
 def flag_name(section: str, field: str) -> str:
@@ -51,17 +51,17 @@ def variable_name(section: str, field: str) -> str:
 
 def from_flags(flags: Mapping[str, str]) -> Source:
     """By their dotted path, `engine.block_size`."""
-    return Source(values=_nested(flags, "."), called=flag_name)
+    return Source(values=_nest(flags, "."), field_name=flag_name)
 
 
 def from_environment(environ: Mapping[str, str]) -> Source:
     """Names without the delimiter are not ours: Kubernetes sets COPPICE_PORT for a service."""
-    ours = {
+    variables = {
         name.removeprefix(PREFIX).lower(): text
         for name, text in environ.items()
         if name.startswith(PREFIX) and DELIMITER in name
     }
-    return Source(values=_nested(ours, DELIMITER), called=variable_name)
+    return Source(values=_nest(variables, DELIMITER), field_name=variable_name)
 
 
 def from_file(file: Path) -> Source:
@@ -69,22 +69,22 @@ def from_file(file: Path) -> Source:
     if not isinstance(tree, dict | None):
         raise SettingsError(f"{file}: must hold sections, such as 'server:'")
     sections = {str(name): values for name, values in (tree or {}).items() if values is not None}
-    return Source(values=sections, called=lambda *_: str(file))
+    return Source(values=sections, field_name=lambda *_: str(file))
 
 
-def merged(sources: Sequence[Source]) -> dict[str, Any]:
+def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """Field by field, the first source that names it wins."""
     tree: dict[str, Any] = {}
     for source in reversed(sources):
         for section, values in source.values.items():
-            below = tree.get(section)
-            if isinstance(values, dict) and isinstance(below, dict):
-                values = {**below, **values}
+            existing = tree.get(section)
+            if isinstance(values, dict) and isinstance(existing, dict):
+                values = {**existing, **values}
             tree[section] = values
     return tree
 
 
-def _nested(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
+def _nest(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, text in values.items():
         section, _, field = path.partition(delimiter)

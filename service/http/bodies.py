@@ -19,7 +19,7 @@ from service.observability.logs import key_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_FAULTS = 1000
+MAX_FIELD_ERRORS = 1000
 INLINE_BYTES = 64 * 2**10
 """A thread costs about 0.1 ms a request; this many bytes are parsed in about 1 ms."""
 WAITING_BODIES_PER_KEY = 4
@@ -51,7 +51,7 @@ class Bodies:
 
     async def content(self, request: Request, *, limit: int | None = None) -> bytes:
         most = self._max_bytes if limit is None else min(limit, self._max_bytes)
-        return await read(request, limit=most)
+        return await read_body(request, limit=most)
 
     async def parsed(self, body: bytes, model: type[Model]) -> Model:
         if len(body) <= INLINE_BYTES:
@@ -63,14 +63,14 @@ class Bodies:
 
 async def read_small_json(request: Request, model: type[Model]) -> Model:
     """For bodies that are a few fields."""
-    return parse(await read(request, limit=INLINE_BYTES), model)
+    return parse(await read_body(request, limit=INLINE_BYTES), model)
 
 
-async def read(request: Request, *, limit: int) -> bytes:
+async def read_body(request: Request, *, limit: int) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if media_type.lower() != "application/json":
         raise UnsupportedMediaType("send application/json")
-    return b"".join([chunk async for chunk in bounded(request, limit=limit)])
+    return b"".join([chunk async for chunk in stream_body(request, limit=limit)])
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
@@ -88,10 +88,10 @@ def parse_in_steps(body: bytes, model: type[Model], limits: JsonLimits) -> Model
         raise fault(error) from error
 
 
-async def bounded(request: Request, *, limit: int) -> AsyncIterator[bytes]:
+async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
     """The body's chunks, refused as soon as they are known to be too many."""
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limit:
+    content_length = request.headers.get("content-length", "0")
+    if content_length.isdecimal() and int(content_length) > limit:
         raise BodyTooLarge(f"at most {limit} bytes are taken")
     received = 0
     async for chunk in request.stream():
@@ -103,18 +103,18 @@ async def bounded(request: Request, *, limit: int) -> AsyncIterator[bytes]:
 
 def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
     """Where and what, never the value: prompts do not belong in errors."""
-    faults = _faults(error)
-    if any(fault["type"] == "json_invalid" for fault in faults):
+    field_errors = _field_errors(error)
+    if any(fault["type"] == "json_invalid" for fault in field_errors):
         return InvalidJson()
     listed = [
         {"location": ".".join(map(str, fault["loc"])), "message": fault["msg"]}
-        for fault in faults[:16]
+        for fault in field_errors[:16]
     ]
     return InvalidRequest(f"{error.error_count()} field(s) are wrong", errors=listed or None)
 
 
-def _faults(error: ValidationError) -> list[ErrorDetails]:
+def _field_errors(error: ValidationError) -> list[ErrorDetails]:
     """None if they are too many: pydantic lists all or nothing, at 2 us each."""
-    if error.error_count() > MAX_FAULTS:
+    if error.error_count() > MAX_FIELD_ERRORS:
         return []
     return error.errors(include_input=False, include_url=False, include_context=False)

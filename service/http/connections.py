@@ -42,7 +42,7 @@ class ConnectionMetrics:
         for outcome in get_args(ShedOutcome):
             self.shed.labels(outcome)
 
-    def observed(self, callers: "Connections", operators: "Connections") -> None:
+    def update(self, callers: "Connections", operators: "Connections") -> None:
         self.open.labels("callers").set(callers.num_open)
         self.open.labels("operators").set(operators.num_open)
         self.limit.set(callers.limit)

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
 from service.cluster import redirect
-from service.http.disconnect import NOBODY_READS
+from service.http.disconnect import CLIENT_DISCONNECTED
 from service.http.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
 from service.http.failures import ENGINE_RETRY_SECONDS
 
@@ -20,25 +20,25 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 NO_HEADERS: Mapping[str, str] = {}
-Write = Callable[[Problem], str]
+ProblemWriter = Callable[[Problem], str]
 
 
 def as_json(problem: Problem) -> str:
     return problem.model_dump_json(exclude_none=True)
 
 
-def install(app: FastAPI, write: Write = as_json) -> None:
+def install(app: FastAPI, write: ProblemWriter = as_json) -> None:
     app.state.write_problem = write
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
-    app.add_exception_handler(ClientDisconnect, _left)
+    app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(EngineDead, _engine_dead)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(Exception, _unhandled_error)
     redirect.install(app)
 
 
 def problem_response(
-    problem: Problem, *, headers: Mapping[str, str] | None = None, write: Write = as_json
+    problem: Problem, *, headers: Mapping[str, str] | None = None, write: ProblemWriter = as_json
 ) -> Response:
     retry = problem.retry_after_seconds
     sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
@@ -50,27 +50,29 @@ def problem_response(
     )
 
 
-def answered(
+def error_response(
     scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
     """The answer to a request that failed, counted."""
     scope["app"].state.server.metrics.problems.labels(error.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
-    write: Write = scope["app"].state.write_problem
+    write: ProblemWriter = scope["app"].state.write_problem
     return problem_response(problem, headers={**error.headers, **headers}, write=write)
 
 
 async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return answered(request.scope, error)
+    return error_response(request.scope, error)
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
     """Starlette raises for unknown addresses and methods only: every body is parsed by us."""
     assert isinstance(error, HTTPException)
-    ours = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
-    headers = {"Allow": _allowed(request)} if isinstance(ours, MethodNotAllowed) else {}
-    return answered(request.scope, ours, headers)
+    problem_error = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
+    headers = (
+        {"Allow": _allowed_methods(request)} if isinstance(problem_error, MethodNotAllowed) else {}
+    )
+    return error_response(request.scope, problem_error, headers)
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
@@ -78,19 +80,19 @@ async def _engine_dead(request: Request, error: Exception) -> Response:
     return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
 
 
-def _allowed(request: Request) -> str:
+def _allowed_methods(request: Request) -> str:
     """Of every route that the address matches; Starlette names those of the first only."""
     routes = (route for route in request.app.routes if isinstance(route, Route))
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
-async def _left(request: Request, error: Exception) -> Response:
+async def _client_disconnected(request: Request, error: Exception) -> Response:
     """The caller went away in the middle of the body. Nobody reads this; the metrics count it."""
-    return NOBODY_READS
+    return CLIENT_DISCONNECTED
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _unhandled_error(request: Request, error: Exception) -> Response:
     """Starlette raises the error again after the response, and uvicorn closes the connection."""
     log.error("request failed", exc_info=error)
-    return answered(request.scope, Internal(), {"Connection": "close"})
+    return error_response(request.scope, Internal(), {"Connection": "close"})

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 ENGINE_RETRY_SECONDS = 30.0
 
 
-def service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
+def to_service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
     """By the first failure; what nobody foresaw is logged and stays inside."""
     first: BaseException = failures
     while isinstance(first, BaseExceptionGroup):

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.config.settings import LimitsSettings
 from service.http.errors import HeadersTooLarge, Overloaded, RequestTimeout
-from service.http.exception_handlers import answered
+from service.http.exception_handlers import error_response
 from service.http.protocol import CROWDED
 
 BLOCK_BYTES = 16 * 2**10
@@ -20,7 +20,7 @@ CROWDED_RETRY_SECONDS = 5.0
 PIECE_BYTES = 256 * 2**10
 
 
-class Edges:
+class LimitsMiddleware:
     """Inside the request's scope, so that what is refused here has an id and is counted."""
 
     def __init__(self, app: ASGIApp, *, limits: LimitsSettings) -> None:
@@ -32,24 +32,24 @@ class Edges:
             return await self._app(scope, receive, send)
         if head_bytes(scope) > self._limits.max_header_bytes:
             too_large = HeadersTooLarge(f"at most {self._limits.max_header_bytes} bytes are taken")
-            return await answered(scope, too_large)(scope, receive, send)
+            return await error_response(scope, too_large)(scope, receive, send)
         if CROWDED in scope.get("extensions", {}) and scope["path"] not in PROBES:
             error = Overloaded(
                 "the server has as many connections as limits.max_connections allows",
                 retry_after_seconds=CROWDED_RETRY_SECONDS,
             )
-            return await answered(scope, error)(scope, receive, send)
-        body = _Body(receive, self._limits.read_seconds)
-        await self._app(scope, body.receive, _in_pieces(send))
+            return await error_response(scope, error)(scope, receive, send)
+        body = _TimedBody(receive, self._limits.read_seconds)
+        await self._app(scope, body.receive, _split_large_bodies(send))
 
 
 def head_bytes(scope: Scope) -> int:
     """As they came, but for the separators."""
-    named = sum(len(name) + len(value) for name, value in scope["headers"])
-    return named + len(scope.get("raw_path", b"")) + len(scope["query_string"])
+    header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    return header_bytes + len(scope.get("raw_path", b"")) + len(scope["query_string"])
 
 
-class _Body:
+class _TimedBody:
     """Every block of the body has the same time to come, whatever number of chunks it comes in.
 
     A time for each chunk alone would let a caller send a byte at a time for ever.
@@ -58,17 +58,17 @@ class _Body:
     def __init__(self, receive: Receive, seconds: float) -> None:
         self._receive = receive
         self._seconds = seconds
-        self._more = True
-        self._block = 0
-        self._due: float | None = None
+        self._has_more = True
+        self._block_bytes = 0
+        self._deadline: float | None = None
 
     async def receive(self) -> Message:
         """After the end of the body only the disconnect is awaited, as long as it takes."""
-        if not self._more:
+        if not self._has_more:
             return await self._receive()
-        self._due = self._due or asyncio.get_running_loop().time() + self._seconds
+        self._deadline = self._deadline or asyncio.get_running_loop().time() + self._seconds
         try:
-            async with asyncio.timeout_at(self._due):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise RequestTimeout(f"no {BLOCK_BYTES} bytes in {self._seconds:g} s") from None
@@ -76,13 +76,13 @@ class _Body:
         return message
 
     def _count(self, message: Message) -> None:
-        self._more = message.get("more_body", False)
-        self._block += len(message.get("body", b""))
-        if self._block >= BLOCK_BYTES:
-            self._block, self._due = 0, None
+        self._has_more = message.get("more_body", False)
+        self._block_bytes += len(message.get("body", b""))
+        if self._block_bytes >= BLOCK_BYTES:
+            self._block_bytes, self._deadline = 0, None
 
 
-def _in_pieces(send: Send) -> Send:
+def _split_large_bodies(send: Send) -> Send:
     """So that a large answer is never in the socket's buffer as a whole, and a reader is given time
     for each piece rather than for all of it."""
 

@@ -28,12 +28,14 @@ def label(text: str, parameter: str = "version") -> str:
 
 def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
     """The sequence and the base."""
-    base = _one_of(query, "base", "sequence")
-    return _sequence(_one_of(query, "sequence", "base")), None if base is None else label(base)
+    base = _single_param(query, "base", "sequence")
+    return _sequence(_single_param(query, "sequence", "base")), None if base is None else label(
+        base
+    )
 
 
 def sequence(query: QueryParams) -> int | None:
-    return _sequence(_one_of(query, "sequence"))
+    return _sequence(_single_param(query, "sequence"))
 
 
 def _sequence(text: str | None) -> int | None:
@@ -46,7 +48,7 @@ def _sequence(text: str | None) -> int | None:
 
 
 def wait_seconds(query: QueryParams) -> float:
-    text = _one_of(query, "wait")
+    text = _single_param(query, "wait")
     if text is None:
         return 0.0
     if not _NUMBER.fullmatch(text) or float(text) > MAX_WAIT_SECONDS:
@@ -54,12 +56,12 @@ def wait_seconds(query: QueryParams) -> float:
     return float(text)
 
 
-def asserted_version(query: QueryParams) -> str | None:
-    text = _one_of(query, "version")
+def expected_version(query: QueryParams) -> str | None:
+    text = _single_param(query, "version")
     return None if text is None else label(text)
 
 
-def _one_of(query: QueryParams, name: str, *others: str) -> str | None:
+def _single_param(query: QueryParams, name: str, *others: str) -> str | None:
     """A parameter of an address that takes this one and others: any but these, and a second one,
     are refused."""
     unknown = query.keys() - {name, *others}

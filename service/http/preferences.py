@@ -6,7 +6,7 @@ from coppice.wire import packed
 from service.http.errors import NotAcceptable
 
 
-class Form(StrEnum):
+class ResponseFormat(StrEnum):
     """Media types that a rollout can be answered in."""
 
     JSON = "application/json"
@@ -14,28 +14,28 @@ class Form(StrEnum):
     PACKED = packed.MEDIA_TYPE
 
 
-def wanted_form(accept: str | None) -> Form:
+def negotiate_format(accept: str | None) -> ResponseFormat:
     """The most special form that is accepted; JSON if the caller does not care."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
-    for form in (Form.PACKED, Form.NDJSON):
-        if form in accepted:
-            return form
-    if accepted & {Form.JSON, "application/*", "*/*"}:
-        return Form.JSON
-    raise NotAcceptable(f"this server answers {', '.join(Form)}")
+    for response_format in (ResponseFormat.PACKED, ResponseFormat.NDJSON):
+        if response_format in accepted:
+            return response_format
+    if accepted & {ResponseFormat.JSON, "application/*", "*/*"}:
+        return ResponseFormat.JSON
+    raise NotAcceptable(f"this server answers {', '.join(ResponseFormat)}")
 
 
-def wants_file(accept: str | None) -> bool:
+def accepts_file(accept: str | None) -> bool:
     """The bytes, unless JSON is asked for by name."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
-    if Form.JSON in accepted:
+    if ResponseFormat.JSON in accepted:
         return False
     if accepted & {"application/octet-stream", "application/*", "*/*"}:
         return True
     raise NotAcceptable("this server answers application/octet-stream, application/json")
 
 
-def wants_async(prefer: str | None) -> bool:
+def prefers_async(prefer: str | None) -> bool:
     """RFC 7240; preferences that we do not know are ignored, as it asks."""
-    asked = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}
-    return "respond-async" in asked
+    preferences = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}
+    return "respond-async" in preferences

@@ -25,7 +25,7 @@ from service.http.connections import Connections, connection_limit
 from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.http.exception_handlers import problem_response
 
-HANDOFF = "coppice.handoff"
+SEND_BODY_EXTENSION = "coppice.handoff"
 """The extension of the scope that sends the body of an answer which has begun."""
 
 CROWDED = "coppice.crowded"
@@ -43,24 +43,24 @@ MAX_PIPELINED_REQUESTS = 64
 HANGUP_SECONDS = 0.3
 """Interval of the checks for a closed connection while reading is paused."""
 
-Sender = Callable[[socket.socket], Awaitable[bool]]
+SendBody = Callable[[socket.socket], Awaitable[bool]]
 """Sends all of it on a socket that is its own to close, and says whether it could."""
-HandOff = Callable[[Sender], Awaitable[None]]
+SendBodyExtension = Callable[[SendBody], Awaitable[None]]
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """Made by uvicorn, of the class that `bounded_by` returns."""
+class TimeoutProtocol(HttpToolsProtocol):
+    """Made by uvicorn, of the class that `protocol_with_limits` returns."""
 
     limits: LimitsSettings
     pool: Connections
 
     _crowded = False
-    _in_head = True
+    _is_reading_head = True
     _head_bytes = 0
     _framing_bytes = 0
     _running: RequestResponseCycle | None = None
-    _reading: asyncio.TimerHandle | None = None
-    _writing: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _hangup: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -69,7 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._crowded = not self.pool.add(self)
         if self._crowded and not self.pool.has_reserve:
             return transport.abort()
-        self._await_more()
+        self._start_read_timer()
 
     def close(self) -> None:
         """To make room for another connection."""
@@ -79,16 +79,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self.pool.remove(self)
         self._disconnect_running()
-        self._read_in_time()
-        self._written_in_time()
+        self._cancel_read_timer()
+        self._cancel_write_timer()
         if self._hangup is not None:
             self._hangup.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._in_head:
+        if self._is_reading_head:
             self._head_bytes += len(data)
-            self._await_more()
+            self._start_read_timer()
         self._framing_bytes += len(data)
         self._parse(data)
         self._check_sizes()
@@ -96,7 +96,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Trailer fields are dropped: they are never merged into the headers (RFC 9110, 6.5.1)."""
-        if self._in_head:
+        if self._is_reading_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -104,11 +104,11 @@ class BoundedProtocol(HttpToolsProtocol):
             return  # parsed again, by `_feed`
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             raise httptools.HttpParserError("too many pipelined requests")
-        self._in_head, self._framing_bytes = False, 0
-        self._read_in_time()
+        self._is_reading_head, self._framing_bytes = False, 0
+        self._cancel_read_timer()
         super().on_headers_complete()
         if self.cycle is not None:
-            extensions: dict[str, Any] = {HANDOFF: partial(self._hand_off, self.cycle)}
+            extensions: dict[str, Any] = {SEND_BODY_EXTENSION: partial(self._hand_off, self.cycle)}
             if self._crowded:
                 extensions[CROWDED] = True
                 self.cycle.keep_alive = False
@@ -125,8 +125,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._in_head, self._head_bytes = True, 0
-        self._read_in_time()
+        self._is_reading_head, self._head_bytes = True, 0
+        self._cancel_read_timer()
 
     def on_response_complete(self) -> None:
         self.pool.wait(self)
@@ -134,16 +134,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self.flow.pause_reading()
             self._watch_hangup()
-        elif not self._in_head and self.cycle.response_complete:
-            self._await_more()
+        elif not self._is_reading_head and self.cycle.response_complete:
+            self._start_read_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._writing = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._written_in_time()
+        self._cancel_write_timer()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -151,9 +151,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(MalformedRequest("this is not HTTP that the server can read"))
+        self._send_error(MalformedRequest("this is not HTTP that the server can read"))
 
-    async def _hand_off(self, cycle: RequestResponseCycle, send: Sender) -> None:
+    async def _hand_off(self, cycle: RequestResponseCycle, send: SendBody) -> None:
         """Past the transport, whose buffer must be empty then and which writes nothing meanwhile.
 
         What cannot be sent breaks the connection: the answer's length has been announced.
@@ -208,10 +208,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """Framing is what of a body's bytes is neither its content nor a chunk's plain size."""
         limit = self.limits.max_header_bytes
         self._framing_bytes = max(0, self._framing_bytes)
-        if self._in_head and self._head_bytes > limit:
-            self._refuse(HeadersTooLarge(f"at most {limit} bytes are taken"))
-        elif not self._in_head and self._framing_bytes > limit:
-            self._refuse(
+        if self._is_reading_head and self._head_bytes > limit:
+            self._send_error(HeadersTooLarge(f"at most {limit} bytes are taken"))
+        elif not self._is_reading_head and self._framing_bytes > limit:
+            self._send_error(
                 HeadersTooLarge(f"at most {limit} bytes of chunk extensions and trailers are taken")
             )
 
@@ -232,37 +232,37 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
 
-    def _await_more(self) -> None:
-        if self._reading is None:
+    def _start_read_timer(self) -> None:
+        if self._read_timer is None:
             seconds = self.limits.read_seconds
             seconds = min(seconds, CROWDED_SECONDS) if self._crowded else seconds
-            self._reading = self.loop.call_later(seconds, self._too_slow)
+            self._read_timer = self.loop.call_later(seconds, self._on_read_timeout)
 
-    def _read_in_time(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _cancel_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _written_in_time(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _too_slow(self) -> None:
+    def _on_read_timeout(self) -> None:
         """Who has sent nothing of a request is told nothing."""
-        self._reading = None
+        self._read_timer = None
         if self.flow.read_paused:
-            self._await_more()
-        elif self._in_head and self._head_bytes:
-            self._refuse(RequestTimeout("the head did not come in time"))
+            self._start_read_timer()
+        elif self._is_reading_head and self._head_bytes:
+            self._send_error(RequestTimeout("the head did not come in time"))
         else:
             self.transport.abort()
 
-    def _refuse(self, error: ServiceError) -> None:
+    def _send_error(self, error: ServiceError) -> None:
         if self._is_answering():
             self.transport.abort()
         elif not self.transport.is_closing():
-            self.transport.write(_raw(error))
+            self.transport.write(_raw_response(error))
             self.transport.close()
 
     def _is_answering(self) -> bool:
@@ -271,16 +271,22 @@ class BoundedProtocol(HttpToolsProtocol):
             return False
         if self.pipeline:
             return True
-        return not self.cycle.response_complete if self._in_head else self.cycle.response_started
+        return (
+            not self.cycle.response_complete
+            if self._is_reading_head
+            else self.cycle.response_started
+        )
 
 
-def bounded_by(limits: LimitsSettings, pool: Connections | None = None) -> type[BoundedProtocol]:
+def protocol_with_limits(
+    limits: LimitsSettings, pool: Connections | None = None
+) -> type[TimeoutProtocol]:
     """`pool`: of the port; a port without one counts by itself."""
     pool = pool or Connections(connection_limit(limits.max_connections))
-    return type("Bounded", (BoundedProtocol,), {"limits": limits, "pool": pool})
+    return type("Bounded", (TimeoutProtocol,), {"limits": limits, "pool": pool})
 
 
-def _raw(error: ServiceError) -> bytes:
+def _raw_response(error: ServiceError) -> bytes:
     response = problem_response(error.problem(), headers={"Connection": "close"})
     status = HTTPStatus(response.status_code)
     head = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]

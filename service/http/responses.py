@@ -13,26 +13,26 @@ Problems = Collection[type[ServiceError]]
 Responses = dict[int | str, dict[str, Any]]
 
 JSON = ("application/json",)
-NOTHING: tuple[str, ...] = ()
+NO_CONTENT: tuple[str, ...] = ()
 
-ANYWHERE: Problems = (
+COMMON_ERRORS: Problems = (
     errors.Forbidden,
     errors.HeadersTooLarge,
     errors.Internal,
     errors.Overloaded,
 )
-WITH_KEY: Problems = (errors.Unauthorized,)
-ELSEWHERE = {307: NOTHING}
-OF_FLEET: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
-WHEN_READY: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)
-OF_UPLOAD: Problems = (errors.BodyTooLarge, errors.RequestTimeout)
-OF_BODY: Problems = (
-    *OF_UPLOAD,
+AUTH_ERRORS: Problems = (errors.Unauthorized,)
+REDIRECT = {307: NO_CONTENT}
+CLUSTER_ERRORS: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
+READINESS_ERRORS: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)
+UPLOAD_ERRORS: Problems = (errors.BodyTooLarge, errors.RequestTimeout)
+BODY_ERRORS: Problems = (
+    *UPLOAD_ERRORS,
     errors.InvalidJson,
     errors.InvalidRequest,
     errors.UnsupportedMediaType,
 )
-OF_ENGINE_WORK: Problems = (
+ENGINE_ERRORS: Problems = (
     errors.AdapterNotFound,
     errors.PromptTooLong,
     errors.NoChatTemplate,
@@ -43,12 +43,16 @@ OF_ENGINE_WORK: Problems = (
 )
 
 
-def answers(good: Mapping[int, Collection[str]], *raised: type[ServiceError]) -> Responses:
+def declare_responses(
+    successes: Mapping[int, Collection[str]], *raised: type[ServiceError]
+) -> Responses:
     """For a route's `responses=`: the media types of each status, then what it can raise."""
-    declared: Responses = {status: _content(media_types) for status, media_types in good.items()}
-    for problem in (*ANYWHERE, *raised):
-        declared[problem.kind().status] = _content([exception_handlers.MEDIA_TYPE])
-    return declared
+    responses: Responses = {
+        status: _content(media_types) for status, media_types in successes.items()
+    }
+    for problem in (*COMMON_ERRORS, *raised):
+        responses[problem.kind().status] = _content([exception_handlers.MEDIA_TYPE])
+    return responses
 
 
 def _content(media_types: Collection[str]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from service.config.settings import Settings
 from service.http.interpreter import tuned
-from service.http.protocol import bounded_by
-from service.http.shutdown import Life, Stop
+from service.http.protocol import protocol_with_limits
+from service.http.shutdown import GracefulShutdown, ServerLifecycle
 
 POLL_SECONDS = 0.1
-FLUSH_SECONDS = 10  # for answers that are on their way once everything has ended
+GRACEFUL_SHUTDOWN_SECONDS = 10  # for answers that are on their way once everything has ended
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def server_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def curl_line(url: str) -> str:
+def example_command(url: str) -> str:
     """A small rollout that works when pasted into a shell."""
     body = {
         "groups": [{"prompt": {"text": "Compute 12+34.\n"}, "n": 2}],
@@ -60,7 +60,7 @@ def curl_line(url: str) -> str:
     return f"curl -s {url}/v1/rollouts -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-class Listener(uvicorn.Server):
+class SignalFreeServer(uvicorn.Server):
     """uvicorn but for signals: at the first it would stop listening, before anything is drained."""
 
     @contextmanager
@@ -68,22 +68,24 @@ class Listener(uvicorn.Server):
         yield
 
 
-def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
+def run_server(
+    app: FastAPI, lifecycle: ServerLifecycle, settings: Settings, listener: socket.socket
+) -> None:
     """Returns when the server has drained. StartFailed when the engine never came to serve."""
-    server = Listener(_config(app, settings, lifespan="on"))
+    server = SignalFreeServer(_config(app, settings, lifespan="on"))
     with (
         _operators(app, settings) as operators,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         try:
-            failure = runner.run(_serve(server, life, settings, listener, operators))
+            failure = runner.run(_serve(server, lifecycle, settings, listener, operators))
         except SystemExit:  # uvicorn's answer to a failed lifespan
-            failure = life.pulse().reason or "the log says why"
+            failure = lifecycle.pulse().reason or "the log says why"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
 
-class Operators(Listener):
+class OperatorsServer(SignalFreeServer):
     """Their listener, which lives as long as the callers' does."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
@@ -101,20 +103,20 @@ class Operators(Listener):
 
 
 @contextmanager
-def _operators(app: FastAPI, settings: Settings) -> Iterator[Operators | None]:
+def _operators(app: FastAPI, settings: Settings) -> Iterator[OperatorsServer | None]:
     host, port = settings.server.operators_host, settings.server.operators_port
     if port is None:
         yield None
         return
     with open_listener(host, port) as listener:
         log.info("operators: %s", server_url(listener))
-        yield Operators(_config(app.state.operators, settings, lifespan="off"), listener)
+        yield OperatorsServer(_config(app.state.operators, settings, lifespan="off"), listener)
 
 
 def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=bounded_by(settings.limits, app.state.connections),
+        http=protocol_with_limits(settings.limits, app.state.connections),
         ws="none",
         lifespan=lifespan,
         log_config=None,
@@ -122,45 +124,48 @@ def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"])
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=settings.limits.keep_alive_seconds,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
     )
 
 
 async def _serve(
-    server: Listener,
-    life: Life,
+    server: SignalFreeServer,
+    lifecycle: ServerLifecycle,
     settings: Settings,
     listener: socket.socket,
-    operators: Operators | None,
+    operators: OperatorsServer | None,
 ) -> str | None:
     """Why the engine never came to serve; none: it did, or was stopped before."""
-    stop = Stop(life, server, drain_seconds=settings.server.drain_seconds)
+    shutdown = GracefulShutdown(lifecycle, server, drain_seconds=settings.server.drain_seconds)
     async with asyncio.TaskGroup() as group:
-        announcement = group.create_task(_announce(server, life, settings, listener))
+        ready_task = group.create_task(_log_when_ready(server, lifecycle, settings, listener))
         tuning = group.create_task(tuned())
-        with stop.on_signals():
+        with shutdown.on_signals():
             async with operators.running() if operators else nullcontext():
                 await server.serve(sockets=[listener])
         tuning.cancel()
-        if announcement.done():
-            return announcement.result()
-        announcement.cancel()
+        if ready_task.done():
+            return ready_task.result()
+        ready_task.cancel()
     return None
 
 
-async def _announce(
-    server: Listener, life: Life, settings: Settings, listener: socket.socket
+async def _log_when_ready(
+    server: SignalFreeServer,
+    lifecycle: ServerLifecycle,
+    settings: Settings,
+    listener: socket.socket,
 ) -> str | None:
     """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
     url = server_url(listener)
-    while not (server.started and life.pulse().stage == "serving"):
+    while not (server.started and lifecycle.pulse().stage == "serving"):
         if server.should_exit:
             return None
-        if life.pulse().stage == "dead":
+        if lifecycle.pulse().stage == "dead":
             server.should_exit = True
-            return life.pulse().reason or "it died"
+            return lifecycle.pulse().reason or "it died"
         await asyncio.sleep(POLL_SECONDS)
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":
-        typer.echo(f"\nTry it:\n\n  {curl_line(url)}\n\nCtrl-C stops the server.\n")
+        typer.echo(f"\nTry it:\n\n  {example_command(url)}\n\nCtrl-C stops the server.\n")
     return None

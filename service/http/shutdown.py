@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 log = logging.getLogger(__name__)
 
 
-class Life(Protocol):
+class ServerLifecycle(Protocol):
     """What the runner asks of the server behind the app."""
 
     def pulse(self) -> Pulse: ...
@@ -30,21 +30,23 @@ class Life(Protocol):
     def kill(self) -> None: ...
 
 
-class Stop:
+class GracefulShutdown:
     """Lives on the event loop that serves."""
 
-    def __init__(self, life: Life, listener: uvicorn.Server, *, drain_seconds: float) -> None:
-        self._life = life
+    def __init__(
+        self, lifecycle: ServerLifecycle, listener: uvicorn.Server, *, drain_seconds: float
+    ) -> None:
+        self._lifecycle = lifecycle
         self._listener = listener
         self._drain_seconds = drain_seconds
-        self._draining: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
@@ -52,17 +54,17 @@ class Stop:
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
 
-    def _signalled(self) -> None:
-        if self._draining is None:
+    def _on_signal(self) -> None:
+        if self._drain_task is None:
             log.info("draining for up to %.0f s; a second signal ends at once", self._drain_seconds)
-            self._draining = asyncio.create_task(self._drain())
+            self._drain_task = asyncio.create_task(self._drain())
         else:
             log.warning("ending at once")
-            self._life.kill()
-            self._draining.cancel()
+            self._lifecycle.kill()
+            self._drain_task.cancel()
             # Here as well: a task that is cancelled before its first step runs nothing at all.
             self._listener.should_exit = True
 
     async def _drain(self) -> None:
-        await self._life.drain(self._drain_seconds)
+        await self._lifecycle.drain(self._drain_seconds)
         self._listener.should_exit = True

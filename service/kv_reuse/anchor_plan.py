@@ -13,145 +13,156 @@ from dataclasses import dataclass, field
 from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, Load
 from engine.protocol import Completion, Engine, SampleRequest
-from service.kv_reuse.anchor_selection import Candidates, Choice, candidates_of, choose, compared
-from service.kv_reuse.anchors import Anchor, Anchors
-from service.kv_reuse.cache_entry import Kept
-from service.kv_reuse.kv_distance import Distances
-from service.kv_reuse.layout import Part
-from service.kv_reuse.lease import Borrowed
-from service.kv_reuse.monitor import Broken, Watch, unless_it_ends
-from service.kv_reuse.prediction import pieces_of
-from service.kv_reuse.template import Shape, shape_of
+from service.kv_reuse.anchor_selection import (
+    AnchorSelection,
+    SectionCandidates,
+    find_candidates,
+    pairs_to_compare,
+    select_anchors,
+)
+from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.cache_entry import CacheEntry
+from service.kv_reuse.kv_distance import DistanceCache
+from service.kv_reuse.layout import PromptSpan
+from service.kv_reuse.lease import SegmentLease
+from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
+from service.kv_reuse.prediction import load_pieces
+from service.kv_reuse.template import PromptTemplate, template_of
 
-MOST_STRETCHES = 128
+MAX_SECTIONS = 128
 """Each is compared with each anchor's, and each with a name is computed alone."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Anchored:
+class AnchorPlan:
     """A Preparation for `num_samples` samples."""
 
-    borrowed: Borrowed
-    anchors: Anchors
-    distances: Distances
-    parts: Sequence[Part]
+    lease: SegmentLease
+    anchors: AnchorStore
+    distances: DistanceCache
+    spans: Sequence[PromptSpan]
     threshold: float
     num_samples: int
-    links: list[SampleRequest] = field(default_factory=list)
+    prefill_requests: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
     reason: ReuseReason | None = None
     num_computed: int = 0
     num_anchors: int = 0
-    _writes: dict[str, Kept] = field(default_factory=dict)
-    _makes: Anchor | None = None
-    _loads_from: list[Anchor] = field(default_factory=list)
+    _segment_by_request: dict[str, CacheEntry] = field(default_factory=dict)
+    _anchor_to_write: Anchor | None = None
+    _source_anchors: list[Anchor] = field(default_factory=list)
     _exact_tokens: int = 0
     _end: int = 0
 
-    async def prepare(self, engine: Engine, watch: Watch) -> Load | None:
-        if self.borrowed.store.reason is not None:
-            raise Broken(self.borrowed.store.reason)
-        shape = shape_of(self.parts)
-        if shape.num_shared == 0 or not 2 <= len(shape.stretches) <= MOST_STRETCHES:
-            raise Broken("nothing_placed")
-        if watch.ends:
-            raise Broken("not_written")
-        bases = self._bases(shape)
-        there = self.anchors.of(self.borrowed.scope, shape)
-        found = candidates_of(shape, there)
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> Load | None:
+        if self.lease.store.reason is not None:
+            raise ReuseFailed(self.lease.store.reason)
+        template = template_of(self.spans)
+        if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
+            raise ReuseFailed("nothing_placed")
+        if monitor.ends:
+            raise ReuseFailed("not_written")
+        bases = self._acquire_bases(template)
+        existing = self.anchors.find(self.lease.scope, template)
+        found = find_candidates(template, existing)
         if found is None:
-            self._compute(shape, bases, "no_anchor")
+            self._prefill_and_store(template, bases, "no_anchor")
             return None
-        with self._held(there):
-            await self.borrowed.write(engine, watch)
-            choice = await unless_it_ends(watch, self._choice(shape, bases, found))
-            if watch.ends:
-                raise Broken("not_written")
-            if choice is not None:
-                return self._predict(shape, bases, found, choice)
-        self._compute(shape, bases, "not_shareable")
+        with self._pinned_while_choosing(existing):
+            await self.lease.write(engine, monitor)
+            selection = await cancel_on_end(monitor, self._select(template, bases, found))
+            if monitor.ends:
+                raise ReuseFailed("not_written")
+            if selection is not None:
+                return self._build_prediction(template, bases, found, selection)
+        self._prefill_and_store(template, bases, "not_shareable")
         return None
 
-    async def heard(self, link: SampleRequest, done: Completion) -> None:
-        await self.borrowed.heard(self._writes.pop(link.id), link, done)
+    async def on_completed(self, request: SampleRequest, done: Completion) -> None:
+        await self.lease.on_completed(self._segment_by_request.pop(request.id), request, done)
 
-    def is_placed(self, num_cached: int) -> bool:
+    def is_approximate(self, num_cached: int) -> bool:
         return num_cached > self._exact_tokens
 
     def is_loaded(self, num_cached: int) -> bool:
         return num_cached >= min(self._exact_tokens + 1, self._end)
 
     def forget(self) -> None:
-        self.anchors.forget(self._loads_from)
-        self.borrowed.forget()
+        self.anchors.forget(self._source_anchors)
+        self.lease.forget()
 
     def release(self, *, settled: bool) -> None:
-        if self._makes is not None:
-            self.anchors.end(self._makes)
-            self._makes = None
-        self.borrowed.release(settled=settled)
+        if self._anchor_to_write is not None:
+            self.anchors.end(self._anchor_to_write)
+            self._anchor_to_write = None
+        self.lease.release(settled=settled)
 
-    def _bases(self, shape: Shape) -> dict[int, Kept]:
+    def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
         """Of every named stretch."""
-        named = {part.name: part for part in self.parts if part.name is not None}
-        stretches = enumerate(shape.stretches)
-        return self.borrowed.take({i: named[s.name] for i, s in stretches if s.name is not None})
+        named = {span.name: span for span in self.spans if span.name is not None}
+        sections = enumerate(template.sections)
+        return self.lease.acquire({i: named[s.name] for i, s in sections if s.name is not None})
 
     @contextmanager
-    def _held(self, anchors: Sequence[Anchor]) -> Iterator[None]:
+    def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
         """Until those that are chosen are pinned for longer: meanwhile others may drop them."""
-        held = [kept for anchor in anchors for kept in anchor.kept()]
-        for kept in held:
-            kept.pins += 1
+        held = [cached for anchor in anchors for cached in anchor.cached()]
+        for cached in held:
+            cached.pins += 1
         try:
             yield
         finally:
-            for kept in held:
-                self.borrowed.store.unpin(kept, settled=True)
+            for cached in held:
+                self.lease.store.unpin(cached, settled=True)
 
-    async def _choice(
-        self, shape: Shape, bases: Mapping[int, Kept], found: Sequence[Candidates]
-    ) -> Choice | None:
+    async def _select(
+        self,
+        template: PromptTemplate,
+        bases: Mapping[int, CacheEntry],
+        found: Sequence[SectionCandidates],
+    ) -> AnchorSelection | None:
         pairs = {
             (index, anchor): (bases[index].slot, anchor.bases[index].slot)
-            for index, anchor in compared(shape, found)
+            for index, anchor in pairs_to_compare(template, found)
         }
-        known = await self.distances.between(pairs.values())
+        known = await self.distances.get_distances(pairs.values())
         distances = {place: known[pair] for place, pair in pairs.items()}
-        return choose(shape, found, distances, self.threshold)
+        return select_anchors(template, found, distances, self.threshold)
 
-    def _compute(self, shape: Shape, bases: Mapping[int, Kept], reason: ReuseReason) -> None:
+    def _prefill_and_store(
+        self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: ReuseReason
+    ) -> None:
         """Its first sample writes the anchor, if there is no such one yet."""
         self.reason = reason
-        for request, kept in self.borrowed.writers():
-            self.links.append(request)
-            self._writes[request.id] = kept
-        if not self.anchors.lacks(self.borrowed.scope, shape, bases):
+        for request, cached in self.lease.write_requests():
+            self.prefill_requests.append(request)
+            self._segment_by_request[request.id] = cached
+        if not self.anchors.is_missing(self.lease.scope, template, bases):
             return
-        self._makes = self.anchors.begin(self.borrowed.scope, shape, bases)
-        if self._makes is None:
+        self._anchor_to_write = self.anchors.begin(self.lease.scope, template, bases)
+        if self._anchor_to_write is None:
             self.reason = "store_full"
         else:
-            self.export = self._makes.real.slot
+            self.export = self._anchor_to_write.real.slot
 
-    def _predict(
+    def _build_prediction(
         self,
-        shape: Shape,
-        bases: Mapping[int, Kept],
-        found: Sequence[Candidates],
-        choice: Choice,
+        template: PromptTemplate,
+        bases: Mapping[int, CacheEntry],
+        found: Sequence[SectionCandidates],
+        selection: AnchorSelection,
     ) -> Load:
-        self._loads_from = list(choice.sources)
-        self.anchors.used(list(choice.used))
-        self.num_anchors = len(self._loads_from)
-        for kept in {kept for anchor in self._loads_from for kept in anchor.kept()}:
-            self.borrowed.pin(kept)
-        pieces = pieces_of(shape, bases, found, choice)
-        self._exact_tokens = choice.exact_tokens
+        self._source_anchors = list(selection.sources)
+        self.anchors.used(list(selection.used))
+        self.num_anchors = len(self._source_anchors)
+        for cached in {cached for anchor in self._source_anchors for cached in anchor.cached()}:
+            self.lease.pin(cached)
+        pieces = load_pieces(template, bases, found, selection)
+        self._exact_tokens = selection.exact_tokens
         self._end = pieces[-1].start + pieces[-1].num_tokens
         return Load(
             chain=uuid.uuid4().hex,
             num_requests=self.num_samples,
-            exact_tokens=choice.exact_tokens,
+            exact_tokens=selection.exact_tokens,
             pieces=pieces,
         )

@@ -15,86 +15,92 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
-from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentStore
-from service.kv_reuse.template import Shape
+from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.template import PromptTemplate
 
-MOST_ANCHORS = 20
-OLDEST = 5
+MAX_ANCHORS_PER_CONTEXT = 20
+EVICTION_WINDOW = 5
 
-Fate = Literal["made", "evicted", "outdated", "failed"]
+AnchorOutcome = Literal["made", "evicted", "outdated", "failed"]
 
 
-class Context(NamedTuple):
+class AnchorContext(NamedTuple):
     scope: Scope
     epoch: int
-    shape: bytes
+    template: bytes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Anchor:
     """Changed by its owner only. `bases` are by stretch; all are pinned."""
 
-    context: Context
-    shape: Shape
-    real: Kept
-    bases: Mapping[int, Kept]
+    context: AnchorContext
+    template: PromptTemplate
+    real: CacheEntry
+    bases: Mapping[int, CacheEntry]
     num_uses: int = 0
 
-    def kept(self) -> list[Kept]:
+    def cached(self) -> list[CacheEntry]:
         return [self.real, *self.bases.values()]
 
 
-class Anchors:
-    """Owns a pin on all that an anchor is made of. `fates` counts."""
+class AnchorStore:
+    """Owns a pin on all that an anchor is made of. `num_by_outcome` counts."""
 
-    def __init__(self, store: SegmentStore) -> None:
+    def __init__(self, store: SegmentCache) -> None:
         self._store = store
-        self._contexts: OrderedDict[Context, list[Anchor]] = OrderedDict()
-        self._ending: set[asyncio.Task[None]] = set()
-        self.fates: Counter[Fate] = Counter()
-        store.spare = self._spare
-        store.outdate = self._drop_outdated
+        self._contexts: OrderedDict[AnchorContext, list[Anchor]] = OrderedDict()
+        self._settle_tasks: set[asyncio.Task[None]] = set()
+        self.num_by_outcome: Counter[AnchorOutcome] = Counter()
+        store.evict_anchor = self._evict_idle
+        store.drop_outdated_anchors = self._drop_outdated
 
     @property
     def num_anchors(self) -> int:
         self._drop_outdated()
         return sum(map(len, self._contexts.values()))
 
-    def of(self, scope: Scope, shape: Shape) -> list[Anchor]:
+    def find(self, scope: Scope, template: PromptTemplate) -> list[Anchor]:
         """Those of its context that are written, the oldest first."""
         self._drop_outdated()
-        context = self._context(scope, shape)
+        context = self._context(scope, template)
         for anchor in list(self._contexts.get(context, ())):
-            if any(kept.ended.is_set() and not kept.written for kept in anchor.kept()):
+            if any(cached.ended.is_set() and not cached.is_written for cached in anchor.cached()):
                 self._drop(anchor, "failed")
         if context in self._contexts:
             self._contexts.move_to_end(context)
-        there = self._contexts.get(context, ())
-        return [a for a in there if all(map(self._store.is_committed, a.kept()))]
+        existing = self._contexts.get(context, ())
+        return [a for a in existing if all(map(self._store.is_committed, a.cached()))]
 
-    def begin(self, scope: Scope, shape: Shape, bases: Mapping[int, Kept]) -> Anchor | None:
+    def begin(
+        self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
+    ) -> Anchor | None:
         """To be written by whoever computes this prompt, and ended then. None if there is no room.
         It is found as soon as it is written."""
-        context = self._context(scope, shape)
-        key = Key(scope, context.epoch, "", shape.context)  # no segment's: names are not empty
-        real = self._store.room(shape.num_tokens, key)
+        context = self._context(scope, template)
+        key = CacheKey(
+            scope, context.epoch, "", template.context
+        )  # no segment's: names are not empty
+        real = self._store.reserve(template.num_tokens, key)
         if real is None:
             return None
-        if len(self._contexts.get(context, ())) >= MOST_ANCHORS:
-            self._drop(least_used(self._contexts[context]), "evicted")
-        anchor = Anchor(context=context, shape=shape, real=real, bases=dict(bases))
-        for kept in anchor.kept():  # the room is pinned for its writer
-            kept.pins += 1
+        if len(self._contexts.get(context, ())) >= MAX_ANCHORS_PER_CONTEXT:
+            self._drop(least_used_of_oldest(self._contexts[context]), "evicted")
+        anchor = Anchor(context=context, template=template, real=real, bases=dict(bases))
+        for cached in anchor.cached():  # the room is pinned for its writer
+            cached.pins += 1
         self._contexts.setdefault(context, []).append(anchor)
         return anchor
 
-    def lacks(self, scope: Scope, shape: Shape, bases: Mapping[int, Kept]) -> bool:
+    def is_missing(
+        self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
+    ) -> bool:
         """None of the same texts is written or about to be, and weights have not changed since its
         segments were found."""
-        there = self._contexts.get(self._context(scope, shape), ())
-        is_there = any(a.shape.stretches == shape.stretches for a in there)
+        existing = self._contexts.get(self._context(scope, template), ())
+        is_there = any(a.template.sections == template.sections for a in existing)
         return not is_there and all(k.key.epoch == self._store.epoch for k in bases.values())
 
     def used(self, anchors: Sequence[Anchor]) -> None:
@@ -104,11 +110,11 @@ class Anchors:
     def end(self, anchor: Anchor) -> None:
         """Its writer has left the engine."""
         if self._store.is_committed(anchor.real):
-            self._ended(anchor, is_written=True)
+            self._on_write_end(anchor, is_written=True)
             return
         task = asyncio.create_task(self._settle(anchor))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._settle_tasks.add(task)
+        task.add_done_callback(self._settle_tasks.discard)
 
     def forget(self, anchors: Sequence[Anchor]) -> None:
         """The engine knows them no more."""
@@ -118,38 +124,38 @@ class Anchors:
     def check(self) -> None:
         """What is kept is pinned."""
         for anchors in self._contexts.values():
-            assert 0 < len(anchors) <= MOST_ANCHORS
-            assert all(kept.pins > 0 for anchor in anchors for kept in anchor.kept())
+            assert 0 < len(anchors) <= MAX_ANCHORS_PER_CONTEXT
+            assert all(cached.pins > 0 for anchor in anchors for cached in anchor.cached())
 
     async def close(self) -> None:
-        for task in self._ending:
+        for task in self._settle_tasks:
             task.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self._settle_tasks, return_exceptions=True)
 
     async def _settle(self, anchor: Anchor) -> None:
         try:
-            is_written = await self._store.conclude(anchor.real)
+            is_written = await self._store.finish_write(anchor.real)
         except EngineError:
             return  # nobody will ever need the bytes
-        self._ended(anchor, is_written=is_written)
+        self._on_write_end(anchor, is_written=is_written)
 
-    def _ended(self, anchor: Anchor, *, is_written: bool) -> None:
-        anchor.real.written = is_written
+    def _on_write_end(self, anchor: Anchor, *, is_written: bool) -> None:
+        anchor.real.is_written = is_written
         anchor.real.ended.set()
         if is_written:
-            self.fates["made"] += 1
+            self.num_by_outcome["made"] += 1
         else:
             self._drop(anchor, "failed")
         self._store.unpin(anchor.real, settled=True)
 
-    def _spare(self) -> bool:
+    def _evict_idle(self) -> bool:
         """One less, of the context that was asked for longest ago."""
         if self._drop_outdated():
             return True
         for anchors in self._contexts.values():
             idle = [a for a in anchors if a.real.ended.is_set() and a.real.pins == 1]
             if idle:
-                self._drop(least_used(idle), "evicted")
+                self._drop(least_used_of_oldest(idle), "evicted")
                 return True
         return False
 
@@ -165,22 +171,22 @@ class Anchors:
             self._drop(anchor, "outdated")
         return bool(outdated)
 
-    def _drop(self, anchor: Anchor, fate: Fate) -> None:
+    def _drop(self, anchor: Anchor, fate: AnchorOutcome) -> None:
         """Found no more; its bytes are free once nobody uses them."""
-        there = self._contexts.get(anchor.context, [])
-        if anchor not in there:
+        existing = self._contexts.get(anchor.context, [])
+        if anchor not in existing:
             return
-        there.remove(anchor)
-        if not there:
+        existing.remove(anchor)
+        if not existing:
             del self._contexts[anchor.context]
-        self.fates[fate] += 1
-        for kept in anchor.kept():
-            self._store.unpin(kept, settled=True)
+        self.num_by_outcome[fate] += 1
+        for cached in anchor.cached():
+            self._store.unpin(cached, settled=True)
 
-    def _context(self, scope: Scope, shape: Shape) -> Context:
-        return Context(scope, self._store.epoch, shape.context)
+    def _context(self, scope: Scope, template: PromptTemplate) -> AnchorContext:
+        return AnchorContext(scope, self._store.epoch, template.context)
 
 
-def least_used(anchors: Sequence[Anchor]) -> Anchor:
+def least_used_of_oldest(anchors: Sequence[Anchor]) -> Anchor:
     """Of the oldest few, the oldest of those."""
-    return min(anchors[:OLDEST], key=lambda anchor: anchor.num_uses)
+    return min(anchors[:EVICTION_WINDOW], key=lambda anchor: anchor.num_uses)

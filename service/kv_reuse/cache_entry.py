@@ -9,7 +9,7 @@ from service.kv_reuse.prefix_order import Scope
 from service.prompt_kv.allocator import Extent
 
 
-class Key(NamedTuple):
+class CacheKey(NamedTuple):
     """A segment of one key and salt under one activation; another text has another digest."""
 
     scope: Scope
@@ -19,15 +19,15 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Kept:
+class CacheEntry:
     """Changed by its store only.
 
-    `ended` once it is `written` or never will be. It is not freed while `pins` are on it.
+    `ended` once it is `is_written` or never will be. It is not freed while `pins` are on it.
     """
 
     slot: ExportSlot
     extent: Extent
-    key: Key
+    key: CacheKey
     pins: int = 0
-    written: bool = False
+    is_written: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)

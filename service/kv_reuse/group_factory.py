@@ -6,23 +6,29 @@ from pathlib import Path
 from coppice.wire.reuse import Reuse
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
-from service.kv_reuse.anchor_plan import Anchored
-from service.kv_reuse.anchors import Anchors
-from service.kv_reuse.group import ChainedGroup
-from service.kv_reuse.group_reuse import GroupReuse
-from service.kv_reuse.kv_distance import Distances
-from service.kv_reuse.layout import Part, joined
-from service.kv_reuse.lease import Borrowed
-from service.kv_reuse.prefix_order import Orders, Scope
-from service.kv_reuse.prompt_plan import Preparation
-from service.kv_reuse.splice_plan import Chain
-from service.kv_reuse.store import SegmentStore
-from service.kv_reuse.validation import APPROXIMATE, FIRST_TOKENS, OFF, THRESHOLD, parts_of
-from service.rollouts.finish_policy import Enough
-from service.rollouts.group import Group, GroupFields
+from service.kv_reuse.anchor_plan import AnchorPlan
+from service.kv_reuse.anchors import AnchorStore
+from service.kv_reuse.group import KvReuseGroup
+from service.kv_reuse.group_reuse import ReuseReport
+from service.kv_reuse.kv_distance import DistanceCache
+from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.lease import SegmentLease
+from service.kv_reuse.prefix_order import PrefixOrders, Scope
+from service.kv_reuse.prompt_plan import PromptPlan
+from service.kv_reuse.splice_plan import SplicePlan
+from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.validation import (
+    APPROXIMATE_MODES,
+    DEFAULT_FIRST_TOKENS,
+    DEFAULT_THRESHOLD,
+    REUSE_OFF,
+    spans_of_prompt,
+)
+from service.rollouts.finish_policy import FinishPolicy
+from service.rollouts.group import Group, GroupOptions
 
 
-class Segments:
+class KvReuse:
     """Owns what is known of earlier prompts in segments: their orders, and what is kept of them."""
 
     def __init__(
@@ -33,75 +39,77 @@ class Segments:
         capacity_bytes: int,
         epoch: Callable[[], int],
     ) -> None:
-        self._orders = Orders(epoch)
-        self.store = SegmentStore(
+        self._orders = PrefixOrders(epoch)
+        self.store = SegmentCache(
             engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
         )
-        self.anchors = Anchors(self.store)
-        self._distances = Distances(self.store)
+        self.anchors = AnchorStore(self.store)
+        self._distances = DistanceCache(self.store)
 
     async def close(self) -> None:
         self._distances.close()
         await self.anchors.close()
         await self.store.close()
 
-    def settle(self, request: RolloutRequest, given: GroupFields) -> GroupFields:
+    def plan_order(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
         """The group's prompt in the order that it is computed in."""
-        parts = parts_of(request.groups[given["index"]].prompt)
-        if parts is None:
-            return given
-        asked, scope = request.reuse or OFF, _scope(given)
-        reuse = GroupReuse(mode=asked.mode)
-        if asked.mode == "order":
-            parts = self._ordered(asked, scope, parts, reuse)
-            given["prompt_token_ids"] = joined(parts)
-        if asked.mode not in APPROXIMATE:
-            self._orders.remember(scope, parts)
-        given["reuse"] = reuse
-        return given
+        spans = spans_of_prompt(request.groups[options["index"]].prompt)
+        if spans is None:
+            return options
+        requested, scope = request.reuse or REUSE_OFF, _scope(options)
+        reuse = ReuseReport(mode=requested.mode)
+        if requested.mode == "order":
+            spans = self._reorder(requested, scope, spans, reuse)
+            options["prompt_token_ids"] = joined(spans)
+        if requested.mode not in APPROXIMATE_MODES:
+            self._orders.remember(scope, spans)
+        options["reuse"] = reuse
+        return options
 
-    def chained(
-        self, request: RolloutRequest, given: GroupFields, *, rule: Enough | None
+    def kv_reuse_group(
+        self, request: RolloutRequest, options: GroupOptions, *, finish_policy: FinishPolicy | None
     ) -> Group | None:
         """None unless its prompt is to be put together."""
-        asked, reuse = request.reuse or OFF, given["reuse"]
-        if asked.mode not in APPROXIMATE or reuse is None:
+        requested, reuse = request.reuse or REUSE_OFF, options["reuse"]
+        if requested.mode not in APPROXIMATE_MODES or reuse is None:
             return None
-        fields = {**given, "reuse": reuse}
-        chain = self._preparation(request, asked, given)
-        return ChainedGroup(rule=rule, chain=chain, **fields)  # type: ignore[arg-type]
+        fields = {**options, "reuse": reuse}
+        plan = self._create_plan(request, requested, options)
+        return KvReuseGroup(finish_policy=finish_policy, plan=plan, **fields)  # type: ignore[arg-type]
 
-    def _preparation(
-        self, request: RolloutRequest, asked: Reuse, given: GroupFields
-    ) -> Preparation:
-        parts = parts_of(request.groups[given["index"]].prompt)
-        assert parts is not None, "checked with the request"
-        borrowed = Borrowed(store=self.store, scope=_scope(given), priority=given["priority"])
-        if asked.mode == "anchors":
-            return Anchored(
-                borrowed=borrowed,
+    def _create_plan(
+        self, request: RolloutRequest, requested: Reuse, options: GroupOptions
+    ) -> PromptPlan:
+        spans = spans_of_prompt(request.groups[options["index"]].prompt)
+        assert spans is not None, "checked with the request"
+        lease = SegmentLease(store=self.store, scope=_scope(options), priority=options["priority"])
+        if requested.mode == "anchors":
+            return AnchorPlan(
+                lease=lease,
                 anchors=self.anchors,
                 distances=self._distances,
-                parts=parts,
-                threshold=THRESHOLD if asked.threshold is None else asked.threshold,
-                num_samples=given["n"],
+                spans=spans,
+                threshold=DEFAULT_THRESHOLD if requested.threshold is None else requested.threshold,
+                num_samples=options["n"],
             )
-        return Chain(
-            borrowed=borrowed,
-            parts=parts,
-            first_tokens=FIRST_TOKENS if asked.first_tokens is None else asked.first_tokens,
-            num_samples=given["n"],
+        return SplicePlan(
+            lease=lease,
+            spans=spans,
+            first_tokens=DEFAULT_FIRST_TOKENS
+            if requested.first_tokens is None
+            else requested.first_tokens,
+            num_samples=options["n"],
         )
 
-    def _ordered(
-        self, asked: Reuse, scope: Scope, parts: list[Part], reuse: GroupReuse
-    ) -> list[Part]:
-        reuse.order = self._orders.suggest(scope, parts)
-        if asked.apply is False:
-            return parts
+    def _reorder(
+        self, requested: Reuse, scope: Scope, spans: list[PromptSpan], reuse: ReuseReport
+    ) -> list[PromptSpan]:
+        reuse.order = self._orders.suggest(scope, spans)
+        if requested.apply is False:
+            return spans
         reuse.applied = True
-        return [parts[index] for index in reuse.order]
+        return [spans[index] for index in reuse.order]
 
 
-def _scope(given: GroupFields) -> Scope:
-    return Scope(given["owner"], given["cache_salt"])
+def _scope(options: GroupOptions) -> Scope:
+    return Scope(options["owner"], options["cache_salt"])

@@ -7,7 +7,7 @@ from coppice.wire.rollouts import GroupAnswer
 
 
 @dataclass(slots=True, kw_only=True)
-class GroupReuse:
+class ReuseReport:
     """Counts are of prompt tokens: `num_computed` in links before the samples. `exact` until keys
     and values of another place were sampled from."""
 
@@ -21,10 +21,10 @@ class GroupReuse:
     num_anchors: int = 0
     round_trips: int = field(default=1)
 
-    def told(self, answer: GroupAnswer) -> GroupAnswer:
+    def annotated(self, answer: GroupAnswer) -> GroupAnswer:
         last = answer.num_prompt_tokens - answer.num_cached_tokens
         computed = self.num_computed + last
-        told = ReuseAnswer(
+        annotated = ReuseAnswer(
             mode=self.mode,
             tokens_reused=max(0, answer.num_prompt_tokens - computed),
             tokens_computed=computed,
@@ -35,8 +35,8 @@ class GroupReuse:
             applied=self.applied,
             reason=self.reason,
         )
-        return answer.model_copy(update={"exact": self.exact, "reuse": told})
+        return answer.model_copy(update={"exact": self.exact, "reuse": annotated})
 
 
-def with_reuse(answer: GroupAnswer, reuse: GroupReuse | None) -> GroupAnswer:
-    return answer if reuse is None else reuse.told(answer)
+def with_reuse(answer: GroupAnswer, reuse: ReuseReport | None) -> GroupAnswer:
+    return answer if reuse is None else reuse.annotated(answer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PromptSpan:
     """A segment of a prompt; what has no name is nobody else's."""
 
     token_ids: Sequence[int]
@@ -18,15 +18,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenRun:
     """Tokens start..end (end excluded) of a prompt.
 
-    `part` is the segment that they are placed from, which begins at `origin`; None: computed.
+    `span` is the segment that they are placed from, which begins at `origin`; None: computed.
     """
 
     start: int
     end: int
-    part: int | None = None
+    span: int | None = None
     origin: int = 0
 
     @property
@@ -34,39 +34,39 @@ class Span:
         return self.end - self.start
 
 
-def spans_of(parts: Sequence[Part], *, first_tokens: int, block: int) -> list[Span]:
+def token_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
     """They follow one another; the last is computed, if only a token of it.
 
     Of a named segment the first tokens are computed, up to where a block begins, and all of it
     where less than a block would be placed, or where the prompt begins with it: there it is a true
     prefix, and exact.
     """
-    placed = [
-        span
-        for span in _placed(parts, first_tokens=first_tokens, block=block)
-        if span.num_tokens >= block
+    spliced = [
+        run
+        for run in _spliced_runs(spans, first_tokens=first_tokens, block=block)
+        if run.num_tokens >= block
     ]
-    spans: list[Span] = []
+    runs: list[TokenRun] = []
     at = 0
-    for span in placed:
-        if span.start > at:
-            spans.append(Span(start=at, end=span.start))
-        spans.append(span)
-        at = span.end
-    return [*spans, Span(start=at, end=sum(len(part.token_ids) for part in parts))]
+    for run in spliced:
+        if run.start > at:
+            runs.append(TokenRun(start=at, end=run.start))
+        runs.append(run)
+        at = run.end
+    return [*runs, TokenRun(start=at, end=sum(len(span.token_ids) for span in spans))]
 
 
-def _placed(parts: Sequence[Part], *, first_tokens: int, block: int) -> list[Span]:
-    length = sum(len(part.token_ids) for part in parts)
+def _spliced_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
+    length = sum(len(span.token_ids) for span in spans)
     found, origin = [], 0
-    for index, part in enumerate(parts):
-        end = min(origin + len(part.token_ids), length - 1)
+    for index, span in enumerate(spans):
+        end = min(origin + len(span.token_ids), length - 1)
         start = -(-(origin + first_tokens) // block) * block
-        if part.name is not None and origin and start < end:
-            found.append(Span(start=start, end=end, part=index, origin=origin))
-        origin += len(part.token_ids)
+        if span.name is not None and origin and start < end:
+            found.append(TokenRun(start=start, end=end, span=index, origin=origin))
+        origin += len(span.token_ids)
     return found
 
 
-def joined(parts: Sequence[Part]) -> list[int]:
-    return [token for part in parts for token in part.token_ids]
+def joined(spans: Sequence[PromptSpan]) -> list[int]:
+    return [token for span in spans for token in span.token_ids]

@@ -7,83 +7,85 @@ from dataclasses import dataclass, field
 
 from engine.kv_types import ExportSlot, Load
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
-from service.kv_reuse.cache_entry import Kept
-from service.kv_reuse.layout import Part
-from service.kv_reuse.monitor import Broken, Watch, unless_it_ends
+from service.kv_reuse.cache_entry import CacheEntry
+from service.kv_reuse.layout import PromptSpan
+from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
 from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentStore
+from service.kv_reuse.store import SegmentCache
 
-ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0)
+PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Borrowed:
+class SegmentLease:
     """Counts are of what was computed alone for it."""
 
-    store: SegmentStore
+    store: SegmentCache
     scope: Scope
     priority: int
     num_prepared: int = 0
     round_trips: int = 0
-    _segments: dict[int, Kept] = field(default_factory=dict)
-    _pinned: list[Kept] = field(default_factory=list)
-    _unwritten: dict[int, tuple[Part, Kept]] = field(default_factory=dict)
+    _entries: dict[int, CacheEntry] = field(default_factory=dict)
+    _pinned: list[CacheEntry] = field(default_factory=list)
+    _unwritten: dict[int, tuple[PromptSpan, CacheEntry]] = field(default_factory=dict)
 
-    def take(self, parts: Mapping[int, Part]) -> dict[int, Kept]:
+    def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, CacheEntry]:
         """By the same numbers. Some are still to be written, here or by others."""
-        for index in sorted(parts):
-            got = self.store.segment(self.scope, parts[index])
-            if got is None:
-                raise Broken("store_full")
-            kept, ours = got
-            self._segments[index] = kept
-            self._pinned.append(kept)
-            if ours:
-                self._unwritten[id(kept)] = parts[index], kept
-        return self._segments
+        for index in sorted(spans):
+            entry_and_ownership = self.store.get_or_reserve(self.scope, spans[index])
+            if entry_and_ownership is None:
+                raise ReuseFailed("store_full")
+            cached, must_write = entry_and_ownership
+            self._entries[index] = cached
+            self._pinned.append(cached)
+            if must_write:
+                self._unwritten[id(cached)] = spans[index], cached
+        return self._entries
 
-    def pin(self, kept: Kept) -> None:
+    def pin(self, cached: CacheEntry) -> None:
         """Kept already, and for others too."""
-        assert kept.pins > 0, "what nobody holds may be gone"
-        kept.pins += 1
-        self._pinned.append(kept)
+        assert cached.pins > 0, "what nobody holds may be gone"
+        cached.pins += 1
+        self._pinned.append(cached)
 
-    def writers(self) -> list[tuple[SampleRequest, Kept]]:
+    def write_requests(self) -> list[tuple[SampleRequest, CacheEntry]]:
         """What has to enter the engine so that all are written."""
         return [
-            (self.request(list(part.token_ids), export=kept.slot), kept)
-            for part, kept in self._unwritten.values()
+            (self.request(list(span.token_ids), export=cached.slot), cached)
+            for span, cached in self._unwritten.values()
         ]
 
-    async def write(self, engine: Engine, watch: Watch) -> None:
+    async def write(self, engine: Engine, monitor: GroupMonitor) -> None:
         """Returns when all are; Broken if they cannot be."""
         if self._unwritten:
-            await self._write(engine, watch, self.writers())
-        for kept in self._segments.values():
-            await unless_it_ends(watch, kept.ended.wait())
-            if not kept.written:
-                raise Broken("not_written")
+            await self._write(engine, monitor, self.write_requests())
+        for cached in self._entries.values():
+            await cancel_on_end(monitor, cached.ended.wait())
+            if not cached.is_written:
+                raise ReuseFailed("not_written")
 
-    async def heard(self, kept: Kept, request: SampleRequest, done: Completion) -> bool:
+    async def on_completed(
+        self, cached: CacheEntry, request: SampleRequest, done: Completion
+    ) -> bool:
         """Its writer has ended: whether it is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
-        written = await self.store.conclude(kept)
-        self._unwritten.pop(id(kept), None)
-        return written
+        is_written = await self.store.finish_write(cached)
+        self._unwritten.pop(id(cached), None)
+        return is_written
 
     def forget(self) -> None:
-        for kept in self._pinned:
-            self.store.forget(kept)
+        for cached in self._pinned:
+            self.store.forget(cached)
 
     def release(self, *, settled: bool) -> None:
-        for kept in self._pinned:
-            if self._unwritten.pop(id(kept), None) is not None:
-                self.store.abandon(kept)
+        for cached in self._pinned:
+            if self._unwritten.pop(id(cached), None) is not None:
+                self.store.abandon(cached)
             else:
-                self.store.unpin(kept, settled=settled)
+                self.store.unpin(cached, settled=settled)
         self._pinned.clear()
-        self._segments.clear()
+        self._entries.clear()
 
     def request(
         self, prompt: list[int], *, export: ExportSlot | None = None, load: Load | None = None
@@ -91,7 +93,7 @@ class Borrowed:
         return SampleRequest(
             id=uuid.uuid4().hex,
             prompt_token_ids=prompt,
-            sampling=ONE_TOKEN,
+            sampling=PREFILL_ONLY,
             priority=self.priority,
             cache_salt=self.scope.salt,
             export=export,
@@ -100,21 +102,24 @@ class Borrowed:
         )
 
     async def _write(
-        self, engine: Engine, watch: Watch, writers: Sequence[tuple[SampleRequest, Kept]]
+        self,
+        engine: Engine,
+        monitor: GroupMonitor,
+        write_requests: Sequence[tuple[SampleRequest, CacheEntry]],
     ) -> None:
         self.round_trips += 1
-        requests = [request for request, _ in writers]
+        requests = [request for request, _ in write_requests]
         for request in requests:
-            watch.entered(request.id)
+            monitor.on_submitted(request.id)
         pending = await engine.submit(requests)
-        if watch.ends:
+        if monitor.ends:
             await engine.abort([request.id for request in requests])
         done = []
         for request, awaited in zip(requests, pending, strict=True):
             done.append(await awaited)
-            watch.left(request.id)
+            monitor.on_finished(request.id)
         if any(completion.finish in ("abort", "error") for completion in done):
-            raise Broken("not_written")
-        for (request, kept), completion in zip(writers, done, strict=True):
-            if not await self.heard(kept, request, completion):
-                raise Broken("not_written")
+            raise ReuseFailed("not_written")
+        for (request, cached), completion in zip(write_requests, done, strict=True):
+            if not await self.on_completed(cached, request, completion):
+                raise ReuseFailed("not_written")

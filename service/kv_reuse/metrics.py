@@ -5,15 +5,15 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
-from service.kv_reuse.anchors import Anchors, Fate
-from service.kv_reuse.store import SegmentStore
-from service.kv_reuse.validation import APPROXIMATE
+from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
+from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.validation import APPROXIMATE_MODES
 
-KINDS = ("reused", "computed", "prepared")
-OF_ANCHORS = frozenset({"no_anchor", "not_shareable"})
+TOKEN_KINDS = ("reused", "computed", "prepared")
+ANCHOR_REASONS = frozenset({"no_anchor", "not_shareable"})
 
 
-class ReuseMetrics:
+class KvReuseMetrics:
     """Of one registry. The reuse rate is reused over reused and computed tokens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -35,8 +35,8 @@ class ReuseMetrics:
             ["mode"],
             registry=registry,
         )
-        self._segments = Gauge(
-            "coppice_reuse_segments", "Segments whose keys and values are kept", registry=registry
+        self._entries = Gauge(
+            "coppice_reuse_segments", "KvReuse whose keys and values are kept", registry=registry
         )
         self._bytes = Gauge(
             "coppice_reuse_bytes",
@@ -46,41 +46,41 @@ class ReuseMetrics:
         self._anchors = Gauge(
             "coppice_reuse_anchors", "Prompts that others are predicted from", registry=registry
         )
-        self._fates = Counter(
+        self._outcomes = Counter(
             "coppice_reuse_anchor_fates",
-            "Anchors that were made, made room, died with their weights, or were not written",
+            "AnchorStore that were made, made room, died with their weights, or were not written",
             ["fate"],
             registry=registry,
         )
-        self._told: dict[Fate, int] = dict.fromkeys(get_args(Fate), 0)
-        self._begin_at_zero()
+        self._counted: dict[AnchorOutcome, int] = dict.fromkeys(get_args(AnchorOutcome), 0)
+        self._init_labels()
 
-    def answered(self, reuse: ReuseAnswer) -> None:
+    def count_group(self, reuse: ReuseAnswer) -> None:
         self._groups.labels(reuse.mode, reuse.reason or "done").inc()
-        for kind in KINDS:
+        for kind in TOKEN_KINDS:
             self._tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
         self._round_trips.labels(reuse.mode).inc(reuse.round_trips)
 
-    def observed(self, store: SegmentStore, anchors: Anchors) -> None:
+    def update(self, store: SegmentCache, anchors: AnchorStore) -> None:
         self._anchors.set(anchors.num_anchors)
-        self._segments.set(store.num_segments)
+        self._entries.set(store.num_segments)
         self._bytes.set(store.num_bytes)
-        for fate, told in self._told.items():
-            self._fates.labels(fate).inc(anchors.fates[fate] - told)
-            self._told[fate] = anchors.fates[fate]
+        for fate, num_counted in self._counted.items():
+            self._outcomes.labels(fate).inc(anchors.num_by_outcome[fate] - num_counted)
+            self._counted[fate] = anchors.num_by_outcome[fate]
 
-    def _begin_at_zero(self) -> None:
-        for fate in get_args(Fate):
-            self._fates.labels(fate)
+    def _init_labels(self) -> None:
+        for fate in get_args(AnchorOutcome):
+            self._outcomes.labels(fate)
         for mode in get_args(ReuseMode):
             self._round_trips.labels(mode)
             for outcome in ("done", *_reasons(mode)):
                 self._groups.labels(mode, outcome)
-            for kind in KINDS:
+            for kind in TOKEN_KINDS:
                 self._tokens.labels(mode, kind)
 
 
 def _reasons(mode: ReuseMode) -> list[ReuseReason]:
-    if mode not in APPROXIMATE:
+    if mode not in APPROXIMATE_MODES:
         return []
-    return [r for r in get_args(ReuseReason) if mode == "anchors" or r not in OF_ANCHORS]
+    return [r for r in get_args(ReuseReason) if mode == "anchors" or r not in ANCHOR_REASONS]

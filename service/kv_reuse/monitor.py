@@ -9,7 +9,7 @@ from coppice.wire.reuse import ReuseReason
 T = TypeVar("T")
 
 
-class Broken(Exception):
+class ReuseFailed(Exception):
     """The prompt has to be computed whole."""
 
     def __init__(self, reason: ReuseReason) -> None:
@@ -17,28 +17,28 @@ class Broken(Exception):
         self.reason = reason
 
 
-class Watch(Protocol):
+class GroupMonitor(Protocol):
     """The group: told of requests that enter the engine, and of those that left it."""
 
     @property
     def ends(self) -> bool:
         """Nothing is wanted any more; what enters the engine now is to be aborted."""
 
-    async def until_end(self) -> None:
+    async def wait_for_end(self) -> None:
         """Returns once nothing is wanted any more."""
 
-    def entered(self, request_id: str) -> None: ...
+    def on_submitted(self, request_id: str) -> None: ...
 
-    def left(self, request_id: str) -> None: ...
+    def on_finished(self, request_id: str) -> None: ...
 
 
-async def unless_it_ends(watch: Watch, wait: Coroutine[Any, Any, T]) -> T | None:
+async def cancel_on_end(monitor: GroupMonitor, wait: Coroutine[Any, Any, T]) -> T | None:
     """None, and the wait is cancelled, once nothing is wanted any more."""
-    waiting, over = asyncio.create_task(wait), asyncio.create_task(watch.until_end())
+    work_task, ended = asyncio.create_task(wait), asyncio.create_task(monitor.wait_for_end())
     try:
-        await asyncio.wait((waiting, over), return_when=asyncio.FIRST_COMPLETED)
-        return waiting.result() if waiting.done() else None
+        await asyncio.wait((work_task, ended), return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
     finally:
-        waiting.cancel()
-        over.cancel()
-        await asyncio.gather(waiting, over, return_exceptions=True)
+        work_task.cancel()
+        ended.cancel()
+        await asyncio.gather(work_task, ended, return_exceptions=True)

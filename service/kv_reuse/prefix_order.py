@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.kv_reuse.layout import Part
+from service.kv_reuse.layout import PromptSpan
 
-MOST_SCOPES = 256
-MOST_ORDERS = 256
+MAX_SCOPES = 256
+MAX_ORDERS = 256
 
-Order = tuple[bytes, ...]
+PrefixOrder = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +27,39 @@ class Scope:
     salt: str | None
 
 
-def digest(part: Part) -> bytes:
-    return hashlib.sha256(np.asarray(part.token_ids, dtype="<i4").tobytes()).digest()
+def digest(span: PromptSpan) -> bytes:
+    return hashlib.sha256(np.asarray(span.token_ids, dtype="<i4").tobytes()).digest()
 
 
-class Orders:
+class PrefixOrders:
     """Those used longest ago are forgotten first; all are with the weights. On one event loop."""
 
     def __init__(self, epoch: Callable[[], int]) -> None:
         self._epoch = epoch
-        self._known: OrderedDict[tuple[Scope, int], OrderedDict[Order, None]] = OrderedDict()
+        self._known: OrderedDict[tuple[Scope, int], OrderedDict[PrefixOrder, None]] = OrderedDict()
 
-    def suggest(self, scope: Scope, parts: Sequence[Part]) -> list[int]:
+    def suggest(self, scope: Scope, spans: Sequence[PromptSpan]) -> list[int]:
         """Indices of all parts: named ones first, then the others as they stand."""
-        named = {i: digest(part) for i, part in enumerate(parts) if part.name is not None}
+        named = {i: digest(span) for i, span in enumerate(spans) if span.name is not None}
         known = self._known.get((scope, self._epoch()), ())
-        walks = (_walk(order, named) for order in known)
-        longest = max(walks, key=lambda walk: _num_tokens(walk, parts), default=[])
-        walked = set(longest)
-        rest = [i for i in named if i not in walked]
-        return [*longest, *rest, *(i for i in range(len(parts)) if i not in named)]
+        matches = (_match_prefix(order, named) for order in known)
+        longest = max(matches, key=lambda matched: _num_tokens(matched, spans), default=[])
+        used_indices = set(longest)
+        rest = [i for i in named if i not in used_indices]
+        return [*longest, *rest, *(i for i in range(len(spans)) if i not in named)]
 
-    def remember(self, scope: Scope, parts: Sequence[Part]) -> None:
+    def remember(self, scope: Scope, spans: Sequence[PromptSpan]) -> None:
         """The named parts that this prompt begins with: its own text comes after them, if at all
         of use to others."""
         order = []
-        for part in parts:
-            if part.name is None:
+        for span in spans:
+            if span.name is None:
                 break
-            order.append(digest(part))
+            order.append(digest(span))
         if order:
             self._add(scope, tuple(order))
 
-    def _add(self, scope: Scope, order: Order) -> None:
+    def _add(self, scope: Scope, order: PrefixOrder) -> None:
         epoch = self._epoch()
         while self._known and next(iter(self._known))[1] != epoch:
             self._known.popitem(last=False)
@@ -67,24 +67,24 @@ class Orders:
         self._known.move_to_end((scope, epoch))
         orders[order] = None
         orders.move_to_end(order)
-        if len(orders) > MOST_ORDERS:
+        if len(orders) > MAX_ORDERS:
             orders.popitem(last=False)
-        if len(self._known) > MOST_SCOPES:
+        if len(self._known) > MAX_SCOPES:
             self._known.popitem(last=False)
 
 
-def _walk(order: Order, named: dict[int, bytes]) -> list[int]:
+def _match_prefix(order: PrefixOrder, named: dict[int, bytes]) -> list[int]:
     """How far the order goes with these segments, each used as often as it is there."""
     left: dict[bytes, list[int]] = {}
     for i in reversed(named):
         left.setdefault(named[i], []).append(i)
-    walk = list[int]()
+    matched = list[int]()
     for wanted in order:
         if not left.get(wanted):
             break
-        walk.append(left[wanted].pop())
-    return walk
+        matched.append(left[wanted].pop())
+    return matched
 
 
-def _num_tokens(walk: Sequence[int], parts: Sequence[Part]) -> int:
-    return sum(len(parts[i].token_ids) for i in walk)
+def _num_tokens(matched: Sequence[int], spans: Sequence[PromptSpan]) -> int:
+    return sum(len(spans[i].token_ids) for i in matched)

@@ -5,23 +5,23 @@ from typing import Protocol
 from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, Load
 from engine.protocol import Completion, Engine, SampleRequest
-from service.kv_reuse.lease import Borrowed
-from service.kv_reuse.monitor import Watch
+from service.kv_reuse.lease import SegmentLease
+from service.kv_reuse.monitor import GroupMonitor
 
 
-class Preparation(Protocol):
+class PromptPlan(Protocol):
     """What a group's samples load instead of computing it. Counts are of tokens.
 
-    `borrowed` are its segments. `links` enter the engine with the samples, of which the first
-    carries `export`. `reason`: why there is nothing to load. `num_anchors` are those that the
+    `lease` are its segments. `prefill_requests` enter the engine with the samples, of which the
+    first carries `export`. `reason`: why there is nothing to load. `num_anchors` are those that the
     prompt was predicted from.
     """
 
     @property
-    def borrowed(self) -> Borrowed: ...
+    def lease(self) -> SegmentLease: ...
 
     @property
-    def links(self) -> list[SampleRequest]: ...
+    def prefill_requests(self) -> list[SampleRequest]: ...
 
     @property
     def export(self) -> ExportSlot | None: ...
@@ -36,14 +36,14 @@ class Preparation(Protocol):
     @property
     def num_anchors(self) -> int: ...
 
-    async def prepare(self, engine: Engine, watch: Watch) -> Load | None:
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> Load | None:
         """None: the prompt is computed. Broken: and nothing comes of it. Cancelling it leaves
         requests in the engine, which the watch knows."""
 
-    async def heard(self, link: SampleRequest, done: Completion) -> None:
+    async def on_completed(self, request: SampleRequest, done: Completion) -> None:
         """In their order."""
 
-    def is_placed(self, num_cached: int) -> bool:
+    def is_approximate(self, num_cached: int) -> bool:
         """Whether anything that is not exact stands in front of a sample that had so many tokens
         cached."""
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prefix_order import digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class TemplateSection:
     """Tokens start..end (end excluded) of a prompt, of one named segment, or of all nameless ones
-    between two. `text` is the digest of the whole of it."""
+    between two. `text_digest` is the digest of the whole of it."""
 
     start: int
     end: int
     name: str | None
-    text: bytes
+    text_digest: bytes
 
     @property
     def num_tokens(self) -> int:
@@ -30,59 +30,59 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PromptTemplate:
     """All of a prompt but its last token, which is always computed."""
 
-    stretches: tuple[Stretch, ...]
+    sections: tuple[TemplateSection, ...]
 
     @cached_property
     def context(self) -> bytes:
         """What a shape is known by."""
         known = hashlib.sha256()
-        for stretch in self.stretches[: self.num_shared]:
-            word = stretch.text if stretch.name is None else stretch.name.encode()
-            known.update(b"%d %d " % (stretch.name is None, len(word)) + word)
+        for section in self.sections[: self.num_template_sections]:
+            content = section.text_digest if section.name is None else section.name.encode()
+            known.update(b"%d %d " % (section.name is None, len(content)) + content)
         return known.digest()
 
     @cached_property
-    def num_shared(self) -> int:
+    def num_template_sections(self) -> int:
         """Stretches up to the last that has a name."""
-        named = [i for i, stretch in enumerate(self.stretches) if stretch.name is not None]
+        named = [i for i, section in enumerate(self.sections) if section.name is not None]
         return named[-1] + 1 if named else 0
 
     @property
     def num_tokens(self) -> int:
-        return self.stretches[-1].end
+        return self.sections[-1].end
 
-    def begins_like(self, other: "Shape", num: int) -> bool:
+    def has_same_prefix(self, other: "PromptTemplate", num: int) -> bool:
         """The first `num` stretches are the same texts."""
-        ours, theirs = self.stretches[:num], other.stretches[:num]
-        return [s.text for s in ours] == [s.text for s in theirs]
+        ours, theirs = self.sections[:num], other.sections[:num]
+        return [s.text_digest for s in ours] == [s.text_digest for s in theirs]
 
 
-def shape_of(parts: Sequence[Part]) -> Shape:
-    last = sum(len(part.token_ids) for part in parts) - 1
-    stretches: list[Stretch] = []
+def template_of(spans: Sequence[PromptSpan]) -> PromptTemplate:
+    last = sum(len(span.token_ids) for span in spans) - 1
+    sections: list[TemplateSection] = []
     at = 0
-    for together in _stretches(parts):
-        tokens = joined(together)
-        whole = Part(token_ids=tokens, name=together[0].name)
-        stretches.append(
-            Stretch(
+    for combined in _merge_unnamed(spans):
+        tokens = joined(combined)
+        whole = PromptSpan(token_ids=tokens, name=combined[0].name)
+        sections.append(
+            TemplateSection(
                 start=min(at, last),
                 end=min(at + len(tokens), last),
                 name=whole.name,
-                text=digest(whole),
+                text_digest=digest(whole),
             )
         )
         at += len(tokens)
-    return Shape(stretches=tuple(stretches))
+    return PromptTemplate(sections=tuple(sections))
 
 
-def _stretches(parts: Sequence[Part]) -> list[list[Part]]:
+def _merge_unnamed(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
     """Nameless ones that follow one another are one."""
-    keys = [(i, part.name) if part.name is not None else None for i, part in enumerate(parts)]
+    keys = [(i, span.name) if span.name is not None else None for i, span in enumerate(spans)]
     return [
-        [part for _, part in group]
-        for _, group in groupby(zip(keys, parts, strict=True), key=lambda pair: pair[0])
+        [span for _, span in group]
+        for _, group in groupby(zip(keys, spans, strict=True), key=lambda pair: pair[0])
     ]

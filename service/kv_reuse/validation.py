@@ -5,25 +5,25 @@ from typing import Final
 from coppice.wire.reuse import Reuse, ReuseMode
 from coppice.wire.rollouts import Prompt, RolloutRequest
 from service.http.errors import InvalidRequest
-from service.kv_reuse.layout import Part
+from service.kv_reuse.layout import PromptSpan
 
-FIRST_TOKENS = 16
-THRESHOLD = 0.3
-APPROXIMATE: Final[tuple[ReuseMode, ...]] = ("recompute", "anchors")
-OFF = Reuse(mode="off")
+DEFAULT_FIRST_TOKENS = 16
+DEFAULT_THRESHOLD = 0.3
+APPROXIMATE_MODES: Final[tuple[ReuseMode, ...]] = ("recompute", "anchors")
+REUSE_OFF = Reuse(mode="off")
 
 
 def check(request: RolloutRequest) -> None:
     for group in request.groups:
         _check_names(group.prompt)
-    reuse = request.reuse or OFF
+    reuse = request.reuse or REUSE_OFF
     if reuse.mode == "off":
         return
     if any(group.prompt.segments is None for group in request.groups):
         raise InvalidRequest("reuse needs prompts in segments")
     if request.continue_from is not None:
         raise InvalidRequest("continue_from goes on from a prompt as it was: reuse.mode is off")
-    if reuse.mode in APPROXIMATE:
+    if reuse.mode in APPROXIMATE_MODES:
         _check_approximate(request, reuse.mode)
 
 
@@ -48,8 +48,8 @@ def _check_names(prompt: Prompt) -> None:
             raise InvalidRequest(f"the segment {segment.reuse!r} has two texts in one prompt")
 
 
-def parts_of(prompt: Prompt) -> list[Part] | None:
+def spans_of_prompt(prompt: Prompt) -> list[PromptSpan] | None:
     """None of a prompt that does not come in segments."""
     if prompt.segments is None:
         return None
-    return [Part(token_ids=part.token_ids, name=part.reuse) for part in prompt.segments]
+    return [PromptSpan(token_ids=span.token_ids, name=span.reuse) for span in prompt.segments]

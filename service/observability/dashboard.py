@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from coppice.wire.records import SampleRecord
 from coppice.wire.rollouts import SampleAnswer, VersionSpan
-from service.observability.status import observe, status
-from service.prompt_kv.prompt_kv import PromptKv
+from service.observability.status import status, update_gauges
+from service.prompt_kv.prompt_kv import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -22,25 +22,25 @@ MAX_SEGMENTS = 256  # of one tree
 MAX_LEASES = 8
 
 
-OF_SPECULATION = {
+SPECULATION_GAUGES = {
     "coppice_speculation_acceptance_ratio": "acceptance",
     "coppice_speculation_gain_ratio": "gain",
 }
-DRAFTS = "coppice_speculation_drafts_total"
+DRAFTS_METRIC = "coppice_speculation_drafts_total"
 
 
 def snapshot(server: Server) -> dict[str, Any]:
-    told = status(server)
-    observe(server)
+    state = status(server)
+    update_gauges(server)
     rollouts = server.rollouts.in_flight()
     return {
-        "stage": told.stage,
-        "paused": told.paused,
-        "model": None if told.engine is None else told.engine.model,
-        "uptime_seconds": told.uptime_seconds,
+        "stage": state.stage,
+        "paused": state.paused,
+        "model": None if state.engine is None else state.engine.model,
+        "uptime_seconds": state.uptime_seconds,
         "heartbeat_seconds": server.engine.pulse().age_seconds,
         "samples": {
-            "running": told.samples_running,
+            "running": state.samples_running,
             "admitted": server.admission.num_samples,
             "limit": server.settings.limits.max_samples_running,
         },
@@ -48,7 +48,7 @@ def snapshot(server: Server) -> dict[str, Any]:
             {"version": v.label, "sequence": v.sequence, "state": v.state, "num_bytes": v.num_bytes}
             for v in reversed(server.versions.all())
         ],
-        "kv": {**_arena(server.prompt_kv), "transfers": server.sending.num_transfers},
+        "kv": {**_kv_arena(server.prompt_kv), "transfers": server.socket_sender.num_transfers},
         "speculation": speculation(server.metrics.registry),
         "num_rollouts": len(rollouts),
         "rollouts": [_rollout(rollout) for rollout in rollouts[:MAX_ROLLOUTS]],
@@ -61,16 +61,16 @@ def speculation(registry: CollectorRegistry) -> dict[str, Any] | None:
     """
     levels: dict[str, float] = {}
     drafts: dict[int, float] = {}
-    for family in registry.restricted_registry([*OF_SPECULATION, DRAFTS]).collect():
+    for family in registry.restricted_registry([*SPECULATION_GAUGES, DRAFTS_METRIC]).collect():
         for sample in family.samples:
-            if sample.name == DRAFTS and sample.value:
+            if sample.name == DRAFTS_METRIC and sample.value:
                 drafts[int(sample.labels["length"])] = sample.value
-            elif sample.name in OF_SPECULATION:
-                levels[OF_SPECULATION[sample.name]] = sample.value
+            elif sample.name in SPECULATION_GAUGES:
+                levels[SPECULATION_GAUGES[sample.name]] = sample.value
     return {**levels, "drafts": sorted(drafts.items())} if drafts else None
 
 
-def _arena(prompt_kv: PromptKv) -> dict[str, Any]:
+def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
     """Of its leases those that run out first; what is held until its rollout ends comes last."""
     handles = prompt_kv.handles
     leases = [
@@ -80,9 +80,9 @@ def _arena(prompt_kv: PromptKv) -> dict[str, Any]:
             "tokens": handle.slot.layout.num_tokens,
             "num_bytes": handle.slot.layout.file_bytes,
             "readers": handle.slot.pins,
-            "seconds": handles.remaining(handle) if handles.has_begun(handle) else None,
+            "seconds": handles.remaining_seconds(handle) if handles.has_begun(handle) else None,
         }
-        for handle in heapq.nsmallest(MAX_LEASES, handles, key=handles.order)
+        for handle in heapq.nsmallest(MAX_LEASES, handles, key=handles.expiry_key)
     ]
     return {**prompt_kv.status().model_dump(), "leases": leases}
 
@@ -131,10 +131,10 @@ def _tree(group: TreeGroup) -> dict[str, Any]:
             {
                 "id": segment.id,
                 "parent": segment.parent,
-                "tokens": len(segment.grown.token_ids),
+                "tokens": len(segment.tokens.token_ids),
                 "finish_reason": segment.finish,
-                "versions": [_span(span) for span in segment.grown.versions],
-                "kv": group.exports is not None and group.exports.told(segment.id).kv is not None,
+                "versions": [_span(span) for span in segment.tokens.versions],
+                "kv": group.exports is not None and group.exports.state(segment.id).kv is not None,
             }
             for segment in segments
         ],

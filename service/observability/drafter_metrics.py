@@ -43,27 +43,27 @@ class DrafterMetrics:
         )
         for outcome in get_args(DrafterOutcome):
             self._trials.labels(outcome)
-        self._before = DrafterStatus(serving="")
-        self.observed(self._before)
+        self._previous = DrafterStatus(serving="")
+        self.update(self._previous)
 
-    def observed(self, status: DrafterStatus | None) -> None:
+    def update(self, status: DrafterStatus | None) -> None:
         """The latest few pairs of versions; of those before them nothing is shown any more."""
         if status is None:
             return
-        before, self._before = self._before, status
+        previous, self._previous = self._previous, status
         self._acceptance.clear()
         for pair in status.pairs:
             ratio = pair.accepted / max(pair.drafted, 1)
             self._acceptance.labels(pair.drafter, pair.weights).set(ratio)
-        self._count(before.outcomes, status.outcomes)
+        self._count(previous.outcomes, status.outcomes)
         for state in get_args(TrainingState):
             self._training.labels(state).set(state == status.training)
         self._tokens.set(status.num_tokens)
         self._loss.set(status.loss)
-        self._dropped.inc(status.samples_dropped - before.samples_dropped)
+        self._dropped.inc(status.samples_dropped - previous.samples_dropped)
 
     def _count(
-        self, before: Mapping[DrafterOutcome, int], now: Mapping[DrafterOutcome, int]
+        self, previous: Mapping[DrafterOutcome, int], now: Mapping[DrafterOutcome, int]
     ) -> None:
         for outcome, number in now.items():
-            self._trials.labels(outcome).inc(number - before.get(outcome, 0))
+            self._trials.labels(outcome).inc(number - previous.get(outcome, 0))

@@ -129,11 +129,11 @@ def configure_logging(settings: LogSettings) -> None:
     os.environ.update(
         VLLM_CONFIGURE_LOGGING="1",
         VLLM_LOGGING_LEVEL=_vllm_level(settings),
-        VLLM_LOGGING_CONFIG_PATH=str(_written(config)),
+        VLLM_LOGGING_CONFIG_PATH=str(_write_config_file(config)),
     )
 
 
-def _written(config: dict[str, Any]) -> Path:
+def _write_config_file(config: dict[str, Any]) -> Path:
     """In memory, so that not even a killed server leaves a file."""
     file = os.memfd_create("coppice-logging")
     os.write(file, json.dumps(config).encode())

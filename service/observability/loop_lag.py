@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
-EVERY_SECONDS = 0.1
+INTERVAL_SECONDS = 0.1
 
 
-async def watch_lag(observe: Callable[[float], None]) -> None:
+async def watch_loop_lag(observe: Callable[[float], None]) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + EVERY_SECONDS
-        await asyncio.sleep(EVERY_SECONDS)
+        due = loop.time() + INTERVAL_SECONDS
+        await asyncio.sleep(INTERVAL_SECONDS)
         observe(max(0.0, loop.time() - due))

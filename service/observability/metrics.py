@@ -26,20 +26,20 @@ from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFin
 from coppice.wire.weights import ActivationMode
 from engine.protocol import GraphCounts, SharedPrefixCounts, SkipReason
 from service import __version__
-from service.adapters.manager import LoadOutcome
-from service.cluster.membership import Fleet
+from service.adapters.manager import AdapterLoadOutcome
+from service.cluster.membership import ClusterMembership
 from service.http.connections import ConnectionMetrics
-from service.kv_reuse.metrics import ReuseMetrics
+from service.kv_reuse.metrics import KvReuseMetrics
 from service.observability.drafter_metrics import DrafterMetrics
 from service.observability.speculation_metrics import SpeculationMetrics
 from service.prompt_kv.socket_sender import TransferOutcome
-from service.weights.replication.downloader import Way
-from service.weights.replication.replication import FleetWeights
+from service.weights.replication.downloader import FetchMethod
+from service.weights.replication.replication import WeightReplication
 
-LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 DIRECTORY_OPERATIONS = ("beat", "claim", "release", "leave")
-RATIOS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
+RATIO_BUCKETS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 
 
 class Metrics:
@@ -92,34 +92,34 @@ class Metrics:
         )
         self.adapters = self._gauge("adapters", "LoRA adapters that the engine holds")
         self.adapter_loads = self._counter(
-            "adapter_loads", "Adapters that were to be loaded by what became of it", "outcome"
+            "adapter_loads", "AdapterManager that were to be loaded by what became of it", "outcome"
         )
         self.group_seconds = Histogram(
             "coppice_group_duration_seconds",
             "Time from a group's submission to its last sample",
-            buckets=SECONDS,
+            buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
         self.straggler_ratio = Histogram(
             "coppice_group_straggler_ratio",
             "Time of a group's last sample over that of its median one",
-            buckets=RATIOS,
+            buckets=RATIO_BUCKETS,
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "coppice_request_duration_seconds",
             "Time from a request's head to the end of its answer",
             ["route"],
-            buckets=SECONDS,
+            buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
         self.paused_seconds = Histogram(
             "coppice_activation_paused_seconds",
             "Time that samples stood still for an activation",
-            buckets=SECONDS,
+            buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
-        self.rollouts_running = self._gauge("rollouts_running", "Rollouts not yet answered")
+        self.rollouts_running = self._gauge("rollouts_running", "RolloutManager not yet answered")
         self.samples_running = self._gauge("samples_running", "Samples in the engine")
         self.samples_admitted = self._gauge("samples_admitted", "Samples that count as under way")
         self.samples_limit = self._gauge("samples_limit", "Samples that may be under way at most")
@@ -147,11 +147,11 @@ class Metrics:
         self.kv_transfers_limit = self._gauge(
             "kv_transfers_limit", "Downloads that are sent at a time"
         )
-        self.reuse = ReuseMetrics(self.registry)
+        self.reuse = KvReuseMetrics(self.registry)
         self.lag_seconds = Histogram(
             "coppice_event_loop_lag_seconds",
             "How much later than asked the event loop comes back",
-            buckets=LAG_SECONDS,
+            buckets=LAG_BUCKETS,
             registry=self.registry,
         )
         self.shared_prefix_steps = self._counter(
@@ -206,9 +206,9 @@ class Metrics:
         )
         self._graphs = GraphCounts()
         self.build = Gauge("coppice_build_info", "Always 1", ["version"], registry=self.registry)
-        self._begin_at_zero()
+        self._init_labels()
 
-    def group_ended(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
+    def record_group(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
         """`sample_seconds`: how long each sample took, in the order in which they ended."""
         self.group_seconds.observe(max(sample_seconds, default=0.0))
         if len(sample_seconds) > 1 and (median := statistics.median(sample_seconds)) > 0:
@@ -216,11 +216,11 @@ class Metrics:
         self.groups.labels(group.outcome).inc()
         self.prompt_tokens.inc(group.num_prompt_tokens)
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
-        for asked in (group, *(group.segments or ())):
-            if asked.kv is not None or asked.kv_reason is not None:
-                self.kv_exports.labels(asked.kv_reason or "handle").inc()
+        for part in (group, *(group.segments or ())):
+            if part.kv is not None or part.kv_reason is not None:
+                self.kv_exports.labels(part.kv_reason or "handle").inc()
         if group.reuse is not None:
-            self.reuse.answered(group.reuse)
+            self.reuse.count_group(group.reuse)
         self.completion_tokens.inc(group.num_completion_tokens)
         if group.segments is None:
             for reason, number in TallyCounter(s.finish_reason for s in group.samples).items():
@@ -230,55 +230,55 @@ class Metrics:
         for segment in group.segments or ():
             self.segments.labels(segment.finish_reason).inc()
 
-    def fleet_weights_observed(self, weights: FleetWeights) -> None:
+    def update_replication(self, weights: WeightReplication) -> None:
         self.weights_skew.set(weights.skew())
         self.weights_behind.set(weights.num_behind())
         self.weights_failed.set(weights.num_failed())
 
-    def weights_received(self, received_bytes: int, num_bytes: int) -> None:
+    def record_upload(self, received_bytes: int, num_bytes: int) -> None:
         self.weights_received_bytes.inc(received_bytes)
         self.weights_spared_bytes.inc(max(0, num_bytes - received_bytes))
 
-    def kv_observed(self, status: KvStatus) -> None:
+    def update_kv(self, status: KvStatus) -> None:
         for state in ("free", "reserved", "leased", "quarantined"):
             self.kv_bytes.labels(state).set(getattr(status, f"{state}_bytes"))
         self.kv_handles.set(status.handles)
 
-    def fleet_observed(self, fleet: Fleet) -> None:
-        self.directory_up.set(not fleet.lost)
-        self.directory_settled.set(fleet.settled)
+    def update_cluster(self, fleet: ClusterMembership) -> None:
+        self.directory_up.set(not fleet.unavailable)
+        self.directory_settled.set(fleet.is_settled)
         self.directory_contact_age.set(fleet.contact_age_seconds)
-        self.directory_replicas.set(len(fleet.sight.replicas))
+        self.directory_replicas.set(len(fleet.view.replicas))
 
-    def attention_counted(self, counts: SharedPrefixCounts) -> None:
+    def update_attention(self, counts: SharedPrefixCounts) -> None:
         """The engine counts; what it has counted since it was last asked is added here."""
-        before, self._shared_prefix = self._shared_prefix, counts
-        self.shared_prefix_steps.inc(counts.steps_grouped - before.steps_grouped)
-        self.shared_prefix_rows.inc(counts.rows_grouped - before.rows_grouped)
-        num_bytes = counts.prefix_bytes_not_read - before.prefix_bytes_not_read
+        previous, self._shared_prefix = self._shared_prefix, counts
+        self.shared_prefix_steps.inc(counts.steps_grouped - previous.steps_grouped)
+        self.shared_prefix_rows.inc(counts.rows_grouped - previous.rows_grouped)
+        num_bytes = counts.prefix_bytes_not_read - previous.prefix_bytes_not_read
         self.shared_prefix_bytes.inc(num_bytes)
         for reason, number in counts.steps_skipped.items():
-            more = number - before.steps_skipped.get(reason, 0)
+            more = number - previous.steps_skipped.get(reason, 0)
             self.shared_prefix_skipped.labels(reason).inc(more)
 
-    def graphs_counted(self, counts: GraphCounts) -> None:
-        """As `attention_counted`."""
-        before, self._graphs = self._graphs, counts
+    def update_graphs(self, counts: GraphCounts) -> None:
+        """As `update_attention`."""
+        previous, self._graphs = self._graphs, counts
         self.graphs.set(counts.num_graphs)
         self.graph_bytes.labels("budget").set(counts.budget_bytes)
         self.graph_bytes.labels("estimated").set(counts.estimated_bytes)
         self.graph_bytes.labels("measured").set(counts.measured_bytes)
-        self.graph_steps.labels("hit").inc(counts.hits - before.hits)
-        self.graph_steps.labels("mixed").inc(counts.mixed - before.mixed)
+        self.graph_steps.labels("hit").inc(counts.hits - previous.hits)
+        self.graph_steps.labels("mixed").inc(counts.mixed - previous.mixed)
         for (samples, tokens), steps in counts.misses.items():
-            more = steps - before.misses.get((samples, tokens), 0)
+            more = steps - previous.misses.get((samples, tokens), 0)
             self.graph_steps.labels("miss").inc(more)
             self.graph_misses.labels(str(samples), str(tokens) if tokens else "uneven").inc(more)
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)
 
-    def _begin_at_zero(self) -> None:
+    def _init_labels(self) -> None:
         self.build.labels(__version__).set(1)
         for code in PROBLEMS:
             self.problems.labels(code)
@@ -304,9 +304,9 @@ class Metrics:
             self.graph_steps.labels(used)
         for skipped in get_args(SkipReason):
             self.shared_prefix_skipped.labels(skipped)
-        for outcome in get_args(LoadOutcome):
+        for outcome in get_args(AdapterLoadOutcome):
             self.adapter_loads.labels(outcome)
-        for way in get_args(Way):
+        for way in get_args(FetchMethod):
             self.weights_pulls.labels(way)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

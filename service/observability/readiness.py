@@ -6,7 +6,7 @@ from service.http.errors import Draining, EngineGone, NotReady
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
 
 STARTING_RETRY_SECONDS = 2.0
-FETCHING_SECONDS = 2.0
+WEIGHTS_RETRY_SECONDS = 2.0
 
 
 class Readiness:
@@ -36,7 +36,9 @@ class Readiness:
         """As above, for what serves the requests that were taken before a drain."""
         self.check_started()
         if not self.caught_up:
-            raise NotReady("the weights are not here yet", retry_after_seconds=FETCHING_SECONDS)
+            raise NotReady(
+                "the weights are not here yet", retry_after_seconds=WEIGHTS_RETRY_SECONDS
+            )
 
     def check_started(self) -> None:
         """Raises the problem for which the model is not there. What it then waits for, it does not

@@ -44,16 +44,16 @@ class SpeculationMetrics:
             "cost_error_ratio", "How far off the predicted times of the last steps were"
         )
         self._bytes = self._gauge("store_bytes", "Bytes of the text that drafts are taken from")
-        self._before = SpeculationCounts()
-        self._gain.set(self._before.gain_ratio)
+        self._previous = SpeculationCounts()
+        self._gain.set(self._previous.gain_ratio)
 
-    def counted(self, counts: SpeculationCounts) -> None:
-        before, self._before = self._before, counts
-        _add(self._drafted, before.drafted, counts.drafted)
-        _add(self._accepted, before.accepted, counts.accepted)
-        _add(self._drafts, before.drafts, counts.drafts)
-        _add(self._steps, before.steps, counts.steps)
-        _add(self._skipped, before.skipped, counts.skipped)
+    def update(self, counts: SpeculationCounts) -> None:
+        previous, self._previous = self._previous, counts
+        _add(self._drafted, previous.drafted, counts.drafted)
+        _add(self._accepted, previous.accepted, counts.accepted)
+        _add(self._drafts, previous.drafts, counts.drafts)
+        _add(self._steps, previous.steps, counts.steps)
+        _add(self._skipped, previous.skipped, counts.skipped)
         self._acceptance.set(counts.version_accepted / max(counts.version_drafted, 1))
         self._gain.set(counts.gain_ratio)
         self._cost_error.set(counts.cost_error_ratio)
@@ -69,6 +69,6 @@ class SpeculationMetrics:
         return Gauge(f"coppice_speculation_{name}", text, registry=self._registry)
 
 
-def _add(counter: Counter, before: Mapping[Label, int], now: Mapping[Label, int]) -> None:
+def _add(counter: Counter, previous: Mapping[Label, int], now: Mapping[Label, int]) -> None:
     for label, number in now.items():
-        counter.labels(str(label)).inc(number - before.get(label, 0))
+        counter.labels(str(label)).inc(number - previous.get(label, 0))

@@ -26,7 +26,7 @@ def status(server: Server) -> StatusAnswer:
     )
 
 
-def observe(server: Server) -> None:
+def update_gauges(server: Server) -> None:
     """Levels are read when they are asked for, counters are counted when things happen."""
     pulse = server.engine.pulse()
     metrics, readiness = server.metrics, server.readiness
@@ -34,25 +34,25 @@ def observe(server: Server) -> None:
     metrics.samples_running.set(server.rollouts.num_samples_running)
     metrics.samples_admitted.set(server.admission.num_samples)
     metrics.samples_limit.set(server.settings.limits.max_samples_running)
-    metrics.connections.observed(server.callers, server.operators)
+    metrics.connections.update(server.callers, server.operators)
     metrics.paused.set(server.activation.paused)
     metrics.draining.set(readiness.draining)
-    metrics.ready.set(_passes(readiness.check_ready))
-    metrics.live.set(_passes(readiness.check_alive))
+    metrics.ready.set(_succeeds(readiness.check_ready))
+    metrics.live.set(_succeeds(readiness.check_alive))
     metrics.weights_sequence.set(server.versions.active.sequence)
-    metrics.adapters.set(server.adapters.num_held)
+    metrics.adapters.set(server.adapters.num_loaded)
     metrics.engine_up.set(readiness.started and pulse.alive)
     metrics.heartbeat_age.set(pulse.age_seconds)
-    metrics.kv_observed(server.prompt_kv.status())
-    metrics.kv_transfers.set(server.sending.num_transfers)
+    metrics.update_kv(server.prompt_kv.status())
+    metrics.kv_transfers.set(server.socket_sender.num_transfers)
     metrics.kv_transfers_limit.set(server.settings.kv.max_transfers)
-    metrics.reuse.observed(server.segments.store, server.segments.anchors)
-    metrics.fleet_observed(server.fleet)
-    metrics.fleet_weights_observed(server.fleet_weights)
-    metrics.attention_counted(server.engine.shared_prefix())
-    metrics.speculation.counted(server.engine.speculation())
-    metrics.graphs_counted(server.engine.graphs())
-    metrics.drafter.observed(server.engine.drafter())
+    metrics.reuse.update(server.kv_reuse.store, server.kv_reuse.anchors)
+    metrics.update_cluster(server.fleet)
+    metrics.update_replication(server.fleet_weights)
+    metrics.update_attention(server.engine.shared_prefix())
+    metrics.speculation.update(server.engine.speculation())
+    metrics.update_graphs(server.engine.graphs())
+    metrics.drafter.update(server.engine.drafter())
 
 
 def _engine_status(engine: Engine) -> EngineStatus:
@@ -60,7 +60,7 @@ def _engine_status(engine: Engine) -> EngineStatus:
     return EngineStatus.model_validate({name: getattr(engine.facts, name) for name in shown})
 
 
-def _passes(check: Callable[[], object]) -> bool:
+def _succeeds(check: Callable[[], object]) -> bool:
     try:
         check()
     except ServiceError:

@@ -27,7 +27,7 @@ EXPORT_SECONDS = 5
 MAX_SAMPLES = 100  # of a group, as events of its span
 
 
-class Traces:
+class Tracing:
     """Owner of the exporter's thread; `close` sends what is left."""
 
     def __init__(self, settings: TraceSettings) -> None:
@@ -46,7 +46,7 @@ class Traces:
         ) as span:
             yield span
 
-    def answered(self, span: Span, scope: Scope, route: str, status: int) -> None:
+    def end_request(self, span: Span, scope: Scope, route: str, status: int) -> None:
         if not span.is_recording():
             return
         span.update_name(f"{scope['method']} {route}")

@@ -19,7 +19,7 @@ class Extent:
         return self.end - self.start
 
 
-class Extents:
+class ExtentAllocator:
     """Every byte is free or taken, and nothing is both."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -32,10 +32,10 @@ class Extents:
     def free_bytes(self) -> int:
         return sum(extent.num_bytes for extent in self._free)
 
-    def take(self, num_bytes: int) -> Extent | None:
+    def allocate(self, num_bytes: int) -> Extent | None:
         """None if no gap is large enough; the free bytes may still be that many."""
         assert num_bytes > 0, "nothing needs no room"
-        wanted = whole_pages(num_bytes)
+        wanted = round_up_to_pages(num_bytes)
         for index, gap in enumerate(self._free):
             if gap.num_bytes >= wanted:
                 taken = Extent(gap.start, gap.start + wanted)
@@ -45,13 +45,13 @@ class Extents:
                 return taken
         return None
 
-    def give_back(self, extent: Extent) -> None:
+    def release(self, extent: Extent) -> None:
         assert extent in self._taken, "given back twice, or never taken"
         self._taken.remove(extent)
         insort(self._free, extent)
         at = self._free.index(extent)
-        self._join(at)
-        self._join(at - 1)
+        self._merge_with_next(at)
+        self._merge_with_next(at - 1)
 
     def check(self) -> None:
         """The extents tile the capacity, and no two gaps touch."""
@@ -63,7 +63,7 @@ class Extents:
         pairs = zip(self._free, self._free[1:], strict=False)
         assert all(left.end < right.start for left, right in pairs), "two gaps touch"
 
-    def _join(self, index: int) -> None:
+    def _merge_with_next(self, index: int) -> None:
         """The gap with the one after it, where there are two that touch."""
         if index < 0 or index + 1 >= len(self._free):
             return
@@ -72,5 +72,5 @@ class Extents:
             self._free[index : index + 2] = [Extent(left.start, right.end)]
 
 
-def whole_pages(num_bytes: int) -> int:
+def round_up_to_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

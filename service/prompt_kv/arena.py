@@ -18,9 +18,9 @@ from engine.runtime.file_lock import own, ownerless
 from service.prompt_kv.allocator import PAGE_BYTES
 
 PREFIX = "coppice-kv-"
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 # vLLM's own queues and whatever else runs here need room in the same mount.
-SHARE_OF_FREE = 0.5
+MAX_FREE_SHARE = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +47,25 @@ class Arena:
 
     @classmethod
     def create(
-        cls, directory: Path, wanted_bytes: int, *, free: FreeBytes = free_bytes
+        cls, directory: Path, wanted_bytes: int, *, get_free_bytes: FreeBytes = free_bytes
     ) -> "Arena | None":
         """As large as wanted, or as there is room for; None where that is next to nothing."""
-        sweep(directory)
+        remove_stale_arenas(directory)
         try:
-            num_bytes = _pages(min(wanted_bytes, int(free(directory) * SHARE_OF_FREE)))
-            path, file = _made(directory)
+            num_bytes = _round_down_to_pages(
+                min(wanted_bytes, int(get_free_bytes(directory) * MAX_FREE_SHARE))
+            )
+            path, file = _create_file(directory)
         except OSError as error:
             log.warning("no shared memory for prompt KV: %s", error.strerror)
             return None
-        num_bytes = _allocated(file, num_bytes)
-        if num_bytes < LEAST_BYTES:
+        num_bytes = _allocate(file, num_bytes)
+        if num_bytes < MIN_BYTES:
             log.warning("too little shared memory for prompt KV")
             os.close(file)
             path.unlink()
             return None
-        if num_bytes < _pages(wanted_bytes):
+        if num_bytes < _round_down_to_pages(wanted_bytes):
             log.warning("prompt KV has %d bytes of shared memory, not all it may have", num_bytes)
         return cls(path, file, num_bytes)
 
@@ -73,7 +75,7 @@ class Arena:
         os.close(self._file)  # the map goes with its last view
 
 
-def sweep(directory: Path) -> list[str]:
+def remove_stale_arenas(directory: Path) -> list[str]:
     """Removes the arenas of servers that are gone; returns their names."""
     swept = []
     for file in directory.glob(f"{PREFIX}*"):
@@ -84,7 +86,7 @@ def sweep(directory: Path) -> list[str]:
     return swept
 
 
-def _made(directory: Path) -> tuple[Path, int]:
+def _create_file(directory: Path) -> tuple[Path, int]:
     while True:
         path = directory / (PREFIX + secrets.token_hex(16))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -93,9 +95,9 @@ def _made(directory: Path) -> tuple[Path, int]:
         os.close(file)
 
 
-def _allocated(file: int, num_bytes: int) -> int:
+def _allocate(file: int, num_bytes: int) -> int:
     """How much could be had: the mount may be shorter of room than it said."""
-    while num_bytes >= LEAST_BYTES:
+    while num_bytes >= MIN_BYTES:
         try:
             os.posix_fallocate(file, 0, num_bytes)
             return num_bytes
@@ -104,9 +106,9 @@ def _allocated(file: int, num_bytes: int) -> int:
                 log.warning("shared memory cannot be allocated: %s", error.strerror)
                 return 0
         os.ftruncate(file, 0)
-        num_bytes = _pages(num_bytes // 2)
+        num_bytes = _round_down_to_pages(num_bytes // 2)
     return 0
 
 
-def _pages(num_bytes: int) -> int:
+def _round_down_to_pages(num_bytes: int) -> int:
     return num_bytes // PAGE_BYTES * PAGE_BYTES

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from service.http.errors import RangeNotSatisfiable
 
-_SINGLE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ByteRange:
     """Bytes start..end of `num_bytes`, end excluded."""
 
     start: int
@@ -25,9 +25,11 @@ class OutOfRange(RangeNotSatisfiable):
         self.headers = {"Content-Range": f"bytes */{num_bytes}"}
 
 
-def wanted_part(header: str | None, if_range: str | None, etag: str, num_bytes: int) -> Part | None:
+def requested_range(
+    header: str | None, if_range: str | None, etag: str, num_bytes: int
+) -> ByteRange | None:
     """None: the whole file, because no single range is asked for, or of other bytes than these."""
-    found = None if header is None else _SINGLE.fullmatch(header.strip())
+    found = None if header is None else _SINGLE_RANGE.fullmatch(header.strip())
     if found is None or found.group(0) == "bytes=-" or if_range not in (None, etag):
         return None
     first, last = found.groups()
@@ -39,4 +41,4 @@ def wanted_part(header: str | None, if_range: str | None, etag: str, num_bytes: 
             return None  # no range at all, and such are ignored
     if start >= end:
         raise OutOfRange(num_bytes)
-    return Part(start=start, end=end, num_bytes=num_bytes)
+    return ByteRange(start=start, end=end, num_bytes=num_bytes)

@@ -5,20 +5,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from coppice.wire.rollouts import GroupAnswer
-from service.prompt_kv.group_export import GroupExports, Tell
-from service.prompt_kv.prompt_kv import PromptKv
+from service.prompt_kv.group_export import GroupKvExports, OnExport
+from service.prompt_kv.prompt_kv import PromptKvManager
 from service.rollouts.group import Group
 
 
 @asynccontextmanager
-async def exporting(prompt_kv: PromptKv, group: Group, tell: Tell) -> AsyncIterator[None]:
+async def exporting_group(
+    prompt_kv: PromptKvManager, group: Group, on_export: OnExport
+) -> AsyncIterator[None]:
     """What the engine leaves unwritten is given up afterwards."""
     if group.kv_lease_seconds is None:
         yield
         return
     async with asyncio.TaskGroup() as tasks:
-        exports = GroupExports(
-            prompt_kv, group.owner, group.kv_lease_seconds, tasks=tasks, tell=tell
+        exports = GroupKvExports(
+            prompt_kv, group.owner, group.kv_lease_seconds, tasks=tasks, on_export=on_export
         )
         exports.begin(group.prompt_token_ids)
         group.exports = exports
@@ -30,10 +32,11 @@ async def exporting(prompt_kv: PromptKv, group: Group, tell: Tell) -> AsyncItera
             raise
 
 
-def with_kv(answer: GroupAnswer, exports: GroupExports | None) -> GroupAnswer:
+def with_kv(answer: GroupAnswer, exports: GroupKvExports | None) -> GroupAnswer:
     if exports is None:
         return answer
     segments = answer.segments and [
-        segment.model_copy(update=exports.told(segment.id)._asdict()) for segment in answer.segments
+        segment.model_copy(update=exports.state(segment.id)._asdict())
+        for segment in answer.segments
     ]
-    return answer.model_copy(update={**exports.told(None)._asdict(), "segments": segments})
+    return answer.model_copy(update={**exports.state(None)._asdict(), "segments": segments})

@@ -23,29 +23,29 @@ from engine.kv_types import ExportSlot, ExportWord
 from engine.protocol import Engine
 from service.prompt_kv.arena import Arena
 from service.prompt_kv.checksums import checksums, etag
-from service.prompt_kv.export_request import Export, Pending
+from service.prompt_kv.export_request import ExportRequest, PendingWrite
 from service.prompt_kv.handles import Handles
-from service.prompt_kv.layout import Layout, Layouts
-from service.prompt_kv.slots import Slot, Slots, State
+from service.prompt_kv.layout import Layout, LayoutFactory
+from service.prompt_kv.slots import Slot, SlotState, SlotTable
 
 POLL_SECONDS = 0.005
 # Polling thousands of exports must not become what the event loop does.
-POLL_SHARE = 0.05
+MAX_POLL_SHARE = 0.05
 
 log = logging.getLogger(__name__)
 
 
-class Exports:
+class ExportManager:
     """Owner of all that is pending; `run` is to be running."""
 
     def __init__(
         self,
         engine: Engine,
         arena: Arena,
-        slots: Slots,
+        slots: SlotTable,
         handles: Handles,
         *,
-        layouts: Layouts,
+        layouts: LayoutFactory,
         hasher: Executor,
         active_version: Callable[[], str],
     ) -> None:
@@ -58,13 +58,14 @@ class Exports:
         self._active_version = active_version
         self._num_ranks = engine.facts.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
-        self._pending: dict[Slot, Pending] = {}
-        self._some = asyncio.Event()
+        self._pending: dict[Slot, PendingWrite] = {}
+        self._has_pending = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
-        """Before the submission; an activation between the two is seen by `after_swap`."""
-        export = Export(owner=owner, lease_seconds=lease_seconds)
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> ExportRequest:
+        """Before the submission; an activation between the two is seen by
+        `after_weights_update`."""
+        export = ExportRequest(owner=owner, lease_seconds=lease_seconds)
         if len(prompt) < 2:
             self._refuse(export, "prompt_too_short")
             return export
@@ -72,61 +73,61 @@ class Exports:
         slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
         if slot is None:
             self._reserve(export, layout)
-        elif slot.state is State.RESERVED:
+        elif slot.state is SlotState.RESERVED:
             export.pending = self._pending[slot]
             export.pending.exports.append(export)
         else:
             self._grant(export, slot)
         return export
 
-    async def finish(self, export: Export) -> None:
+    async def finish(self, export: ExportRequest) -> None:
         """The group has ended: its export has as well when this returns."""
         pending = export.pending
-        if pending is not None and export.place is not None:
-            await asyncio.shield(self._spawn(self._conclude(pending), pending))
-        if pending is not None and not (pending.sealing or pending.over):
+        if pending is not None and export.export_slot is not None:
+            await asyncio.shield(self._spawn(self._finish_write(pending), pending))
+        if pending is not None and not (pending.is_sealing or pending.is_done):
             # Another group writes it, and may take long: that is not waited for.
             pending.exports.remove(export)
             self._refuse(export, "not_written")
         await export.ended.wait()
 
-    def abandon(self, export: Export) -> None:
+    def abandon(self, export: ExportRequest) -> None:
         """The group broke off; what it was to write for others ends with it."""
         pending = export.pending
         if pending is None or export.ended.is_set():
             return
         pending.exports.remove(export)
         self._refuse(export, "not_written")
-        if export.place is not None:
-            self._spawn(self._conclude(pending), pending)
+        if export.export_slot is not None:
+            self._spawn(self._finish_write(pending), pending)
 
     def poll(self) -> None:
         """Looks at every word once."""
         for pending in list(self._pending.values()):
-            self._look(pending)
+            self._poll_one(pending)
 
-    async def before_swap(self) -> None:
+    async def before_weights_update(self) -> None:
         """The engine is paused. What is committed now was computed by the old weights."""
         if self._pending:
             await self._engine.settle_exports()
             self.poll()
 
-    def after_swap(self, version: str) -> None:
+    def after_weights_update(self, version: str) -> None:
         """What is pending will be computed by the new weights alone, or say that it was not."""
         for pending in self._pending.values():
-            if not pending.sealing:
+            if not pending.is_sealing:
                 self._slots.relabel(pending.slot, version)
 
     async def run(self) -> None:
         """Polls for as long as anything is pending."""
         while True:
-            await self._some.wait()
+            await self._has_pending.wait()
             began = time.monotonic()
             self.poll()
             if not self._pending:
-                self._some.clear()
+                self._has_pending.clear()
             took = time.monotonic() - began
-            await asyncio.sleep(max(POLL_SECONDS, took / POLL_SHARE))
+            await asyncio.sleep(max(POLL_SECONDS, took / MAX_POLL_SHARE))
 
     async def close(self) -> None:
         """No group is under way any more, and what becomes of the slots is of no matter."""
@@ -134,23 +135,23 @@ class Exports:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _reserve(self, export: Export, layout: Layout) -> None:
+    def _reserve(self, export: ExportRequest, layout: Layout) -> None:
         slot = self._slots.reserve(export.owner, layout)
         if slot is None:
             self._refuse(export, "arena_full")
             return
         self._words.pack_into(self._arena.view, slot.words_offset, *[0] * self._num_ranks)
-        export.pending = self._pending[slot] = Pending(slot=slot, exports=[export])
-        export.place = ExportSlot(
+        export.pending = self._pending[slot] = PendingWrite(slot=slot, exports=[export])
+        export.export_slot = ExportSlot(
             arena=self._arena.path,
             offset=slot.data_offset,
             words_offset=slot.words_offset,
             num_tokens=layout.num_tokens,
         )
-        self._some.set()
+        self._has_pending.set()
 
-    def _look(self, pending: Pending) -> None:
-        if pending.sealing or pending.over:
+    def _poll_one(self, pending: PendingWrite) -> None:
+        if pending.is_sealing or pending.is_done:
             return
         words = self._words.unpack_from(self._arena.view, pending.slot.words_offset)
         if ExportWord.FAILED in words:
@@ -158,20 +159,20 @@ class Exports:
         elif ExportWord.MIXED_VERSION in words:
             self._fail(pending, "mixed_version")
         elif all(word == ExportWord.COMMITTED for word in words):
-            pending.sealing = True
+            pending.is_sealing = True
             self._spawn(self._seal(pending), pending)
 
-    async def _conclude(self, pending: Pending) -> None:
+    async def _finish_write(self, pending: PendingWrite) -> None:
         """Its writer has ended: if it is not written by now it never will be."""
-        self._look(pending)
-        if pending.sealing or pending.over:
+        self._poll_one(pending)
+        if pending.is_sealing or pending.is_done:
             return
         await self._engine.settle_exports()
-        self._look(pending)
-        if not (pending.sealing or pending.over):
+        self._poll_one(pending)
+        if not (pending.is_sealing or pending.is_done):
             self._fail(pending, "not_written")
 
-    async def _seal(self, pending: Pending) -> None:
+    async def _seal(self, pending: PendingWrite) -> None:
         slot, layout, view = pending.slot, pending.slot.layout, self._arena.view
         data = view[slot.data_offset : slot.data_offset + layout.data_bytes]
         loop = asyncio.get_running_loop()
@@ -179,16 +180,16 @@ class Exports:
         header = layout.header(sums)
         view[slot.file_offset : slot.data_offset] = header
         self._slots.seal(slot, etag(header))
-        self._end(pending)
+        self._remove_pending(pending)
         for export in pending.exports:
             self._grant(export, slot)
-        if not slot.holders:
-            self._slots.give_up(slot)
+        if not slot.num_handles:
+            self._slots.discard(slot)
 
-    def _fail(self, pending: Pending, reason: KvReason) -> None:
+    def _fail(self, pending: PendingWrite, reason: KvReason) -> None:
         """Other ranks may still write: in quarantine until they are known to have ended."""
-        self._slots.give_up(pending.slot, settled=False)
-        self._end(pending)
+        self._slots.discard(pending.slot, settled=False)
+        self._remove_pending(pending)
         for export in pending.exports:
             self._refuse(export, reason)
         self._spawn(self._free(pending.slot), pending)
@@ -197,39 +198,41 @@ class Exports:
         await self._engine.settle_exports()
         self._slots.settled(slot)
 
-    def _end(self, pending: Pending) -> None:
-        pending.over = True
+    def _remove_pending(self, pending: PendingWrite) -> None:
+        pending.is_done = True
         del self._pending[pending.slot]
 
-    def _grant(self, export: Export, slot: Slot) -> None:
+    def _grant(self, export: ExportRequest, slot: Slot) -> None:
         export.handle = self._handles.grant(export.owner, slot, export.lease_seconds)
         export.ended.set()
 
-    def _refuse(self, export: Export, reason: KvReason) -> None:
+    def _refuse(self, export: ExportRequest, reason: KvReason) -> None:
         export.reason = reason
         export.ended.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], pending: Pending) -> "asyncio.Task[None]":
-        task = asyncio.create_task(self._supervised(work, pending))
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], pending: PendingWrite
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._run_safely(work, pending))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _supervised(self, work: Coroutine[Any, Any, None], pending: Pending) -> None:
+    async def _run_safely(self, work: Coroutine[Any, Any, None], pending: PendingWrite) -> None:
         """Whatever breaks, no rollout does; bytes that may still be written stay in quarantine."""
         try:
             await work
         except EngineError:
             log.warning("the engine is gone in the middle of an export")
-            self._break(pending)
+            self._fail_internally(pending)
         except Exception:
             log.exception("an export broke")
-            self._break(pending)
+            self._fail_internally(pending)
 
-    def _break(self, pending: Pending) -> None:
-        if pending.over:
+    def _fail_internally(self, pending: PendingWrite) -> None:
+        if pending.is_done:
             return
-        self._slots.give_up(pending.slot, settled=False)
-        self._end(pending)
+        self._slots.discard(pending.slot, settled=False)
+        self._remove_pending(pending)
         for export in pending.exports:
             self._refuse(export, "internal")

@@ -10,26 +10,26 @@ from service.prompt_kv.slots import Slot
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Export:
-    """One group's. `place` is what its first sample carries, if it is the one that writes.
+class ExportRequest:
+    """One group's. `export_slot` is what its first sample carries, if it is the one that writes.
 
     Once `ended` it has a handle or a reason.
     """
 
     owner: str
     lease_seconds: float
-    place: ExportSlot | None = None
-    pending: "Pending | None" = None
+    export_slot: ExportSlot | None = None
+    pending: "PendingWrite | None" = None
     handle: Handle | None = None
     reason: KvReason | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Pending:
+class PendingWrite:
     """A slot that is being written, and the exports that wait for it."""
 
     slot: Slot
-    exports: list[Export] = field(default_factory=list)
-    sealing: bool = False
-    over: bool = False
+    exports: list[ExportRequest] = field(default_factory=list)
+    is_sealing: bool = False
+    is_done: bool = False

@@ -6,42 +6,42 @@ from typing import NamedTuple
 
 from coppice.wire.kv import KvHandle, KvReason
 from engine.kv_types import ExportSlot
-from service.prompt_kv.export_request import Export
-from service.prompt_kv.prompt_kv import PromptKv
+from service.prompt_kv.export_request import ExportRequest
+from service.prompt_kv.prompt_kv import PromptKvManager
 
 
-class KvTold(NamedTuple):
+class KvState(NamedTuple):
     """What an answer says; the names are the wire's."""
 
     kv: KvHandle | None
     kv_reason: KvReason | None
 
 
-NOT_CONTINUED = KvTold(None, "not_continued")
-Tell = Callable[[str | None, KvTold], None]
+NOT_CONTINUED = KvState(None, "not_continued")
+OnExport = Callable[[str | None, KvState], None]
 
 
-class GroupExports:
+class GroupKvExports:
     """None names the prompt's, a segment's id that of the path which ends with it.
 
-    Made inside the task group that waits for them. `tell` hears of each when it has ended.
+    Made inside the task group that waits for them. `on_export` hears of each when it has ended.
     """
 
     def __init__(
         self,
-        prompt_kv: PromptKv,
+        prompt_kv: PromptKvManager,
         owner: str,
         lease_seconds: float,
         *,
         tasks: asyncio.TaskGroup,
-        tell: Tell,
+        on_export: OnExport,
     ) -> None:
         self._prompt_kv = prompt_kv
         self._owner = owner
         self._lease_seconds = lease_seconds
         self._tasks = tasks
-        self._tell = tell
-        self._exports: dict[str | None, Export] = {}
+        self._on_export = on_export
+        self._exports: dict[str | None, ExportRequest] = {}
         self._dropped: set[str] = set()
 
     def begin(self, token_ids: Sequence[int], segment: str | None = None) -> ExportSlot | None:
@@ -49,17 +49,17 @@ class GroupExports:
         assert segment not in self._exports, "a path is exported once"
         export = self._prompt_kv.begin(self._owner, token_ids, self._lease_seconds)
         self._exports[segment] = export
-        self._tasks.create_task(self._follow(segment, export))
-        return export.place
+        self._tasks.create_task(self._report_when_done(segment, export))
+        return export.export_slot
 
     @property
-    def prompt_place(self) -> ExportSlot | None:
-        return self._exports[None].place
+    def prompt_slot(self) -> ExportSlot | None:
+        return self._exports[None].export_slot
 
-    def writer_ended(self, segment: str | None) -> None:
+    def on_writer_ended(self, segment: str | None) -> None:
         """The request has left the engine: what it has not written it never will."""
         export = self._exports.get(segment)
-        if export is not None and export.place is not None and not export.ended.is_set():
+        if export is not None and export.export_slot is not None and not export.ended.is_set():
             self._tasks.create_task(self._prompt_kv.finish(export))
 
     def drop(self, segments: Iterable[str]) -> None:
@@ -74,7 +74,7 @@ class GroupExports:
     async def finish(self) -> None:
         """All requests have left the engine. Writers first: others may wait for what they wrote."""
         for writes in (True, False):
-            exports = [e for e in self._exports.values() if (e.place is not None) is writes]
+            exports = [e for e in self._exports.values() if (e.export_slot is not None) is writes]
             pending = [export for export in exports if not export.ended.is_set()]
             await asyncio.gather(*map(self._prompt_kv.finish, pending))
 
@@ -83,21 +83,21 @@ class GroupExports:
         for export in self._exports.values():
             self._prompt_kv.abandon(export)
 
-    def begin_leases(self) -> None:
+    def start_leases(self) -> None:
         """The rollout has ended: from now on its caller can know of them."""
-        self._prompt_kv.begin_leases(self._exports.values())
+        self._prompt_kv.start_leases(self._exports.values())
 
-    def told(self, segment: str | None) -> KvTold:
+    def state(self, segment: str | None) -> KvState:
         """Of what has ended."""
         export = self._exports.get(segment)
         if export is None:
             return NOT_CONTINUED
         handle = None if export.handle is None else self._prompt_kv.answer(export.handle)
-        return KvTold(handle, export.reason)
+        return KvState(handle, export.reason)
 
-    async def _follow(self, segment: str | None, export: Export) -> None:
+    async def _report_when_done(self, segment: str | None, export: ExportRequest) -> None:
         await export.ended.wait()
         if segment in self._dropped:
             self._prompt_kv.drop(export)
         else:
-            self._tell(segment, self.told(segment))
+            self._on_export(segment, self.state(segment))

@@ -13,9 +13,9 @@ from service.cluster.ids import new_handle_id
 from service.http.errors import KvGone, KvNotFound
 from service.prompt_kv.leases import Leases
 from service.prompt_kv.reading import Reading
-from service.prompt_kv.slots import Slot, Slots
+from service.prompt_kv.slots import Slot, SlotTable
 
-NUM_REMEMBERED = 16_384
+MAX_RELEASED_REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,12 +31,12 @@ class Handle:
 class Handles:
     """Every handle holds its slot from `grant` until its lease is over or it is released."""
 
-    def __init__(self, slots: Slots, leases: Leases, *, replica_id: str) -> None:
+    def __init__(self, slots: SlotTable, leases: Leases, *, replica_id: str) -> None:
         self._slots = slots
         self._leases = leases
         self._replica_id = replica_id
         self._handles: dict[str, Handle] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._released: OrderedDict[str, str] = OrderedDict()
         self._readings: set[Reading] = set()
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Handles:
             id=new_handle_id(self._replica_id),
             owner=owner,
             slot=slot,
-            lease_seconds=self._leases.granted(lease_seconds),
+            lease_seconds=self._leases.clamp_seconds(lease_seconds),
         )
         self._slots.hold(slot)
         self._leases.hold(handle.id)
@@ -64,25 +64,25 @@ class Handles:
     def get(self, handle_id: str, owner: str) -> Handle:
         """Raises KvGone or KvNotFound."""
         handle = self._handles.get(handle_id)
-        if handle is not None and not self._leases.alive(handle_id):
+        if handle is not None and not self._leases.is_active(handle_id):
             self._drop(handle, expired=True)
             handle = None
-        if handle is None and self._gone.get(handle_id) == owner:
+        if handle is None and self._released.get(handle_id) == owner:
             raise KvGone()
         if handle is None or handle.owner != owner:
             raise KvNotFound()
         return handle
 
-    def remaining(self, handle: Handle) -> float:
-        return self._leases.remaining(handle.id) or 0.0
+    def remaining_seconds(self, handle: Handle) -> float:
+        return self._leases.remaining_seconds(handle.id) or 0.0
 
     def has_begun(self, handle: Handle) -> bool:
         """Whether its lease runs; until then it is held."""
         return self._leases.has_begun(handle.id)
 
-    def order(self, handle: Handle) -> tuple[bool, float]:
+    def expiry_key(self, handle: Handle) -> tuple[bool, float]:
         """Whose lease runs out first comes first."""
-        return not self.has_begun(handle), self.remaining(handle)
+        return not self.has_begun(handle), self.remaining_seconds(handle)
 
     def renew(self, handle: Handle, seconds: float) -> float:
         """Of a handle that was got just now."""
@@ -117,7 +117,7 @@ class Handles:
     def sweep(self) -> None:
         for reading in self._readings:
             reading.sweep()
-        for handle_id in self._leases.over():
+        for handle_id in self._leases.expired():
             self._drop(self._handles[handle_id], expired=True)
 
     def check(self) -> None:
@@ -125,12 +125,12 @@ class Handles:
         assert len(self._leases) == len(self._handles), "a lease without a handle, or without one"
         for slot in {handle.slot for handle in self._handles.values()}:
             mine = sum(handle.slot is slot for handle in self._handles.values())
-            assert slot.holders == mine, "a slot has lost count of its handles"
+            assert slot.num_handles == mine, "a slot has lost count of its handles"
 
     def _drop(self, handle: Handle, *, expired: bool) -> None:
         del self._handles[handle.id]
         self._leases.end(handle.id)
         self._slots.drop(handle.slot, expired=expired)
-        self._gone[handle.id] = handle.owner
-        while len(self._gone) > NUM_REMEMBERED:
-            self._gone.popitem(last=False)
+        self._released[handle.id] = handle.owner
+        while len(self._released) > MAX_RELEASED_REMEMBERED:
+            self._released.popitem(last=False)

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from engine.kv_types import KvFormat
-from service.prompt_kv.allocator import PAGE_BYTES, whole_pages
+from service.prompt_kv.allocator import PAGE_BYTES, round_up_to_pages
 
 NO_CHECKSUM = "0" * 16
 LONGEST_VERSION = "v" * 64
-MOST_TOKENS = 10**7
+MAX_TOKENS = 10**7
 _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TensorRange:
     """One tensor's bytes, counted from the first tensor's."""
 
     name: str
@@ -69,13 +69,13 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        return whole_pages(PAGE_BYTES + self.file_bytes)
+        return round_up_to_pages(PAGE_BYTES + self.file_bytes)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[TensorRange]:
         for index in range(2 * self.format.num_layers):
             start = index * self.tensor_bytes
             name = f"{'kv'[index % 2]}.{index // 2}"
-            yield Tensor(name=name, start=start, end=start + self.tensor_bytes)
+            yield TensorRange(name=name, start=start, end=start + self.tensor_bytes)
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
         code, _ = _DTYPES[self.format.dtype]
@@ -100,12 +100,12 @@ class Layout:
         }
 
 
-class Layouts:
+class LayoutFactory:
     """Of all prompts of one model."""
 
-    def __init__(self, model: str, form: KvFormat) -> None:
+    def __init__(self, model: str, kv_format: KvFormat) -> None:
         self._model = model
-        self._form = form
+        self._form = kv_format
         self._header_bytes = 0
         self._header_bytes = self._longest_header_bytes()
 
@@ -113,9 +113,9 @@ class Layouts:
         return self._layout(version, len(token_ids), tokens_sha256(token_ids))
 
     def _longest_header_bytes(self) -> int:
-        longest = self._layout(LONGEST_VERSION, MOST_TOKENS, "0" * 64)
+        longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
         sums = {tensor.name: NO_CHECKSUM for tensor in longest.tensors()}
-        return whole_pages(len(longest.header(sums)))
+        return round_up_to_pages(len(longest.header(sums)))
 
     def _layout(self, version: str, num_tokens: int, digest: str) -> Layout:
         return Layout(

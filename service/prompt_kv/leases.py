@@ -14,7 +14,7 @@ class _Lease:
     """No deadline: held."""
 
     deadline: float | None = None
-    last_deadline: float = 0.0
+    max_deadline: float = 0.0
 
 
 class Leases:
@@ -35,7 +35,7 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def granted(self, seconds: float) -> float:
+    def clamp_seconds(self, seconds: float) -> float:
         """What is given to who asks for so many."""
         return min(seconds, self._max_seconds)
 
@@ -48,20 +48,20 @@ class Leases:
         lease = self._leases.get(handle)
         if lease is not None and lease.deadline is None:
             now = self._clock()
-            lease.last_deadline = now + self._max_lifetime_seconds
-            lease.deadline = min(now + self.granted(seconds), lease.last_deadline)
+            lease.max_deadline = now + self._max_lifetime_seconds
+            lease.deadline = min(now + self.clamp_seconds(seconds), lease.max_deadline)
 
     def renew(self, handle: str, seconds: float) -> float | None:
         """How long it now runs; None if it is over."""
-        if not self.alive(handle):
+        if not self.is_active(handle):
             return None
         lease = self._leases[handle]
         if lease.deadline is not None:
-            wanted = self._clock() + self.granted(seconds)
-            lease.deadline = max(lease.deadline, min(wanted, lease.last_deadline))
-        return self.remaining(handle)
+            wanted = self._clock() + self.clamp_seconds(seconds)
+            lease.deadline = max(lease.deadline, min(wanted, lease.max_deadline))
+        return self.remaining_seconds(handle)
 
-    def remaining(self, handle: str) -> float | None:
+    def remaining_seconds(self, handle: str) -> float | None:
         """Seconds; of what is held, as many as it will at most begin with. None: it is over."""
         lease = self._leases.get(handle)
         if lease is None:
@@ -74,7 +74,7 @@ class Leases:
     def deadline(self, handle: str) -> float | None:
         """When it ends; of what is held, the latest end that it can begin with. None: it is over,
         or was never granted."""
-        left = self.remaining(handle)
+        left = self.remaining_seconds(handle)
         return None if left is None else self._clock() + left
 
     def is_past(self, deadline: float | None) -> bool:
@@ -84,13 +84,13 @@ class Leases:
         lease = self._leases.get(handle)
         return lease is not None and lease.deadline is not None
 
-    def alive(self, handle: str) -> bool:
-        return self.remaining(handle) is not None
+    def is_active(self, handle: str) -> bool:
+        return self.remaining_seconds(handle) is not None
 
     def end(self, handle: str) -> None:
         """Again changes nothing."""
         self._leases.pop(handle, None)
 
-    def over(self) -> list[str]:
+    def expired(self) -> list[str]:
         """All that have run out. Every one is looked at: renewals leave no order."""
-        return [handle for handle in self._leases if not self.alive(handle)]
+        return [handle for handle in self._leases if not self.is_active(handle)]

@@ -15,8 +15,8 @@ from coppice.prompt_kv.nixl import installed
 from coppice.wire.kv import KvAgent
 from service.prompt_kv.arena import Arena
 
-PASSED_ON = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")
-MISSING = (
+PASSED_ENV_PREFIXES = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")
+NOT_INSTALLED = (
     "kv.nixl is on, but NIXL is not installed: pip install 'coppice-rl[nixl]'; "
     "prompt KV goes without it"
 )
@@ -24,7 +24,7 @@ MISSING = (
 log = logging.getLogger(__name__)
 
 
-class Nixl:
+class NixlAgentProcess:
     """`agent` is whom to read from: there soon after the start, gone should its process end."""
 
     def __init__(self, arena: Arena) -> None:
@@ -34,21 +34,21 @@ class Nixl:
     async def run(self) -> None:
         """Ends with the agent's process. Without one everything else goes on."""
         if not installed():
-            log.warning(MISSING)
+            log.warning(NOT_INSTALLED)
             return
         try:
-            await self._keep()
+            await self._run_process()
             log.error("the NIXL agent has ended: no more one-sided reads until the next start")
         except Exception:
             log.exception("no one-sided reads until the next start")
 
-    async def _keep(self) -> None:
+    async def _run_process(self) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
             *(str(self._arena.path), str(self._arena.num_bytes)),
             stdin=PIPE,  # open for as long as this process lives
             stdout=PIPE,
-            env=environment(),
+            env=agent_environment(),
         )
         assert process.stdout is not None, "it is a pipe"
         try:
@@ -62,6 +62,8 @@ class Nixl:
                 await process.wait()
 
 
-def environment() -> dict[str, str]:
-    known = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+def agent_environment() -> dict[str, str]:
+    known = {
+        name: value for name, value in os.environ.items() if name.startswith(PASSED_ENV_PREFIXES)
+    }
     return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -17,22 +17,22 @@ from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
-from service.prompt_kv.export_manager import Exports
-from service.prompt_kv.export_request import Export
+from service.prompt_kv.export_manager import ExportManager
+from service.prompt_kv.export_request import ExportRequest
 from service.prompt_kv.handles import Handle, Handles
-from service.prompt_kv.layout import Layouts
+from service.prompt_kv.layout import LayoutFactory
 from service.prompt_kv.leases import Leases
-from service.prompt_kv.nixl import Nixl
+from service.prompt_kv.nixl import NixlAgentProcess
 from service.prompt_kv.settings import KvSettings
-from service.prompt_kv.slots import Slots, State
+from service.prompt_kv.slots import SlotState, SlotTable
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
 
-KEEP_SECONDS = 0.5
+MAINTENANCE_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
 
 
-class PromptKv:
+class PromptKvManager:
     """`open` once the engine serves; `close` after the last group and the last reader."""
 
     def __init__(
@@ -43,18 +43,18 @@ class PromptKv:
         replica_id: str,
         active_version: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
-        free: FreeBytes = free_bytes,
+        get_free_bytes: FreeBytes = free_bytes,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._replica_id = replica_id
         self._active_version = active_version
-        self._free = free
+        self._get_free_bytes = get_free_bytes
         self.reason: KvReason | None = "disabled"
         self._closing = False
         self.arena: Arena | None = None
-        self._nixl: Nixl | None = None
-        self._exports: Exports | None = None
+        self._nixl: NixlAgentProcess | None = None
+        self._exports: ExportManager | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._leases = Leases(
@@ -63,7 +63,7 @@ class PromptKv:
             clock=clock,
         )
         self._clock = clock
-        self._make_books(0)
+        self._create_tables(0)
 
     def open(self) -> None:
         """Does not fail: without prompt KV the server serves all the same."""
@@ -72,28 +72,30 @@ class PromptKv:
             self.reason = facts.kv_reason or "unsupported_cache"
             return
         self.arena = Arena.create(
-            self._settings.directory, self._settings.capacity_bytes, free=self._free
+            self._settings.directory,
+            self._settings.capacity_bytes,
+            get_free_bytes=self._get_free_bytes,
         )
         if self.arena is None:
             self.reason = "no_shm"
             return
-        self._make_books(self.arena.num_bytes)
-        self._exports = Exports(
+        self._create_tables(self.arena.num_bytes)
+        self._exports = ExportManager(
             self._engine,
             self.arena,
             self._slots,
             self.handles,
-            layouts=Layouts(facts.model, facts.kv_format),
+            layouts=LayoutFactory(facts.model, facts.kv_format),
             hasher=self._hasher,
             active_version=self._active_version,
         )
         self.reason = None
         self._tasks = [
-            asyncio.create_task(self._supervised(work))
-            for work in (self._exports.run, self._keep_books)
+            asyncio.create_task(self._run_safely(work))
+            for work in (self._exports.run, self._maintain)
         ]
         if self._settings.nixl:
-            self._nixl = Nixl(self.arena)
+            self._nixl = NixlAgentProcess(self.arena)
             self._tasks.append(asyncio.create_task(self._nixl.run()))
 
     async def close(self) -> None:
@@ -114,45 +116,45 @@ class PromptKv:
         self._check_open()
         self.handles.release(handle_id, owner)
 
-    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> ExportRequest:
         if self.reason is not None or self._exports is None:
-            export = Export(owner=owner, lease_seconds=lease_seconds, reason=self.reason)
+            export = ExportRequest(owner=owner, lease_seconds=lease_seconds, reason=self.reason)
             export.ended.set()
             return export
         return self._exports.begin(owner, prompt, lease_seconds)
 
-    async def finish(self, export: Export) -> None:
+    async def finish(self, export: ExportRequest) -> None:
         if export.pending is not None and self._exports is not None:
             await self._exports.finish(export)
 
-    def abandon(self, export: Export) -> None:
+    def abandon(self, export: ExportRequest) -> None:
         if self._exports is not None:
             self._exports.abandon(export)
 
-    def drop(self, export: Export) -> None:
+    def drop(self, export: ExportRequest) -> None:
         """Nobody needs its handle, if it has one."""
         if export.handle is not None:
             self.handles.end(export.handle)
 
-    def begin_leases(self, exports: Iterable[Export]) -> None:
+    def start_leases(self, exports: Iterable[ExportRequest]) -> None:
         """Their rollout has ended: from now on their callers can know of them."""
         for export in exports:
             if export.handle is not None:
                 self.handles.begin(export.handle)
 
-    async def before_swap(self) -> None:
+    async def before_weights_update(self) -> None:
         if self._exports is not None:
-            await self._exports.before_swap()
+            await self._exports.before_weights_update()
 
-    def after_swap(self, version: str) -> None:
+    def after_weights_update(self, version: str) -> None:
         if self._exports is not None:
-            self._exports.after_swap(version)
+            self._exports.after_weights_update(version)
 
-    def begin_closing(self) -> None:
+    def stop_new_readers(self) -> None:
         """What is being read is read to its end; nobody else comes in."""
         self._closing = True
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Until nobody has a lease."""
         while len(self.handles):
             self.handles.sweep()
@@ -184,16 +186,16 @@ class PromptKv:
         return [*locators, KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data")]
 
     def layout(self, handle: Handle) -> KvLayout:
-        layout, form = handle.slot.layout, handle.slot.layout.format
-        known = self.answer(handle, lease_seconds=self.handles.remaining(handle))
+        layout, kv_format = handle.slot.layout, handle.slot.layout.format
+        known = self.answer(handle, lease_seconds=self.handles.remaining_seconds(handle))
         return KvLayout(
             **known.model_dump(),
             model=layout.model,
-            dtype=form.dtype,
-            num_layers=form.num_layers,
-            num_kv_heads=form.num_kv_heads,
-            head_dim=form.head_dim,
-            rope=dict(form.rope),
+            dtype=kv_format.dtype,
+            num_layers=kv_format.num_layers,
+            num_kv_heads=kv_format.num_kv_heads,
+            head_dim=kv_format.head_dim,
+            rope=dict(kv_format.rope),
             tokens_sha256=layout.tokens_sha256,
             exact=True,
             data_offset=layout.header_bytes,
@@ -212,9 +214,9 @@ class PromptKv:
             reason=self.reason,
             capacity_bytes=0 if self.arena is None else self.arena.num_bytes,
             free_bytes=self._slots.free_bytes,
-            reserved_bytes=self._slots.num_bytes(State.RESERVED),
-            leased_bytes=self._slots.num_bytes(State.LEASED),
-            quarantined_bytes=self._slots.num_bytes(State.QUARANTINED),
+            reserved_bytes=self._slots.num_bytes(SlotState.RESERVED),
+            leased_bytes=self._slots.num_bytes(SlotState.LEASED),
+            quarantined_bytes=self._slots.num_bytes(SlotState.QUARANTINED),
             handles=len(self.handles),
         )
 
@@ -227,20 +229,20 @@ class PromptKv:
         if self._closing:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
-    def _make_books(self, capacity_bytes: int) -> None:
-        self._slots = Slots(
+    def _create_tables(self, capacity_bytes: int) -> None:
+        self._slots = SlotTable(
             capacity_bytes, grace_seconds=self._settings.grace_seconds, clock=self._clock
         )
         self.handles = Handles(self._slots, self._leases, replica_id=self._replica_id)
 
-    async def _keep_books(self) -> None:
+    async def _maintain(self) -> None:
         while True:
             self.handles.sweep()
             self._slots.sweep()
             self.check()
-            await asyncio.sleep(KEEP_SECONDS)
+            await asyncio.sleep(MAINTENANCE_SECONDS)
 
-    async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _run_safely(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
         except Exception:

@@ -10,7 +10,7 @@ PIECE_SECONDS = 0.1
 LEAST_PIECE_BYTES = 2**12
 
 
-class Pace:
+class RateLimiter:
     """Whoever has sent waits until the bytes before have had their time. No bound: nobody waits."""
 
     def __init__(
@@ -24,21 +24,21 @@ class Pace:
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._paid_until = clock()
+        self._reserved_until = clock()
         # A thread that has sent a piece sleeps for as long as the piece is worth.
         self.piece_bytes = PIECE_BYTES
         if bytes_per_second is not None:
             worth = int(bytes_per_second * PIECE_SECONDS)
             self.piece_bytes = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, worth))
 
-    def spend(self, num_bytes: int) -> None:
+    def acquire(self, num_bytes: int) -> None:
         if self._bytes_per_second is None:
             return
         with self._lock:
             now = self._clock()
-            begin = max(self._paid_until, now - BURST_SECONDS)
-            self._paid_until = begin + num_bytes / self._bytes_per_second
-            wait = self._paid_until - now
+            begin = max(self._reserved_until, now - BURST_SECONDS)
+            self._reserved_until = begin + num_bytes / self._bytes_per_second
+            wait = self._reserved_until - now
         if wait > 0:
             self._sleep(wait)
 
@@ -46,8 +46,8 @@ class Pace:
 class ReaderRate:
     """Bytes that one reader takes in the time that it is waited for.
 
-    Only that time counts, so that neither `Pace` nor other readers make a reader slow. Once it has
-    taken less than the rate over a window, it is `too_slow`.
+    Only that time counts, so that neither `RateLimiter` nor other readers make a reader slow. Once
+    it has taken less than the rate over a window, it is `too_slow`.
     """
 
     def __init__(self, min_bytes_per_second: float, window_seconds: float) -> None:

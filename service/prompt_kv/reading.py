@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.prompt_kv.leases import Leases
-from service.prompt_kv.slots import Slot, Slots
+from service.prompt_kv.slots import Slot, SlotTable
 
 
 class Reading:
@@ -13,7 +13,7 @@ class Reading:
     A renewal counts. After a release the deadline of before counts: what is being sent is sent.
     """
 
-    def __init__(self, slot: Slot, slots: Slots, leases: Leases, handle: str) -> None:
+    def __init__(self, slot: Slot, slots: SlotTable, leases: Leases, handle: str) -> None:
         self._slot = slot
         self._slots = slots
         self._leases = leases

@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from service.prompt_kv.allocator import PAGE_BYTES, Extent, Extents
+from service.prompt_kv.allocator import PAGE_BYTES, Extent, ExtentAllocator
 from service.prompt_kv.layout import Layout
 
 
-class State(Enum):
+class SlotState(Enum):
     RESERVED = "reserved"
     LEASED = "leased"
     QUARANTINED = "quarantined"
 
 
-_ALLOWED = {
-    (State.RESERVED, State.LEASED),
-    (State.RESERVED, State.QUARANTINED),
-    (State.LEASED, State.QUARANTINED),
+_TRANSITIONS = {
+    (SlotState.RESERVED, SlotState.LEASED),
+    (SlotState.RESERVED, SlotState.QUARANTINED),
+    (SlotState.LEASED, SlotState.QUARANTINED),
 }
 
 
-class _Key(NamedTuple):
+class _SlotKey(NamedTuple):
     owner: str
     version: str
     tokens_sha256: str
@@ -40,14 +40,14 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """Changed by Slots only. `holders`: handles; `pins`: reads in progress."""
+    """Changed by Slots only. `num_handles`: handles; `pins`: reads in progress."""
 
     owner: str
     layout: Layout
     extent: Extent
-    state: State = State.RESERVED
+    state: SlotState = SlotState.RESERVED
     etag: str = ""
-    holders: int = 0
+    num_handles: int = 0
     pins: int = 0
     free_at: float = -math.inf
 
@@ -64,49 +64,49 @@ class Slot:
         return self.file_offset + self.layout.header_bytes
 
     @property
-    def key(self) -> _Key:
-        return _Key(self.owner, self.layout.version, self.layout.tokens_sha256)
+    def key(self) -> _SlotKey:
+        return _SlotKey(self.owner, self.layout.version, self.layout.tokens_sha256)
 
 
-class Slots:
+class SlotTable:
     """The only owner of the arena's bytes."""
 
     def __init__(
         self, capacity_bytes: int, *, grace_seconds: float, clock: Callable[[], float]
     ) -> None:
-        self._extents = Extents(capacity_bytes)
+        self._extents = ExtentAllocator(capacity_bytes)
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._slots: set[Slot] = set()
-        self._shared: dict[_Key, Slot] = {}
-        self._num_bytes = dict.fromkeys(State, 0)
+        self._shared: dict[_SlotKey, Slot] = {}
+        self._num_bytes = dict.fromkeys(SlotState, 0)
 
     @property
     def free_bytes(self) -> int:
         return self._extents.free_bytes
 
-    def num_bytes(self, state: State) -> int:
+    def num_bytes(self, state: SlotState) -> int:
         return self._num_bytes[state]
 
     def find(self, owner: str, version: str, tokens_sha256: str) -> Slot | None:
         """One that is written or will be, to be shared."""
-        return self._shared.get(_Key(owner, version, tokens_sha256))
+        return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
     def reserve(self, owner: str, layout: Layout) -> Slot | None:
         """None if there is no room, also after what can be freed has been."""
         self.sweep()
-        extent = self._extents.take(layout.slot_bytes)
+        extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
             return None
         slot = Slot(owner=owner, layout=layout, extent=extent)
         self._slots.add(slot)
-        self._num_bytes[State.RESERVED] += extent.num_bytes
+        self._num_bytes[SlotState.RESERVED] += extent.num_bytes
         self._shared[slot.key] = slot
         return slot
 
     def relabel(self, slot: Slot, version: str) -> None:
         """What is not written yet will be another version's."""
-        assert slot.state is State.RESERVED, "what is written stays what it is"
+        assert slot.state is SlotState.RESERVED, "what is written stays what it is"
         self._unshare(slot)
         slot.layout = replace(slot.layout, version=version)
         self._shared.setdefault(slot.key, slot)
@@ -114,23 +114,23 @@ class Slots:
     def seal(self, slot: Slot, etag: str) -> None:
         """Written, and never changed again."""
         slot.etag = etag
-        self._move(slot, State.LEASED)
+        self._set_state(slot, SlotState.LEASED)
 
     def hold(self, slot: Slot) -> None:
-        assert slot.state is State.LEASED, "only what is sealed can be held"
-        slot.holders += 1
+        assert slot.state is SlotState.LEASED, "only what is sealed can be held"
+        slot.num_handles += 1
 
     def drop(self, slot: Slot, *, expired: bool) -> None:
         """Whose lease ran out may be in the middle of a read that cannot be seen from here, so the
         bytes are left alone for a while."""
-        assert slot.holders > 0, "dropped more often than held"
-        slot.holders -= 1
+        assert slot.num_handles > 0, "dropped more often than held"
+        slot.num_handles -= 1
         if expired:
             slot.free_at = max(slot.free_at, self._clock() + self._grace_seconds)
-        if not slot.holders:
+        if not slot.num_handles:
             self._quarantine(slot)
 
-    def give_up(self, slot: Slot, *, settled: bool = True) -> None:
+    def discard(self, slot: Slot, *, settled: bool = True) -> None:
         """Not written, or held by nobody. Unless settled, the engine may still write it: it stays
         quarantined."""
         slot.free_at = slot.free_at if settled else math.inf
@@ -138,12 +138,12 @@ class Slots:
 
     def settled(self, slot: Slot) -> None:
         """Nobody writes it any more."""
-        assert slot.state is State.QUARANTINED, "what was given up"
+        assert slot.state is SlotState.QUARANTINED, "what was given up"
         slot.free_at = self._clock()
         self.sweep()
 
     def pin(self, slot: Slot) -> None:
-        assert slot.state is State.LEASED, "only what is sealed can be read"
+        assert slot.state is SlotState.LEASED, "only what is sealed can be read"
         slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
@@ -154,35 +154,37 @@ class Slots:
     def sweep(self) -> None:
         """Frees what can be. All are looked at, because their deadlines have no order."""
         now = self._clock()
-        quarantined = [slot for slot in self._slots if slot.state is State.QUARANTINED]
+        quarantined = [slot for slot in self._slots if slot.state is SlotState.QUARANTINED]
         for slot in quarantined:
             if not slot.pins and slot.free_at <= now:
                 self._slots.remove(slot)
-                self._num_bytes[State.QUARANTINED] -= slot.extent.num_bytes
-                self._extents.give_back(slot.extent)
+                self._num_bytes[SlotState.QUARANTINED] -= slot.extent.num_bytes
+                self._extents.release(slot.extent)
 
     def check(self) -> None:
         """The books balance."""
         self._extents.check()
-        for state in State:
+        for state in SlotState:
             held = sum(s.extent.num_bytes for s in self._slots if s.state is state)
             assert held == self._num_bytes[state], f"{state.value} bytes are miscounted"
         total = self.free_bytes + sum(self._num_bytes.values())
         assert total == self._extents.capacity_bytes, "free + reserved + leased + quarantined"
-        assert all(slot.holders == 0 for slot in self._slots if slot.state is not State.LEASED)
+        assert all(
+            slot.num_handles == 0 for slot in self._slots if slot.state is not SlotState.LEASED
+        )
         assert all(slot in self._slots for slot in self._shared.values()), "a freed slot is shared"
 
     def _quarantine(self, slot: Slot) -> None:
         self._unshare(slot)
-        self._move(slot, State.QUARANTINED)
+        self._set_state(slot, SlotState.QUARANTINED)
         self.sweep()
 
     def _unshare(self, slot: Slot) -> None:
         if self._shared.get(slot.key) is slot:
             del self._shared[slot.key]
 
-    def _move(self, slot: Slot, state: State) -> None:
-        assert (slot.state, state) in _ALLOWED, f"{slot.state} cannot become {state}"
+    def _set_state(self, slot: Slot, state: SlotState) -> None:
+        assert (slot.state, state) in _TRANSITIONS, f"{slot.state} cannot become {state}"
         self._num_bytes[slot.state] -= slot.extent.num_bytes
         self._num_bytes[state] += slot.extent.num_bytes
         slot.state = state

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from service.http.errors import Overloaded, QuotaExceeded
-from service.prompt_kv.rate_limit import Pace, ReaderRate
+from service.prompt_kv.rate_limit import RateLimiter, ReaderRate
 from service.prompt_kv.reading import Reading
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.turns import Turns
@@ -46,7 +46,7 @@ class Transfer:
     def is_complete(self) -> bool:
         return self._num_sent == len(self._data)
 
-    def send_for_a_turn(self, pace: Pace, sent: Callable[[int], None]) -> None:
+    def send_for_a_turn(self, pace: RateLimiter, on_sent: Callable[[int], None]) -> None:
         ends_at = time.monotonic() + TURN_SECONDS
         while not self.is_complete and time.monotonic() < ends_at:
             piece = self._data[self._num_sent : self._num_sent + pace.piece_bytes]
@@ -61,17 +61,17 @@ class Transfer:
                 return
             self._num_sent += num_bytes
             self.rate.took(num_bytes)
-            sent(num_bytes)
-            pace.spend(num_bytes)
+            on_sent(num_bytes)
+            pace.acquire(num_bytes)
 
     async def until_room(self) -> None:
         """Waits on the event loop, at most until the reader's window ends."""
-        loop, room, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
-        loop.add_writer(self.connection, room.set)
+        loop, poller, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
+        loop.add_writer(self.connection, poller.set)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.rate.seconds_left):
-                    await room.wait()
+                    await poller.wait()
         finally:
             loop.remove_writer(self.connection)
             self.rate.waited(time.monotonic() - began)
@@ -83,23 +83,23 @@ class Transfer:
         return bool(ready)
 
 
-class Sending:
+class SocketSender:
     """Owner of the threads; `kv.max_transfers` send at a time, the others wait for their turns."""
 
     def __init__(
         self,
         settings: KvSettings,
         *,
-        sent: Callable[[int], None],
+        on_sent: Callable[[int], None],
         ended: Callable[[TransferOutcome], None],
     ) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.max_transfers, thread_name_prefix="kv-data")
         self._turns = Turns(settings.max_transfers)
-        self._pace = Pace(settings.max_bytes_per_second)
-        self._sent = sent
+        self._rate_limiter = RateLimiter(settings.max_bytes_per_second)
+        self._on_sent = on_sent
         self._ended = ended
-        self._over = False
+        self._stopped = False
         self._open: Counter[str] = Counter()
         self._connections: set[socket.socket] = set()
 
@@ -135,15 +135,15 @@ class Sending:
             self._ended(outcome)
         return outcome == "complete"
 
-    def break_off(self) -> None:
+    def abort_all(self) -> None:
         """Whoever is in the middle of a read is left with a part."""
-        self._over = True
+        self._stopped = True
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.break_off()
+        self.abort_all()
         self._threads.shutdown()
 
     def _check_room(self, owner: str) -> None:
@@ -164,7 +164,7 @@ class Sending:
         while True:
             async with self._turns.turn(owner):
                 with reading.turn() as is_leased:
-                    if self._over:
+                    if self._stopped:
                         return "left"
                     if not is_leased:
                         return "lease_over"
@@ -179,7 +179,9 @@ class Sending:
 
     async def _take_turn(self, transfer: Transfer) -> None:
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, transfer.send_for_a_turn, self._pace, self._sent)
+        work = loop.run_in_executor(
+            self._threads, transfer.send_for_a_turn, self._rate_limiter, self._on_sent
+        )
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:

@@ -24,14 +24,14 @@ class Turns:
             self._give_back(key)
 
     async def _take(self, key: str) -> None:
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(granted)
+        clamp_seconds = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(clamp_seconds)
         self._hand_out()
         try:
-            await granted
+            await clamp_seconds
         except asyncio.CancelledError:
-            if granted.cancelled():
-                self._forget(key, granted)
+            if clamp_seconds.cancelled():
+                self._forget(key, clamp_seconds)
             else:
                 self._give_back(key)
             raise
@@ -47,17 +47,17 @@ class Turns:
         while self._num_free and self._waiting:
             key = min(self._waiting, key=lambda waiting: self._held[waiting])
             waiting = self._waiting.pop(key)
-            granted = waiting.popleft()
+            clamp_seconds = waiting.popleft()
             if waiting:
                 self._waiting[key] = waiting  # behind the other keys
-            if not granted.done():
+            if not clamp_seconds.done():
                 self._num_free -= 1
                 self._held[key] += 1
-                granted.set_result(None)
+                clamp_seconds.set_result(None)
 
-    def _forget(self, key: str, granted: asyncio.Future[None]) -> None:
+    def _forget(self, key: str, clamp_seconds: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key)
-        if waiting is not None and granted in waiting:
-            waiting.remove(granted)
+        if waiting is not None and clamp_seconds in waiting:
+            waiting.remove(clamp_seconds)
             if not waiting:
                 del self._waiting[key]

@@ -33,7 +33,7 @@ class Admission:
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._limits = limits
-        self._held: set[Reservation] = set()
+        self._reservations: set[Reservation] = set()
         self._samples: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._num_samples = 0
@@ -51,24 +51,24 @@ class Admission:
 
     def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
         self.check_open()
-        self._check_possible(samples, prompt_tokens)
-        self._check_room(key, samples, prompt_tokens)
+        self._check_limits(samples, prompt_tokens)
+        self._check_capacity(key, samples, prompt_tokens)
         reservation = Reservation(key=key, samples=samples, prompt_tokens=prompt_tokens)
-        self._held.add(reservation)
+        self._reservations.add(reservation)
         self._idle.clear()
         self._count(reservation, 1)
         return reservation
 
     def release(self, reservation: Reservation) -> None:
         """Again changes nothing."""
-        if reservation in self._held:
-            self._held.remove(reservation)
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
             self._count(reservation, -1)
-            if not self._held:
+            if not self._reservations:
                 self._idle.set()
 
     @contextmanager
-    def held(self, key: str, *, samples: int, prompt_tokens: int) -> Iterator[None]:
+    def reserved(self, key: str, *, samples: int, prompt_tokens: int) -> Iterator[None]:
         reservation = self.reserve(key, samples=samples, prompt_tokens=prompt_tokens)
         try:
             yield
@@ -78,39 +78,39 @@ class Admission:
     def close(self) -> None:
         self._closed = True
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Until nothing is held."""
         await self._idle.wait()
 
     def check(self) -> None:
         """The books balance, and no limit is exceeded."""
-        keys = {held.key for held in self._held}
+        keys = {reserved.key for reserved in self._reservations}
         assert keys == self._samples.keys() | self._prompt_tokens.keys(), "a key is left over"
         for key in keys:
-            mine = [held for held in self._held if held.key == key]
-            assert self._samples[key] == sum(held.samples for held in mine)
-            assert self._prompt_tokens[key] == sum(held.prompt_tokens for held in mine)
+            mine = [reserved for reserved in self._reservations if reserved.key == key]
+            assert self._samples[key] == sum(reserved.samples for reserved in mine)
+            assert self._prompt_tokens[key] == sum(reserved.prompt_tokens for reserved in mine)
             assert self._samples[key] <= (self._limits.max_samples_per_key or self._num_samples)
         assert self._num_samples == sum(self._samples.values()) <= self._limits.max_samples_running
 
-    def _check_possible(self, samples: int, prompt_tokens: int) -> None:
+    def _check_limits(self, samples: int, prompt_tokens: int) -> None:
         """What alone exceeds a limit will never fit: no retry can help."""
         limits = self._limits
-        most = min(limits.max_samples_per_key or samples, limits.max_samples_running)
-        if samples > most:
-            raise InvalidRequest(f"{samples} samples; a key may have {most} running")
+        max_samples = min(limits.max_samples_per_key or samples, limits.max_samples_running)
+        if samples > max_samples:
+            raise InvalidRequest(f"{samples} samples; a key may have {max_samples} running")
         if _exceeds(prompt_tokens, limits.max_prompt_tokens_per_key):
             raise InvalidRequest(
                 f"{prompt_tokens} prompt tokens; a key may have "
                 f"{limits.max_prompt_tokens_per_key} running"
             )
 
-    def _check_room(self, key: str, samples: int, prompt_tokens: int) -> None:
+    def _check_capacity(self, key: str, samples: int, prompt_tokens: int) -> None:
         limits = self._limits
         if _exceeds(self._samples[key] + samples, limits.max_samples_per_key):
-            raise _quota("samples", limits.max_samples_per_key)
+            raise _quota_exceeded("samples", limits.max_samples_per_key)
         if _exceeds(self._prompt_tokens[key] + prompt_tokens, limits.max_prompt_tokens_per_key):
-            raise _quota("prompt tokens", limits.max_prompt_tokens_per_key)
+            raise _quota_exceeded("prompt tokens", limits.max_prompt_tokens_per_key)
         if self._num_samples + samples > limits.max_samples_running:
             raise Overloaded(retry_after_seconds=RETRY_SECONDS)
 
@@ -129,7 +129,7 @@ def _exceeds(amount: int, limit: int | None) -> bool:
     return limit is not None and amount > limit
 
 
-def _quota(what: str, limit: int | None) -> QuotaExceeded:
+def _quota_exceeded(what: str, limit: int | None) -> QuotaExceeded:
     return QuotaExceeded(
         f"a key may have {limit} {what} running", retry_after_seconds=RETRY_SECONDS
     )

@@ -10,7 +10,7 @@ _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class IdempotencyClaim:
     """The fingerprint tells the same request from another one under the same key."""
 
     owner: str
@@ -18,7 +18,7 @@ class Claim:
     fingerprint: bytes
 
     @classmethod
-    def of(cls, owner: str, key: str, body: bytes) -> "Claim":
+    def of(cls, owner: str, key: str, body: bytes) -> "IdempotencyClaim":
         if not _KEY.match(key):
             raise InvalidRequest.of_parameter(
                 "Idempotency-Key", "1 to 255 visible ASCII characters"
@@ -26,10 +26,10 @@ class Claim:
         return cls(owner, key, hashlib.sha256(body).digest())
 
     @property
-    def shared_place(self) -> str:
+    def cluster_key(self) -> str:
         """The same for all replicas."""
         return f"{self.owner}\n{self.key}"
 
     @property
-    def place(self) -> tuple[str, str]:
+    def local_key(self) -> tuple[str, str]:
         return self.owner, self.key

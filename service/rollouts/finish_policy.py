@@ -8,34 +8,36 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-FinishPolicy = Literal["first", "random_k", "balanced_length"]
+FinishPolicyName = Literal["first", "random_k", "balanced_length"]
 
 
-class Enough:
-    """One group's: `needed` of `n` samples that end by themselves. Told of each end once."""
+class FinishPolicy:
+    """One group's: `num_required` of `n` samples that end by themselves. Told of each end once."""
 
-    def __init__(self, policy: FinishPolicy, *, needed: int, n: int, seed: int | None) -> None:
+    def __init__(
+        self, policy: FinishPolicyName, *, num_required: int, n: int, seed: int | None
+    ) -> None:
         self._policy = policy
-        self._needed = needed
+        self._num_required = num_required
         self._lengths: dict[int, int] = {}
-        self._drawn = random.Random(seed).sample(range(n), needed)
-        self._places = [i * n // needed for i in range(needed)]
+        self._random_indices = random.Random(seed).sample(range(n), num_required)
+        self._length_ranks = [i * n // num_required for i in range(num_required)]
 
     @property
-    def reached(self) -> bool:
+    def is_met(self) -> bool:
         match self._policy:
             case "first":
-                return len(self._lengths) >= self._needed
+                return len(self._lengths) >= self._num_required
             case "random_k":
-                return all(index in self._lengths for index in self._drawn)
+                return all(index in self._lengths for index in self._random_indices)
             case "balanced_length":
-                return len(self._lengths) > self._places[-1]
+                return len(self._lengths) > self._length_ranks[-1]
 
-    def ended(self, index: int, length: int) -> bool:
+    def on_sample_end(self, index: int, length: int) -> bool:
         """Whether it is enough now, and was not before."""
-        before = self.reached
+        before = self.is_met
         self._lengths[index] = length
-        return self.reached and not before
+        return self.is_met and not before
 
     @property
     def chosen(self) -> list[int] | None:
@@ -45,16 +47,16 @@ class Enough:
         whatever their lengths. balanced_length: evenly over the order of lengths, the shortest
         first; what is longer than the last of them is not waited for.
         """
-        if not self.reached:
+        if not self.is_met:
             return None
-        return sorted(self._chosen())
+        return sorted(self._selected())
 
-    def _chosen(self) -> Sequence[int]:
+    def _selected(self) -> Sequence[int]:
         match self._policy:
             case "first":
-                return list(self._lengths)[: self._needed]
+                return list(self._lengths)[: self._num_required]
             case "random_k":
-                return self._drawn
+                return self._random_indices
             case "balanced_length":
                 by_length = sorted(self._lengths, key=lambda index: self._lengths[index])
-                return [by_length[place] for place in self._places]
+                return [by_length[place] for place in self._length_ranks]

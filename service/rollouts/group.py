@@ -25,18 +25,18 @@ from coppice.wire.rollouts import (
 from coppice.wire.spans import cut_spans, joined_spans
 from engine.kv_types import Load
 from engine.protocol import Completion, Engine, Place, SampleRequest, Sampling
-from service.kv_reuse.group_reuse import GroupReuse
-from service.prompt_kv.group_export import GroupExports
-from service.rollouts.finish_policy import Enough
-from service.rollouts.resume import Started, spans_of
+from service.kv_reuse.group_reuse import ReuseReport
+from service.prompt_kv.group_export import GroupKvExports
+from service.rollouts.finish_policy import FinishPolicy
+from service.rollouts.resume import ContinuedSamples, version_spans_of
 from service.rollouts.time_slice import Turns
 
-Ending = Literal["cancelled", "deadline", "surplus", "version_changed"]
+EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
-PartDone = Callable[[SampleAnswer | SegmentAnswer], None]
+OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 
-class GroupFields(TypedDict):
+class GroupOptions(TypedDict):
     """What every kind of group is made from."""
 
     id: str
@@ -48,7 +48,7 @@ class GroupFields(TypedDict):
     priority: int
     speculation: bool
     exact_version: str | None
-    enough: int | None
+    num_required: int | None
     deadline_seconds: float | None
     decode: Decode | None
     owner: str
@@ -56,17 +56,17 @@ class GroupFields(TypedDict):
     adapter: str | None
     num_likeliest: int
     kv_lease_seconds: float | None
-    reuse: GroupReuse | None
+    reuse: ReuseReport | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """Owned by its rollout. `ending` says why its running samples are being ended, if they are.
+    """Owned by its rollout. `end_reason` says why its running samples are being ended, if they are.
 
-    `rule` says when enough samples have ended by themselves to make the group done; after
-    `deadline_seconds` it takes what there is. Its first samples go on from what has `started`. Its
-    first request carries the place of the prompt's keys and values, if `exports` were asked for;
-    `load` is what they do not compute of it.
+    `finish_policy` says when enough samples have ended by themselves to make the group done; after
+    `deadline_seconds` it takes what there is. Its first samples go on from what has `continued`.
+    Its first request carries the place of the prompt's keys and values, if `exports` were asked
+    for; `load` is what they do not compute of it.
     The engine knows its samples as siblings by its `name`, which no other has.
     `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
     in which they ended. `turns`, its rollout's, spread the answers of samples that end at the same
@@ -85,17 +85,17 @@ class Group:
     adapter: str | None = None
     num_likeliest: int = 0
     exact_version: str | None = None
-    enough: int | None = None
-    rule: Enough | None = None
-    started: Started = field(default_factory=list)
+    num_required: int | None = None
+    finish_policy: FinishPolicy | None = None
+    continued: ContinuedSamples = field(default_factory=list)
     deadline_seconds: float | None = None
     decode: Decode | None = None
     owner: str = ""
     kv_lease_seconds: float | None = None
-    exports: GroupExports | None = None
-    reuse: GroupReuse | None = None
+    exports: GroupKvExports | None = None
+    reuse: ReuseReport | None = None
     load: Load | None = None
-    ending: Ending | None = None
+    end_reason: EndReason | None = None
     num_done: int = 0
     sample_ids: list[str] = field(default_factory=list)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -110,17 +110,17 @@ class Group:
         return len(self._unfinished)
 
     @property
-    def resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing happens until somebody comes back."""
         return False
 
-    async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
+    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
         requests = self._requests()
         self._unfinished = {request.id for request in requests}
         try:
             completions = await engine.submit(requests)
-            if self.ending:
+            if self.end_reason:
                 await engine.abort(list(self._unfinished))
             async with self._deadline(engine):
                 finished = await self._gather(engine, completions, done)
@@ -129,30 +129,36 @@ class Group:
             self._unfinished.clear()
         return self._answer(finished)
 
-    async def end(self, engine: Engine, ending: Ending) -> None:
+    async def end(self, engine: Engine, end_reason: EndReason) -> None:
         """Ends the samples that still run; their tokens so far are kept."""
-        self.ending = self.ending or ending
+        self.end_reason = self.end_reason or end_reason
         await engine.abort(list(self._unfinished))
 
     def _requests(self) -> list[SampleRequest]:
         return [self._request(index, sample_id) for index, sample_id in enumerate(self.sample_ids)]
 
     def _request(self, index: int, sample_id: str) -> SampleRequest:
-        if index >= len(self.started):
-            prompt, max_tokens, place = self.prompt_token_ids, self.sampling.max_tokens, f"{index}"
+        if index >= len(self.continued):
+            prompt, max_tokens, stream_key = (
+                self.prompt_token_ids,
+                self.sampling.max_tokens,
+                f"{index}",
+            )
         else:
-            there = self.started[index].token_ids
-            prompt = [*self.prompt_token_ids, *there]
-            max_tokens = self.sampling.max_tokens - len(there)
-            place = f"{index}+{len(there)}"  # not the numbers that it began with once more
+            prior_tokens = self.continued[index].token_ids
+            prompt = [*self.prompt_token_ids, *prior_tokens]
+            max_tokens = self.sampling.max_tokens - len(prior_tokens)
+            stream_key = (
+                f"{index}+{len(prior_tokens)}"  # not the numbers that it began with once more
+            )
         return SampleRequest(
             id=sample_id,
             prompt_token_ids=prompt,
             sampling=replace(self.sampling, max_tokens=max_tokens),
-            seed=None if self.seed is None else stream(self.seed, place),
+            seed=None if self.seed is None else derive_seed(self.seed, stream_key),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            export=self.exports.prompt_place if self.exports and index == 0 else None,
+            export=self.exports.prompt_slot if self.exports and index == 0 else None,
             group=self.name,
             speculation=self.speculation,
             load=self.load,
@@ -176,74 +182,81 @@ class Group:
         await self.end(engine, "deadline")
 
     async def _gather(
-        self, engine: Engine, completions: list[Awaitable[Completion]], done: PartDone
+        self, engine: Engine, completions: list[Awaitable[Completion]], done: OnPart
     ) -> list[tuple[SampleAnswer, int]]:
         clock = asyncio.get_running_loop().time
         self.began_at = clock()
 
-        async def one(index: int, completion: Awaitable[Completion]) -> tuple[SampleAnswer, int]:
+        async def await_sample(
+            index: int, completion: Awaitable[Completion]
+        ) -> tuple[SampleAnswer, int]:
             result = await completion
             self.sample_seconds.append(clock() - self.began_at)
             self._unfinished.discard(self.sample_ids[index])
             if result.likeliest is not None:
-                self.likeliest[index] = result.likeliest[: self._kept(result)]
-            await self._count(engine, index, result)
+                self.likeliest[index] = result.likeliest[: self._num_valid_tokens(result)]
+            await self._on_sample_end(engine, index, result)
             await self.turns.wait()
-            answer = await self._sample(index, result)
+            answer = await self._to_sample_answer(index, result)
             done(answer)
             return answer, result.num_cached_tokens
 
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(i, c)) for i, c in enumerate(completions)]
+            running = [tasks.create_task(await_sample(i, c)) for i, c in enumerate(completions)]
         return [task.result() for task in running]
 
-    async def _count(self, engine: Engine, index: int, result: Completion) -> None:
+    async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
         """Whoever completes what is enough ends the others, before anything else happens."""
         self.num_done += 1
-        if self.rule is None or result.finish not in ("stop", "length"):
+        if self.finish_policy is None or result.finish not in ("stop", "length"):
             return
-        length = len(result.token_ids) + len(self._there(index)[0])
-        if self.rule.ended(index, length) and self._unfinished:
+        length = len(result.token_ids) + len(self._prior(index)[0])
+        if self.finish_policy.on_sample_end(index, length) and self._unfinished:
             await self.end(engine, "surplus")
 
-    def _there(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
+    def _prior(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
         """What a sample brought along."""
-        if index >= len(self.started):
+        if index >= len(self.continued):
             return [], [], []
-        given = self.started[index]
-        return given.token_ids, given.logprobs, spans_of(given)
+        given = self.continued[index]
+        return given.token_ids, given.logprobs, version_spans_of(given)
 
-    async def _sample(self, index: int, result: Completion) -> SampleAnswer:
-        kept = self._kept(result)
-        there, logprobs, spans = self._there(index)
-        token_ids = there + result.token_ids[:kept]
+    async def _to_sample_answer(self, index: int, result: Completion) -> SampleAnswer:
+        num_tokens = self._num_valid_tokens(result)
+        prior_tokens, logprobs, spans = self._prior(index)
+        token_ids = prior_tokens + result.token_ids[:num_tokens]
         return SampleAnswer(
             index=index,
             token_ids=token_ids,
-            logprobs=logprobs + result.logprobs[:kept],
+            logprobs=logprobs + result.logprobs[:num_tokens],
             text=await self.decode(token_ids) if self.decode else None,
             finish_reason=self._finish_reason(result),
             versions=joined_spans(
-                [(spans, len(there)), (spans_until(result, kept, self.adapter), kept)]
+                [
+                    (spans, len(prior_tokens)),
+                    (version_spans(result, num_tokens, self.adapter), num_tokens),
+                ]
             ),
         )
 
-    def _kept(self, result: Completion) -> int:
+    def _num_valid_tokens(self, result: Completion) -> int:
         """A group bound to a version never holds a token of another."""
         if self.exact_version is None:
             return len(result.token_ids)
-        foreign = [span.start for span in result.versions if span.version != self.exact_version]
-        return min([*foreign, len(result.token_ids)])
+        other_version_starts = [
+            span.start for span in result.versions if span.version != self.exact_version
+        ]
+        return min([*other_version_starts, len(result.token_ids)])
 
     def _finish_reason(self, result: Completion) -> FinishReason:
-        if self._kept(result) < len(result.token_ids):
+        if self._num_valid_tokens(result) < len(result.token_ids):
             return "version_changed"
-        return self._ended_as() if result.finish == "abort" else result.finish
+        return self._aborted_reason() if result.finish == "abort" else result.finish
 
-    def _ended_as(self) -> FinishReason:
-        if self.ending is None or self.ending == "cancelled":
+    def _aborted_reason(self) -> FinishReason:
+        if self.end_reason is None or self.end_reason == "cancelled":
             return "aborted"
-        return self.ending
+        return self.end_reason
 
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         samples = [sample for sample, _ in finished]
@@ -254,29 +267,31 @@ class Group:
             num_prompt_tokens=len(self.prompt_token_ids),
             # Of a sample that is gone on with, tokens behind the prompt are cached as well.
             num_cached_tokens=min(finished[0][1], len(self.prompt_token_ids)),
-            num_continued_tokens=sum(len(given.token_ids) for given in self.started),
-            chosen=None if self.rule is None else self.rule.chosen,
+            num_continued_tokens=sum(len(given.token_ids) for given in self.continued),
+            chosen=None if self.finish_policy is None else self.finish_policy.chosen,
             samples=samples,
         )
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
         reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] == self.n or (self.rule and self.rule.reached):
+        if reasons["stop"] + reasons["length"] == self.n or (
+            self.finish_policy and self.finish_policy.is_met
+        ):
             return "done"
         if reasons["error"] == self.n:
             return "failed"
-        return "cancelled" if self.ending == "cancelled" else "partial"
+        return "cancelled" if self.end_reason == "cancelled" else "partial"
 
 
-def spans_until(result: Completion, kept: int, adapter: str | None) -> list[VersionSpan]:
+def version_spans(result: Completion, num_tokens: int, adapter: str | None) -> list[VersionSpan]:
     whole = [
         VersionSpan(version=s.version, start=s.start, end=s.end, adapter=adapter)
         for s in result.versions
     ]
-    return cut_spans(whole, 0, kept)
+    return cut_spans(whole, 0, num_tokens)
 
 
-def stream(seed: int, place: int | str) -> int:
+def derive_seed(seed: int, stream_key: int | str) -> int:
     """Mixed, not added: groups with neighbouring seeds must not share random streams."""
-    digest = hashlib.blake2b(f"{seed}:{place}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{stream_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -4,81 +4,91 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import Finish, RolloutRequest
 from engine.protocol import Engine, Sampling
-from service.kv_reuse.group_factory import Segments
+from service.kv_reuse.group_factory import KvReuse
 from service.rollouts import validation
-from service.rollouts.group import Group, GroupFields
-from service.rollouts.priority import Ranks
-from service.rollouts.resume import Started, started_of
+from service.rollouts.group import Group, GroupOptions
+from service.rollouts.priority import PriorityAging
+from service.rollouts.resume import ContinuedSamples, samples_to_continue
 from service.rollouts.time_slice import TimeSlice
-from service.rollouts.tokenizer import Prompts
-from service.trees.factory import tree_group
+from service.rollouts.tokenizer import Tokenizer
+from service.trees.factory import create_tree_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aside:
+class CompatOptions:
     """What other servers' clients may ask for and our own contract does not have."""
 
     cache_salt: str | None = None
     num_likeliest: int = 0
 
 
-NOTHING_ASIDE = Aside()
+NO_COMPAT_OPTIONS = CompatOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SharedOptions:
     """What all groups of a rollout have in common, beside what it asks for."""
 
     owner: str
     exact_version: str | None
     adapter: str | None
-    aside: Aside
+    compat_options: CompatOptions
 
 
-class Grouping:
+class GroupFactory:
     """Makes groups; starts none."""
 
     def __init__(
         self,
         engine: Engine,
-        prompts: Prompts,
-        ranks: Ranks,
-        segments: Segments,
+        prompts: Tokenizer,
+        priority_aging: PriorityAging,
+        kv_reuse: KvReuse,
         *,
-        longest_lease: float,
+        max_lease_seconds: float,
     ) -> None:
         self._engine = engine
-        self._prompts = prompts
-        self._ranks = ranks
-        self._segments = segments
-        self._longest_lease = longest_lease
+        self._tokenizer = prompts
+        self._priority_aging = priority_aging
+        self._kv_reuse = kv_reuse
+        self._max_lease_seconds = max_lease_seconds
 
     async def groups(
-        self, request: RolloutRequest, prompts: list[list[int]], terms: Terms
+        self, request: RolloutRequest, prompts: list[list[int]], shared: SharedOptions
     ) -> list[Group]:
-        groups, started, turn = list[Group](), started_of(request), TimeSlice()
+        groups, continued, turn = list[Group](), samples_to_continue(request), TimeSlice()
         for index, prompt in enumerate(prompts):
-            fields = self._segments.settle(request, self._fields(request, index, prompt, terms))
-            groups.append(self._group(request, fields, started.get(index, [])))
+            fields = self._kv_reuse.plan_order(
+                request, self._group_options(request, index, prompt, shared)
+            )
+            groups.append(self._group(request, fields, continued.get(index, [])))
             await turn.pause()
         return groups
 
-    def _group(self, request: RolloutRequest, given: GroupFields, started: Started) -> Group:
-        index = given["index"]
+    def _group(
+        self, request: RolloutRequest, options: GroupOptions, continued: ContinuedSamples
+    ) -> Group:
+        index = options["index"]
         if request.branching is None:
-            rule = validation.rule_of(request.finish or Finish(), request.groups[index])
-            chained = self._segments.chained(request, given, rule=rule)
-            return chained or Group(rule=rule, started=started, **given)
-        return tree_group(
+            finish_policy = validation.create_finish_policy(
+                request.finish or Finish(), request.groups[index]
+            )
+            kv_reuse_group = self._kv_reuse.kv_reuse_group(
+                request, options, finish_policy=finish_policy
+            )
+            return kv_reuse_group or Group(
+                finish_policy=finish_policy, continued=continued, **options
+            )
+        return create_tree_group(
             request.branching,
-            given,
+            options,
             block_size=self._engine.facts.block_size,
-            longest_lease=self._longest_lease,
+            max_lease_seconds=self._max_lease_seconds,
         )
 
-    def _fields(
-        self, request: RolloutRequest, index: int, prompt: list[int], terms: Terms
-    ) -> GroupFields:
+    def _group_options(
+        self, request: RolloutRequest, index: int, prompt: list[int], shared: SharedOptions
+    ) -> GroupOptions:
         group, finish = request.groups[index], request.finish or Finish()
         return {
             "id": group.id or str(index),
@@ -87,17 +97,17 @@ class Grouping:
             "prompt_token_ids": prompt,
             "sampling": self._sampling(request, len(prompt)),
             "seed": group.seed,
-            "enough": finish.samples,
+            "num_required": finish.samples,
             "deadline_seconds": finish.deadline_seconds,
-            "priority": self._ranks.rank(request.priority),
+            "priority": self._priority_aging.to_engine_priority(request.priority),
             "speculation": request.speculation,
-            "exact_version": terms.exact_version,
-            "owner": terms.owner,
-            "cache_salt": terms.aside.cache_salt,
-            "adapter": terms.adapter,
-            "num_likeliest": terms.aside.num_likeliest,
+            "exact_version": shared.exact_version,
+            "owner": shared.owner,
+            "cache_salt": shared.compat_options.cache_salt,
+            "adapter": shared.adapter,
+            "num_likeliest": shared.compat_options.num_likeliest,
             "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
-            "decode": self._prompts.text if group.prompt.text or group.prompt.messages else None,
+            "decode": self._tokenizer.text if group.prompt.text or group.prompt.messages else None,
             "reuse": None,
         }
 

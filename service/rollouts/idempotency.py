@@ -13,60 +13,60 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.http.errors import IdempotencyInProgress, IdempotencyMismatch
-from service.rollouts.claim import Claim
+from service.rollouts.claim import IdempotencyClaim
 
 
 @dataclass(slots=True)
-class _Claimed:
-    claim: Claim
+class _Entry:
+    claim: IdempotencyClaim
     rollout_id: str | None = None
 
 
 class IdempotencyKeys:
     """`claim` is followed by one `release`, or by one `bind` and one `ended`.
 
-    `forgotten` is told of every claim that is over.
+    `on_released` is told of every claim that is over.
     """
 
     def __init__(
         self,
         *,
         max_seconds: float,
-        forgotten: Callable[[Claim], None],
+        on_released: Callable[[IdempotencyClaim], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_seconds = max_seconds
-        self._forgotten = forgotten
+        self._on_released = on_released
         self._clock = clock
-        self._claimed: dict[tuple[str, str], _Claimed] = {}
-        self._ended: deque[tuple[float, Claim]] = deque()
+        self._claimed: dict[tuple[str, str], _Entry] = {}
+        self._ended: deque[tuple[float, IdempotencyClaim]] = deque()
 
     def __len__(self) -> int:
         return len(self._claimed)
 
-    def claim(self, claim: Claim) -> str | None:
+    def claim(self, claim: IdempotencyClaim) -> str | None:
         """The id of the rollout that this request has started already; None if it is the first."""
-        self._trim()
-        known = self._claimed.setdefault(claim.place, _Claimed(claim))
-        if known.claim is claim:
+        self._drop_expired()
+        existing = self._claimed.setdefault(claim.local_key, _Entry(claim))
+        if existing.claim is claim:
             return None
-        if known.claim.fingerprint != claim.fingerprint:
+        if existing.claim.fingerprint != claim.fingerprint:
             raise IdempotencyMismatch()
-        if known.rollout_id is None:
+        if existing.rollout_id is None:
             raise IdempotencyInProgress(retry_after_seconds=1)
-        return known.rollout_id
+        return existing.rollout_id
 
-    def bind(self, claim: Claim, rollout_id: str) -> None:
-        self._claimed[claim.place].rollout_id = rollout_id
+    def bind(self, claim: IdempotencyClaim, rollout_id: str) -> None:
+        self._claimed[claim.local_key].rollout_id = rollout_id
 
-    def release(self, claim: Claim) -> None:
-        if self._claimed.pop(claim.place, None) is not None:
-            self._forgotten(claim)
+    def release(self, claim: IdempotencyClaim) -> None:
+        if self._claimed.pop(claim.local_key, None) is not None:
+            self._on_released(claim)
 
-    def ended(self, claim: Claim) -> None:
+    def ended(self, claim: IdempotencyClaim) -> None:
         self._ended.append((self._clock() + self._max_seconds, claim))
 
-    def _trim(self) -> None:
+    def _drop_expired(self) -> None:
         while self._ended and self._ended[0][0] <= self._clock():
             _, claim = self._ended.popleft()
             self.release(claim)

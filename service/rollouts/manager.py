@@ -12,67 +12,72 @@ from typing import Any
 
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
-from service.adapters.manager import Adapters
+from service.adapters.manager import AdapterManager
 from service.cluster.ids import new_rollout_id
-from service.cluster.membership import Fleet
+from service.cluster.membership import ClusterMembership
 from service.http.errors import Draining, InvalidRequest, RolloutNotFound, ServiceError
-from service.prompt_kv.prompt_kv import PromptKv
+from service.prompt_kv.prompt_kv import PromptKvManager
 from service.rollouts import validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
-from service.rollouts.claim import Claim
+from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import Group
-from service.rollouts.group_factory import NOTHING_ASIDE, Aside, Grouping, Terms
+from service.rollouts.group_factory import (
+    NO_COMPAT_OPTIONS,
+    CompatOptions,
+    GroupFactory,
+    SharedOptions,
+)
 from service.rollouts.idempotency import IdempotencyKeys
-from service.rollouts.result_cache import Kept
-from service.rollouts.resume import check_continued
+from service.rollouts.result_cache import ResultCache
+from service.rollouts.resume import check_continue_from
 from service.rollouts.rollout import GroupEnded, Rollout
-from service.rollouts.tokenizer import Prompts
+from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
-Ended = Callable[[Rollout], None]
+OnEnded = Callable[[Rollout], None]
 POLL_SECONDS = 0.05
 
 
-class Rollouts:
+class RolloutManager:
     """Owner of all running and kept rollouts; leaving `running` ends every one of them."""
 
     def __init__(
         self,
         engine: Engine,
         versions: Versions,
-        prompts: Prompts,
-        prompt_kv: PromptKv,
-        fleet: Fleet,
-        adapters: Adapters,
+        prompts: Tokenizer,
+        prompt_kv: PromptKvManager,
+        fleet: ClusterMembership,
+        adapters: AdapterManager,
         *,
         admission: Admission,
         max_samples_per_request: int,
         keep_seconds: float,
         keep_bytes: int,
-        grouping: Grouping,
-        ended: Ended,
-        group_ended: GroupEnded,
+        group_factory: GroupFactory,
+        ended: OnEnded,
+        record_group: GroupEnded,
     ) -> None:
         self._engine = engine
         self._versions = versions
-        self._prompts = prompts
+        self._tokenizer = prompts
         self._prompt_kv = prompt_kv
         self._fleet = fleet
         self._adapters = adapters
         self._admission = admission
         self._max_samples = max_samples_per_request
-        self._grouping = grouping
+        self._group_factory = group_factory
         self._ended = ended
-        self._group_ended = group_ended
+        self._group_ended = record_group
         self._running: dict[str, Rollout] = {}
         self._keys = IdempotencyKeys(
-            max_seconds=keep_seconds, forgotten=lambda claim: fleet.release(claim.shared_place)
+            max_seconds=keep_seconds, on_released=lambda claim: fleet.release(claim.cluster_key)
         )
-        self._kept = Kept(max_seconds=keep_seconds, max_bytes=keep_bytes)
+        self._results = ResultCache(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
-        self._over = False
+        self._stopped = False
 
     def in_flight(self) -> list[Rollout]:
         """The newest first."""
@@ -102,8 +107,8 @@ class Rollouts:
         *,
         owner: str,
         detached: bool = False,
-        claim: Claim | None = None,
-        aside: Aside = NOTHING_ASIDE,
+        claim: IdempotencyClaim | None = None,
+        compat_options: CompatOptions = NO_COMPAT_OPTIONS,
     ) -> Rollout:
         """Everything that can be refused is refused before the first sample enters the engine.
 
@@ -111,26 +116,37 @@ class Rollouts:
         during a drain; Elsewhere if another replica has it.
         """
         if claim is None:
-            return await self._start(request, owner=owner, detached=detached, aside=aside)
+            return await self._start(
+                request, owner=owner, detached=detached, compat_options=compat_options
+            )
         started = self._keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
         try:
             self._admission.check_open()
-            await self._fleet.claim(claim.shared_place)
-            return await self._start_claimed(request, owner=owner, claim=claim, aside=aside)
+            await self._fleet.claim(claim.cluster_key)
+            return await self._start_claimed(
+                request, owner=owner, claim=claim, compat_options=compat_options
+            )
         except BaseException:
             self._keys.release(claim)
             raise
 
     async def _start_claimed(
-        self, request: RolloutRequest, *, owner: str, claim: Claim, aside: Aside
+        self,
+        request: RolloutRequest,
+        *,
+        owner: str,
+        claim: IdempotencyClaim,
+        compat_options: CompatOptions,
     ) -> Rollout:
         try:
-            return await self._start(request, owner=owner, detached=True, claim=claim, aside=aside)
+            return await self._start(
+                request, owner=owner, detached=True, claim=claim, compat_options=compat_options
+            )
         except ServiceError:
             # Before the refusal is answered: who is sent the request next must not find it ours.
-            await self._fleet.give_back(claim.shared_place)
+            await self._fleet.release_now(claim.cluster_key)
             raise
 
     async def _start(
@@ -139,56 +155,62 @@ class Rollouts:
         *,
         owner: str,
         detached: bool,
-        claim: Claim | None = None,
-        aside: Aside = NOTHING_ASIDE,
+        claim: IdempotencyClaim | None = None,
+        compat_options: CompatOptions = NO_COMPAT_OPTIONS,
     ) -> Rollout:
-        validation.check(request, waits=not (detached or request.stream))
+        validation.check(request, is_blocking=not (detached or request.stream))
         num_samples = validation.num_samples(request)
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        prompts = await self._prompts.all_token_ids([group.prompt for group in request.groups])
+        prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         facts = self._engine.facts
-        await check_continued(
+        await check_continue_from(
             request,
             prompts,
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
         )
-        num_tokens = sum(map(len, prompts)) + validation.num_continued(request)
-        place = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
+        num_tokens = sum(map(len, prompts)) + validation.num_continued_tokens_of(request)
+        reservation = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
         try:
-            groups = await self._groups(request, prompts, owner, aside)
-            rollout = self._made(groups, owner, detached, claim)
-            return self._run(rollout, place)
+            groups = await self._create_groups(request, prompts, owner, compat_options)
+            rollout = self._create_rollout(groups, owner, detached, claim)
+            return self._run(rollout, reservation)
         except BaseException:
-            self._admission.release(place)
+            self._admission.release(reservation)
             raise
 
-    async def _groups(
-        self, request: RolloutRequest, prompts: list[list[int]], owner: str, aside: Aside
+    async def _create_groups(
+        self,
+        request: RolloutRequest,
+        prompts: list[list[int]],
+        owner: str,
+        compat_options: CompatOptions,
     ) -> list[Group]:
         """Made again if the terms changed meanwhile. There is no await behind the last check."""
         while True:
-            await self.gate_open()
-            terms = self._terms(request, owner, aside)
-            groups = await self._grouping.groups(request, prompts, terms)
-            await self.gate_open()
-            if self._terms(request, owner, aside) == terms:
+            await self.wait_gate_open()
+            shared = self._terms(request, owner, compat_options)
+            groups = await self._group_factory.groups(request, prompts, shared)
+            await self.wait_gate_open()
+            if self._terms(request, owner, compat_options) == shared:
                 return groups
 
-    def _terms(self, request: RolloutRequest, owner: str, aside: Aside) -> Terms:
-        return Terms(
+    def _terms(
+        self, request: RolloutRequest, owner: str, compat_options: CompatOptions
+    ) -> SharedOptions:
+        return SharedOptions(
             owner=owner,
             exact_version=self._versions.admit(request.policy),
             adapter=self._adapters.resolve(request.adapter),
-            aside=aside,
+            compat_options=compat_options,
         )
 
-    def _made(
-        self, groups: list[Group], owner: str, detached: bool, claim: Claim | None
+    def _create_rollout(
+        self, groups: list[Group], owner: str, detached: bool, claim: IdempotencyClaim | None
     ) -> Rollout:
         rollout = Rollout(
-            new_rollout_id(self._fleet.me), groups, owner=owner, detached=detached, claim=claim
+            new_rollout_id(self._fleet.own_id), groups, owner=owner, detached=detached, claim=claim
         )
         if claim is not None:
             self._keys.bind(claim, rollout.id)
@@ -196,7 +218,7 @@ class Rollouts:
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Running or kept; another key's is as good as none."""
-        rollout = self._running.get(rollout_id) or self._kept.get(rollout_id)
+        rollout = self._running.get(rollout_id) or self._results.get(rollout_id)
         if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
         return rollout
@@ -204,13 +226,13 @@ class Rollouts:
     async def cancel(self, rollout: Rollout) -> None:
         await rollout.end(self._engine, "cancelled")
 
-    async def cancel_of(self, owner: str) -> None:
+    async def cancel_owned_by(self, owner: str) -> None:
         """All that this key has running."""
         for rollout in list(self._running.values()):
             if rollout.owner == owner:
                 await self.cancel(rollout)
 
-    def left(self, rollout: Rollout) -> None:
+    def on_disconnect(self, rollout: Rollout) -> None:
         """Its caller has gone. What could not be come back for is ended, in a task of our own: in
         the caller's, which is being cancelled, the first await could be the last.
         """
@@ -226,12 +248,12 @@ class Rollouts:
 
     async def cancel_all(self) -> None:
         """For good: what waits at the gate is sent away."""
-        self._over = True
+        self._stopped = True
         self._gate.set()
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
 
-    async def end_bound_to_other_than(self, version: str) -> int:
+    async def end_groups_bound_to_other_versions(self, version: str) -> int:
         """Ends the groups that are bound to another exact version; returns how many samples."""
         bound = [
             group
@@ -245,39 +267,39 @@ class Rollouts:
         return num_samples
 
     @asynccontextmanager
-    async def gate_shut(self) -> AsyncIterator[None]:
+    async def close_gate(self) -> AsyncIterator[None]:
         self._gate.clear()
         try:
             yield
         finally:
             self._gate.set()
 
-    async def gate_open(self) -> None:
+    async def wait_gate_open(self) -> None:
         await self._gate.wait()
-        if self._over:
+        if self._stopped:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
     @property
     def is_idle(self) -> bool:
         """Trees that wait for their owners do not count: they may wait longer than anybody."""
-        return all(rollout.resting for rollout in self._running.values())
+        return all(rollout.is_idle for rollout in self._running.values())
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         while not self.is_idle:
-            busy = next(r for r in self._running.values() if not r.resting)
-            await busy.rested()
+            busy = next(r for r in self._running.values() if not r.is_idle)
+            await busy.wait_until_idle()
 
-    async def fetched(self) -> None:
+    async def wait_until_fetched(self) -> None:
         """Until every answer that is there and was promised has been given to somebody, or has been
         kept for as long as any is."""
-        while self._kept.num_promised:
+        while self._results.num_awaiting_fetch:
             await asyncio.sleep(POLL_SECONDS)
 
     def check(self) -> None:
         """The books balance."""
-        self._kept.check()
+        self._results.check()
 
-    def _run(self, rollout: Rollout, place: Reservation) -> Rollout:
+    def _run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
@@ -285,18 +307,18 @@ class Rollouts:
             rollout.run(self._engine, self._prompt_kv, self._group_ended),
             name=f"rollout-{rollout.id}",
         )
-        task.add_done_callback(lambda _: self._forget(rollout, place))
+        task.add_done_callback(lambda _: self._on_rollout_done(rollout, reservation))
         return rollout
 
-    def _forget(self, rollout: Rollout, place: Reservation) -> None:
-        self._admission.release(place)
+    def _on_rollout_done(self, rollout: Rollout, reservation: Reservation) -> None:
+        self._admission.release(reservation)
         self._adapters.end(rollout.adapter)
         if not rollout.ended:
-            rollout.never_ran()
+            rollout.on_never_started()
         del self._running[rollout.id]
-        rollout.begin_leases()
+        rollout.start_leases()
         if rollout.detached:
-            self._kept.add(rollout)
+            self._results.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
         self._ended(rollout)  # behind the answer: nothing that only counts may lose it

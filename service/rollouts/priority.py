@@ -12,7 +12,7 @@ from collections.abc import Callable
 MICROSECONDS = 1_000_000
 
 
-class Ranks:
+class PriorityAging:
     """Given out when a group arrives; its samples, and what grows from them, share its rank."""
 
     def __init__(
@@ -20,10 +20,10 @@ class Ranks:
     ) -> None:
         self._overtaken_seconds = overtaken_seconds
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
 
-    def rank(self, priority: int) -> int:
+    def to_engine_priority(self, priority: int) -> int:
         """Lower is served first. Neighbouring priorities are far apart near 0, where people are."""
-        share = 0.5 * (1 + priority / (1 + abs(priority)))
-        handicap = self._overtaken_seconds * share
-        return int((self._clock() - self._began + handicap) * MICROSECONDS)
+        fraction = 0.5 * (1 + priority / (1 + abs(priority)))
+        handicap = self._overtaken_seconds * fraction
+        return int((self._clock() - self._started_at + handicap) * MICROSECONDS)

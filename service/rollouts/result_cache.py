@@ -11,7 +11,7 @@ from collections.abc import Callable
 from service.rollouts.rollout import Rollout
 
 
-class Kept:
+class ResultCache:
     """Drops what is too old or too much whenever it is asked anything."""
 
     def __init__(
@@ -32,26 +32,26 @@ class Kept:
         return self._num_bytes
 
     @property
-    def num_promised(self) -> int:
+    def num_awaiting_fetch(self) -> int:
         """That somebody is to come back for."""
-        self.trim()
-        return sum(rollout.promised for _, rollout in self._rollouts.values())
+        self.drop_expired()
+        return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
 
     def add(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = (self._clock(), rollout)
         self._num_bytes += rollout.num_bytes
-        self.trim()
+        self.drop_expired()
 
     def get(self, rollout_id: str) -> Rollout | None:
-        self.trim()
+        self.drop_expired()
         _, rollout = self._rollouts.get(rollout_id, (0.0, None))
         return rollout
 
-    def trim(self) -> None:
+    def drop_expired(self) -> None:
         expired = self._clock() - self._max_seconds
         while self._rollouts:
-            oldest, (since, _) = next(iter(self._rollouts.items()))
-            if since > expired and self._num_bytes <= self._max_bytes:
+            oldest, (ended_at, _) = next(iter(self._rollouts.items()))
+            if ended_at > expired and self._num_bytes <= self._max_bytes:
                 return
             self._drop(oldest)
 

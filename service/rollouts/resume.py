@@ -12,22 +12,22 @@ from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.rollouts.time_slice import TimeSlice
 
-Started = list[UnfinishedSample]
+ContinuedSamples = list[UnfinishedSample]
 
 
-def started_of(request: RolloutRequest) -> Mapping[int, Started]:
+def samples_to_continue(request: RolloutRequest) -> Mapping[int, ContinuedSamples]:
     """By group, those of each in order: they are its first samples."""
-    started = defaultdict[int, Started](list)
+    continued = defaultdict[int, ContinuedSamples](list)
     for sample in () if request.continue_from is None else request.continue_from.samples:
-        started[sample.group].append(sample)
-    return started
+        continued[sample.group].append(sample)
+    return continued
 
 
-def spans_of(started: UnfinishedSample) -> list[VersionSpan]:
-    return [VersionSpan(**span.model_dump()) for span in started.versions]
+def version_spans_of(continued: UnfinishedSample) -> list[VersionSpan]:
+    return [VersionSpan(**span.model_dump()) for span in continued.versions]
 
 
-async def check_continued(
+async def check_continue_from(
     request: RolloutRequest,
     prompts: Sequence[Sequence[int]],
     *,
@@ -39,12 +39,12 @@ async def check_continued(
     if request.branching is not None:
         raise InvalidRequest("a tree begins anew: it takes no continue_from")
     turn = TimeSlice()
-    for index, started in started_of(request).items():
+    for index, continued in samples_to_continue(request).items():
         if index >= len(prompts):
             raise InvalidRequest("continue_from names a group that is not there")
-        if len(started) > request.groups[index].n:
+        if len(continued) > request.groups[index].n:
             raise InvalidRequest("continue_from has more samples than their group")
-        for sample in started:
+        for sample in continued:
             _check(sample, request, len(prompts[index]), max_context_tokens, vocab_size)
             await turn.pause()
 
@@ -79,6 +79,6 @@ def _check_spans(sample: UnfinishedSample, request: RolloutRequest) -> None:
         at = span.end
     if at != len(sample.token_ids):
         raise InvalidRequest("the versions of continue_from must cover its tokens")
-    bound = request.policy and request.policy.exact_version
-    if bound is not None and any(span.version != bound for span in sample.versions):
-        raise InvalidRequest(f"continue_from has tokens of other versions than {bound!r}")
+    exact_version = request.policy and request.policy.exact_version
+    if exact_version is not None and any(span.version != exact_version for span in sample.versions):
+        raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")

@@ -32,14 +32,14 @@ from coppice.wire.rollouts import (
 )
 from engine.protocol import Engine
 from service.http.errors import Draining, ServiceError
-from service.http.failures import service_error
+from service.http.failures import to_service_error
 from service.kv_reuse.group_reuse import with_reuse
 from service.observability.logs import group_id, rollout_id
-from service.prompt_kv.export_context import exporting, with_kv
-from service.prompt_kv.group_export import NOT_CONTINUED, KvTold
-from service.prompt_kv.prompt_kv import PromptKv
-from service.rollouts.claim import Claim
-from service.rollouts.group import Ending, Group
+from service.prompt_kv.export_context import exporting_group, with_kv
+from service.prompt_kv.group_export import NOT_CONTINUED, KvState
+from service.prompt_kv.prompt_kv import PromptKvManager
+from service.rollouts.claim import IdempotencyClaim
+from service.rollouts.group import EndReason, Group
 from service.rollouts.time_slice import PER_TURN, TimeSlice, Turns
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class Rollout:
     """Owned by the registry that runs it. Lives on one event loop.
 
     `owner` is the key that it was started with: nobody else may see it. A detached rollout outlives
-    its caller's connection. `promised`: somebody was told to come back for the answer, and has not.
+    its caller's connection. `awaits_fetch`: somebody was told to come back for the answer, and has
+    not.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Rollout:
         *,
         owner: str,
         detached: bool,
-        claim: Claim | None = None,
+        claim: IdempotencyClaim | None = None,
     ) -> None:
         self.id = rollout_id
         self.groups = groups
@@ -77,7 +78,7 @@ class Rollout:
         self.detached = detached
         self.claim = claim
         self.error: ServiceError | None = None
-        self.promised = False
+        self.awaits_fetch = False
         self._num_done = 0
         self._num_started = 0
         self._num_bytes = ROLLOUT_BYTES + GROUP_BYTES * len(groups)
@@ -86,7 +87,7 @@ class Rollout:
             group.turns = turns
         self._answers: dict[int, GroupAnswer] = {}
         self._log: list[Record] = [StartRecord(id=rollout_id)]
-        self._grown = asyncio.Event()
+        self._log_changed = asyncio.Event()
         self._ended = asyncio.Event()
 
     @property
@@ -108,25 +109,27 @@ class Rollout:
         return self._num_bytes
 
     @property
-    def resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Nothing happens until somebody comes back to it."""
-        return self.ended or all(group.resting for group in self.groups)
+        return self.ended or all(group.is_idle for group in self.groups)
 
-    async def rested(self) -> None:
-        while not self.resting:
-            await self._grown.wait()
+    async def wait_until_idle(self) -> None:
+        while not self.is_idle:
+            await self._log_changed.wait()
 
-    async def run(self, engine: Engine, prompt_kv: PromptKv, group_ended: GroupEnded) -> None:
+    async def run(
+        self, engine: Engine, prompt_kv: PromptKvManager, record_group: GroupEnded
+    ) -> None:
         rollout_id.set(self.id)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in self.groups:
                     running = tasks.create_task(self._run_group(engine, prompt_kv, group))
                     # Beside the task, lest a failure to count loses an answer.
-                    running.add_done_callback(partial(self._count, group, group_ended))
+                    running.add_done_callback(partial(self._count, group, record_group))
                     await self._spread(group)
         except ExceptionGroup as failures:
-            self.error = service_error(failures)
+            self.error = to_service_error(failures)
         except asyncio.CancelledError:
             self.error = Draining(retry_after_seconds=30)
             raise
@@ -140,23 +143,23 @@ class Rollout:
             self._num_started -= PER_TURN
             await asyncio.sleep(0)
 
-    def _count(self, group: Group, group_ended: GroupEnded, _: asyncio.Task[None]) -> None:
+    def _count(self, group: Group, record_group: GroupEnded, _: asyncio.Task[None]) -> None:
         if group.index in self._answers:
-            group_ended(self, group, self._answers[group.index])
+            record_group(self, group, self._answers[group.index])
 
-    def never_ran(self) -> None:
+    def on_never_started(self) -> None:
         """Cancelled before its first step, a task runs nothing at all, not even `finally`."""
         self.error = Draining(retry_after_seconds=30)
         self._end()
 
-    async def end(self, engine: Engine, ending: Ending) -> None:
+    async def end(self, engine: Engine, end_reason: EndReason) -> None:
         for group in self.groups:
-            await group.end(engine, ending)
+            await group.end(engine, end_reason)
 
-    def begin_leases(self) -> None:
+    def start_leases(self) -> None:
         for group in self.groups:
             if group.exports is not None:
-                group.exports.begin_leases()
+                group.exports.start_leases()
 
     def drop_groups(self) -> None:
         """Of an ended rollout: prompts, samplings, trees. The answer needs none of them."""
@@ -194,10 +197,10 @@ class Rollout:
             if position and isinstance(self._log[position - 1], EndRecord):
                 return
             if not await self._wait_for_growth(position):
-                standing = self.progress()
-                yield ProgressRecord(samples=standing.samples, samples_done=standing.samples_done)
+                progress = self.progress()
+                yield ProgressRecord(samples=progress.samples, samples_done=progress.samples_done)
 
-    async def _run_group(self, engine: Engine, prompt_kv: PromptKv, group: Group) -> None:
+    async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
         group_id.set(str(group.index))  # the caller's own name for it could hold anything
 
         def done(part: SampleAnswer | SegmentAnswer) -> None:
@@ -207,17 +210,17 @@ class Rollout:
             else:
                 self._append(SampleRecord(group=group.index, sample=part))
 
-        def kv_told(segment: str | None, told: KvTold) -> None:
-            if segment is not None or told.kv is not None:  # the group's own answer has the reason
-                record = KvRecord(group=group.index, segment=segment, **told._asdict())
+        def on_kv_state(segment: str | None, state: KvState) -> None:
+            if segment is not None or state.kv is not None:  # the group's own answer has the reason
+                record = KvRecord(group=group.index, segment=segment, **state._asdict())
                 self._append(record)
 
-        async with exporting(prompt_kv, group, kv_told):
+        async with exporting_group(prompt_kv, group, on_kv_state):
             answer = await group.run(engine, done)
         answer = with_reuse(with_kv(answer, group.exports), group.reuse)
         for segment in answer.segments or ():
             if segment.kv_reason == NOT_CONTINUED.kv_reason:
-                kv_told(segment.id, NOT_CONTINUED)
+                on_kv_state(segment.id, NOT_CONTINUED)
         self._answers[group.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))
@@ -230,15 +233,15 @@ class Rollout:
 
     def _append(self, record: Record) -> None:
         self._log.append(record)
-        grown, self._grown = self._grown, asyncio.Event()
-        grown.set()
+        changed, self._log_changed = self._log_changed, asyncio.Event()
+        changed.set()
 
     async def _wait_for_growth(self, position: int) -> bool:
         if len(self._log) > position:
             return True
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
-                await self._grown.wait()
+                await self._log_changed.wait()
         except TimeoutError:
             return False
         return True

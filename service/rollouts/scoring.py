@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol import Engine, Place
-from service.adapters.manager import Adapters
+from service.adapters.manager import AdapterManager
 from service.http.errors import InvalidRequest, PromptTooLong
-from service.http.failures import service_error
+from service.http.failures import to_service_error
 from service.rollouts.admission import Admission
-from service.rollouts.manager import Rollouts
-from service.rollouts.tokenizer import Prompts
+from service.rollouts.manager import RolloutManager
+from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
 Result = TypeVar("Result")
-Computed: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
+ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
 
 
-class Terms(NamedTuple):
+class ScoringOptions(NamedTuple):
     """What holds for every response of a request."""
 
     policy: Policy | None
@@ -37,16 +37,16 @@ class Scoring:
         self,
         engine: Engine,
         versions: Versions,
-        prompts: Prompts,
-        rollouts: Rollouts,
-        adapters: Adapters,
+        prompts: Tokenizer,
+        rollouts: RolloutManager,
+        adapters: AdapterManager,
         *,
         admission: Admission,
         max_samples_per_request: int,
     ) -> None:
         self._engine = engine
         self._versions = versions
-        self._prompts = prompts
+        self._tokenizer = prompts
         self._rollouts = rollouts
         self._adapters = adapters
         self._admission = admission
@@ -58,22 +58,24 @@ class Scoring:
             raise InvalidRequest(
                 f"{num_responses} responses; one request may have {self._max_samples}"
             )
-        prompts = await self._prompts.all_token_ids([item.prompt for item in request.items])
+        prompts = await self._tokenizer.all_token_ids([item.prompt for item in request.items])
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
             self._check(prompt, item.responses)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
-        with self._admission.held(owner, samples=num_responses, prompt_tokens=num_tokens):
-            return await self._scored(pairs, Terms(request.policy, request.adapter))
+        with self._admission.reserved(owner, samples=num_responses, prompt_tokens=num_tokens):
+            return await self._score_items(pairs, ScoringOptions(request.policy, request.adapter))
 
-    async def _scored(self, pairs: list[tuple[ScoreItem, list[int]]], terms: Terms) -> ScoreAnswer:
+    async def _score_items(
+        self, pairs: list[tuple[ScoreItem, list[int]]], options: ScoringOptions
+    ) -> ScoreAnswer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 items = [
-                    tasks.create_task(self._item(item, prompt, terms)) for item, prompt in pairs
+                    tasks.create_task(self._item(item, prompt, options)) for item, prompt in pairs
                 ]
         except ExceptionGroup as failures:
-            raise service_error(failures) from failures
+            raise to_service_error(failures) from failures
         return ScoreAnswer(items=[item.result() for item in items])
 
     def _check(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
@@ -87,10 +89,12 @@ class Scoring:
         if any(max(tokens, default=0) >= vocabulary for tokens in (prompt, *responses)):
             raise InvalidRequest(f"token ids must be below {vocabulary}")
 
-    async def _item(self, item: ScoreItem, prompt: list[int], terms: Terms) -> ScoredItem:
+    async def _item(
+        self, item: ScoreItem, prompt: list[int], options: ScoringOptions
+    ) -> ScoredItem:
         async with asyncio.TaskGroup() as tasks:
             scored = [
-                tasks.create_task(self._response(prompt, response, terms))
+                tasks.create_task(self._response(prompt, response, options))
                 for response in item.responses
             ]
         return ScoredItem(
@@ -98,43 +102,48 @@ class Scoring:
         )
 
     async def prompts(
-        self, prompts: Sequence[list[int]], num_likeliest: int, *, owner: str, terms: Terms
+        self,
+        prompts: Sequence[list[int]],
+        num_likeliest: int,
+        *,
+        owner: str,
+        options: ScoringOptions,
     ) -> list[list[Place]]:
         """Each of one version, in their order."""
         for prompt in prompts:
             self._check(prompt, [])
 
-        def prompt_of(prompt: list[int]) -> Computed[list[Place]]:
-            return self._of_one_version(
-                lambda adapter: self._engine.likeliest(prompt, num_likeliest, adapter), terms
+        def score_prompt(prompt: list[int]) -> ComputedResult[list[Place]]:
+            return self._compute_on_one_version(
+                lambda adapter: self._engine.likeliest(prompt, num_likeliest, adapter), options
             )
 
         num_tokens = sum(map(len, prompts))
-        with self._admission.held(owner, samples=len(prompts), prompt_tokens=num_tokens):
+        with self._admission.reserved(owner, samples=len(prompts), prompt_tokens=num_tokens):
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    scored = [tasks.create_task(prompt_of(prompt)) for prompt in prompts]
+                    scored = [tasks.create_task(score_prompt(prompt)) for prompt in prompts]
             except ExceptionGroup as failures:
-                raise service_error(failures) from failures
+                raise to_service_error(failures) from failures
         return [task.result()[0] for task in scored]
 
     async def _response(
-        self, prompt: list[int], response: list[int], terms: Terms
+        self, prompt: list[int], response: list[int], options: ScoringOptions
     ) -> ScoredResponse:
-        logprobs, version, adapter = await self._of_one_version(
-            lambda adapter: self._engine.score(prompt, response, adapter), terms
+        logprobs, version, adapter = await self._compute_on_one_version(
+            lambda adapter: self._engine.score(prompt, response, adapter), options
         )
         return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter)
 
-    async def _of_one_version(
-        self, compute: Callable[[str | None], Awaitable[Result]], terms: Terms
+    async def _compute_on_one_version(
+        self, compute: Callable[[str | None], Awaitable[Result]], options: ScoringOptions
     ) -> tuple[Result, str, str | None]:
         """With the labels of the weights and of the adapter that it is of."""
         while True:
-            await self._rollouts.gate_open()
-            self._versions.admit(terms.policy)
+            await self._rollouts.wait_gate_open()
+            self._versions.admit(options.policy)
             epoch, version = self._versions.epoch, self._versions.active.label
-            with self._adapters.using(terms.adapter) as adapter:
+            with self._adapters.using(options.adapter) as adapter:
                 result = await compute(adapter)
             if epoch == self._versions.epoch:
                 return result, version, adapter

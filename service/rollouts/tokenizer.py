@@ -22,7 +22,7 @@ WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
 """Characters of prompts; a tokenizer takes about 1 s for 1 MiB."""
 
 
-class Prompts:
+class Tokenizer:
     """Owns the tokenizer's thread; `close` ends it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -34,7 +34,7 @@ class Prompts:
         self._tokenizer.close()
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
-        return self._checked(await self._tokens(prompt))
+        return self._check_token_ids(await self._tokens(prompt))
 
     async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
@@ -44,7 +44,7 @@ class Prompts:
         return tokens
 
     async def conversation(self, conversation: Conversation) -> list[int]:
-        return self._checked(await self.rendered(conversation))
+        return self._check_token_ids(await self.rendered(conversation))
 
     async def rendered(self, conversation: Conversation) -> list[int]:
         """As above, of any length."""
@@ -93,7 +93,7 @@ class Prompts:
     async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
         return await self._decoded(lambda: self._engine.reply(token_ids, conversation))
 
-    def _checked(self, tokens: list[int]) -> list[int]:
+    def _check_token_ids(self, tokens: list[int]) -> list[int]:
         facts = self._engine.facts
         if not tokens:
             raise InvalidRequest("a prompt has no token")

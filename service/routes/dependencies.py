@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.cluster.ids import replica_of
+from service.cluster.ids import replica_id_of
 from service.http.errors import KvGone, ReplicaGone
 from service.server import Server
 
@@ -24,18 +24,20 @@ def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
     return server
 
 
-async def _rollout_here(rollout_id: str, server: Annotated[Server, Depends(_server)]) -> None:
-    replica_id = replica_of(rollout_id)
+async def _check_rollout_local(
+    rollout_id: str, server: Annotated[Server, Depends(_server)]
+) -> None:
+    replica_id = replica_id_of(rollout_id)
     if replica_id is not None:
-        await server.fleet.check_here(replica_id)
+        await server.fleet.check_local(replica_id)
 
 
-async def _handle_here(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
+async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
     """The bytes went with their replica, as they do when a lease is over."""
-    replica_id = replica_of(handle)
+    replica_id = replica_id_of(handle)
     if replica_id is not None:
         try:
-            await server.fleet.check_here(replica_id)
+            await server.fleet.check_local(replica_id)
         except ReplicaGone:
             raise KvGone("the replica that had them has gone") from None
 
@@ -43,5 +45,5 @@ async def _handle_here(handle: str, server: Annotated[Server, Depends(_server)])
 AnyServer = Annotated[Server, Depends(_server)]
 ReadyServer = Annotated[Server, Depends(_ready)]
 ServingServer = Annotated[Server, Depends(_serving)]
-ROLLOUT_HERE = Depends(_rollout_here)
-HANDLE_HERE = Depends(_handle_here)
+ROLLOUT_LOCAL = Depends(_check_rollout_local)
+HANDLE_LOCAL = Depends(_check_handle_local)

@@ -8,8 +8,8 @@ from typing import BinaryIO
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from service.auth.access import needs
-from service.http.bodies import bounded
+from service.auth.access import requires_role
+from service.http.bodies import stream_body
 from service.http.errors import (
     DigestMismatch,
     InsufficientStorage,
@@ -20,27 +20,35 @@ from service.http.errors import (
     WeightsRefused,
 )
 from service.http.params import label
-from service.http.preferences import wants_file
-from service.http.responses import JSON, OF_UPLOAD, WHEN_READY, WITH_KEY, answers
+from service.http.preferences import accepts_file
+from service.http.responses import (
+    AUTH_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    UPLOAD_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import ReadyServer
 from service.weights.checkpoint_store import WRITE_BYTES
 
 router = APIRouter(prefix="/v1/drafter")
 
-FILE = "application/octet-stream"
+MEDIA_TYPE = "application/octet-stream"
 VERSION_HEADER = "Coppice-Drafter-Version"
-KNOWN = answers({200: [*JSON, FILE]}, *WITH_KEY, *WHEN_READY, NoDrafter, NotAcceptable)
-OFFERED = answers(
+GET_RESPONSES = declare_responses(
+    {200: [*JSON, MEDIA_TYPE]}, *AUTH_ERRORS, *READINESS_ERRORS, NoDrafter, NotAcceptable
+)
+UPLOAD_RESPONSES = declare_responses(
     {202: JSON},
-    *(*WITH_KEY, *WHEN_READY, *OF_UPLOAD, InvalidRequest, NoDrafter, VersionConflict),
+    *(*AUTH_ERRORS, *READINESS_ERRORS, *UPLOAD_ERRORS, InvalidRequest, NoDrafter, VersionConflict),
     *(WeightsRefused, DigestMismatch, InsufficientStorage),
 )
 
 
-@router.get("", responses=KNOWN)
-@needs("admin")
+@router.get("", responses=GET_RESPONSES)
+@requires_role("admin")
 async def drafter(request: Request, server: ReadyServer) -> Response:
-    if not wants_file(request.headers.get("accept")):
+    if not accepts_file(request.headers.get("accept")):
         answer = server.drafters.answer()
         return Response(answer.model_dump_json(), media_type="application/json")
     version, path = server.drafters.serving()
@@ -49,17 +57,17 @@ async def drafter(request: Request, server: ReadyServer) -> Response:
     num_bytes = os.fstat(content.fileno()).st_size
     return StreamingResponse(
         _chunks(content),
-        media_type=FILE,
+        media_type=MEDIA_TYPE,
         headers={"Content-Length": str(num_bytes), VERSION_HEADER: version},
     )
 
 
-@router.put("/{version}", responses=OFFERED)
-@needs("admin")
-async def offer(version: str, request: Request, server: ReadyServer) -> Response:
-    answer = await server.drafters.offer(
+@router.put("/{version}", responses=UPLOAD_RESPONSES)
+@requires_role("admin")
+async def upload(version: str, request: Request, server: ReadyServer) -> Response:
+    answer = await server.drafters.upload(
         label(version),
-        bounded(request, limit=server.settings.weights.max_upload_bytes),
+        stream_body(request, limit=server.settings.weights.max_upload_bytes),
         digest=request.headers.get("content-digest"),
     )
     return Response(answer.model_dump_json(), status_code=202, media_type="application/json")

@@ -11,30 +11,30 @@ from fastapi import APIRouter, Response
 from coppice.wire.control import HealthAnswer
 from service.auth.access import public
 from service.http.errors import EngineGone, NotReady
-from service.http.responses import JSON, WHEN_READY, answers
+from service.http.responses import JSON, READINESS_ERRORS, declare_responses
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
 router = APIRouter()
 
-READY = answers({200: JSON}, *WHEN_READY)
+READY_RESPONSES = declare_responses({200: JSON}, *READINESS_ERRORS)
 
 
-@router.get("/startupz", responses=answers({200: JSON}, NotReady, EngineGone))
+@router.get("/startupz", responses=declare_responses({200: JSON}, NotReady, EngineGone))
 @public
 async def started(server: AnyServer) -> Response:
     server.readiness.check_started()
     return _healthy(server)
 
 
-@router.get("/readyz", responses=READY)
-@router.get("/health", responses=READY)
+@router.get("/readyz", responses=READY_RESPONSES)
+@router.get("/health", responses=READY_RESPONSES)
 @public
 async def ready(server: ReadyServer) -> Response:
     return _healthy(server)
 
 
-@router.get("/livez", responses=answers({200: JSON}, EngineGone))
+@router.get("/livez", responses=declare_responses({200: JSON}, EngineGone))
 @public
 async def alive(server: AnyServer) -> Response:
     server.readiness.check_alive()

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.kv import KvLease, KvLeaseAnswer
-from service.auth.access import Caller, needs
+from service.auth.access import Caller, requires_role
 from service.http.bodies import read_small_json
 from service.http.errors import (
     DirectoryUnavailable,
@@ -17,28 +17,40 @@ from service.http.errors import (
     QuotaExceeded,
     RangeNotSatisfiable,
 )
-from service.http.params import asserted_version
-from service.http.responses import ELSEWHERE, JSON, NOTHING, OF_BODY, WITH_KEY, answers
-from service.prompt_kv.http_transfer import MEDIA_TYPE, KvData
-from service.routes.dependencies import HANDLE_HERE, AnyServer
+from service.http.params import expected_version
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    NO_CONTENT,
+    REDIRECT,
+    declare_responses,
+)
+from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
+from service.routes.dependencies import HANDLE_LOCAL, AnyServer
 
-router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_HERE])
+router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_LOCAL])
 
-HELD = (*WITH_KEY, KvNotFound, KvGone, Draining, DirectoryUnavailable)
-OK = {200: JSON, **ELSEWHERE}
-DATA = answers(
-    {200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **ELSEWHERE},
-    *HELD,
+HANDLE_ERRORS = (*AUTH_ERRORS, KvNotFound, KvGone, Draining, DirectoryUnavailable)
+HANDLE_SUCCESSES = {200: JSON, **REDIRECT}
+DATA_RESPONSES = declare_responses(
+    {200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **REDIRECT},
+    *HANDLE_ERRORS,
     RangeNotSatisfiable,
     QuotaExceeded,
     Overloaded,
 )
 
 
-@router.get("", responses=answers(OK, *HELD, KvVersionConflict, InvalidRequest))
-@needs("kv")
-async def look(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
-    version = asserted_version(request.query_params)
+@router.get(
+    "",
+    responses=declare_responses(
+        HANDLE_SUCCESSES, *HANDLE_ERRORS, KvVersionConflict, InvalidRequest
+    ),
+)
+@requires_role("kv")
+async def get_handle(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+    version = expected_version(request.query_params)
     found = server.prompt_kv.get(handle, caller.name)
     layout = server.prompt_kv.layout(found)
     if version not in (None, layout.version):
@@ -46,31 +58,31 @@ async def look(handle: str, request: Request, server: AnyServer, caller: Caller)
     return _json(layout)
 
 
-@router.head("/data", responses=DATA)
-@router.get("/data", responses=DATA)
-@needs("kv")
+@router.head("/data", responses=DATA_RESPONSES)
+@router.get("/data", responses=DATA_RESPONSES)
+@requires_role("kv")
 async def data(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
-    return KvData(
+    return KvDataResponse(
         server.prompt_kv,
-        server.sending,
+        server.socket_sender,
         lambda: server.prompt_kv.get(handle, caller.name),
         range_header=request.headers.get("range"),
         if_range=request.headers.get("if-range"),
     )
 
 
-@router.get("/agent", responses=answers(OK, *HELD))
-@needs("kv")
+@router.get("/agent", responses=declare_responses(HANDLE_SUCCESSES, *HANDLE_ERRORS))
+@requires_role("kv")
 async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.get(handle, caller.name)
-    known = server.prompt_kv.agent
-    if known is None:
+    agent_info = server.prompt_kv.agent
+    if agent_info is None:
         raise KvNotFound("there are no one-sided reads here")
-    return _json(known)
+    return _json(agent_info)
 
 
-@router.post("/lease", responses=answers(OK, *HELD, *OF_BODY))
-@needs("kv")
+@router.post("/lease", responses=declare_responses(HANDLE_SUCCESSES, *HANDLE_ERRORS, *BODY_ERRORS))
+@requires_role("kv")
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
     found = server.prompt_kv.get(handle, caller.name)
@@ -78,8 +90,8 @@ async def renew(handle: str, request: Request, server: AnyServer, caller: Caller
     return _json(KvLeaseAnswer(lease_seconds=seconds))
 
 
-@router.delete("", responses=answers({204: NOTHING, **ELSEWHERE}, *HELD))
-@needs("kv")
+@router.delete("", responses=declare_responses({204: NO_CONTENT, **REDIRECT}, *HANDLE_ERRORS))
+@requires_role("kv")
 async def release(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.release(handle, caller.name)
     return Response(status_code=204)

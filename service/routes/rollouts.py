@@ -9,9 +9,9 @@ from pydantic import BaseModel
 
 from coppice.wire.packed import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
-from service.auth.access import Caller, needs
+from service.auth.access import Caller, requires_role
 from service.http.bodies import INLINE_BYTES
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import (
     DirectoryUnavailable,
     Draining,
@@ -25,39 +25,48 @@ from service.http.errors import (
 )
 from service.http.json_response import PartsResponse, rollout_parts
 from service.http.params import wait_seconds
-from service.http.preferences import Form, wanted_form, wants_async
+from service.http.preferences import ResponseFormat, negotiate_format, prefers_async
 from service.http.responses import (
-    ELSEWHERE,
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    CLUSTER_ERRORS,
+    ENGINE_ERRORS,
     JSON,
-    OF_BODY,
-    OF_ENGINE_WORK,
-    OF_FLEET,
-    WHEN_READY,
-    WITH_KEY,
-    answers,
+    READINESS_ERRORS,
+    REDIRECT,
+    declare_responses,
 )
-from service.rollouts.claim import Claim
+from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.rollout import Rollout
-from service.routes.dependencies import ROLLOUT_HERE, AnyServer
+from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
-IDEMPOTENCY = (IdempotencyInProgress, IdempotencyMismatch)
-LOST = (*OF_FLEET, RolloutNotFound, Draining, EngineGone)
-STARTED = answers(
-    {200: tuple(Form), 202: JSON, **ELSEWHERE},
-    *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK, *IDEMPOTENCY),
+IDEMPOTENCY_ERRORS = (IdempotencyInProgress, IdempotencyMismatch)
+LOOKUP_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, Draining, EngineGone)
+START_RESPONSES = declare_responses(
+    {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
+    *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS, *IDEMPOTENCY_ERRORS),
     *(NotAcceptable, RolloutNotFound, DirectoryUnavailable),
 )
-LOOKED = answers(
-    {200: tuple(Form), 202: JSON, **ELSEWHERE}, *WITH_KEY, *LOST, NotAcceptable, InvalidRequest
+GET_RESPONSES = declare_responses(
+    {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
+    *AUTH_ERRORS,
+    *LOOKUP_ERRORS,
+    NotAcceptable,
+    InvalidRequest,
 )
-ABORTED = answers({200: {Form.JSON, Form.PACKED}, **ELSEWHERE}, *WITH_KEY, *LOST, NotAcceptable)
+ABORT_RESPONSES = declare_responses(
+    {200: {ResponseFormat.JSON, ResponseFormat.PACKED}, **REDIRECT},
+    *AUTH_ERRORS,
+    *LOOKUP_ERRORS,
+    NotAcceptable,
+)
 
 
-@router.post("", responses=STARTED)
-@needs("rollout")
+@router.post("", responses=START_RESPONSES)
+@requires_role("rollout")
 async def start(request: Request, server: AnyServer, caller: Caller) -> Response:
     """With a key it may be the retry of what runs already, which a drain does not send away."""
     headers = request.headers
@@ -66,8 +75,8 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         server.readiness.check_ready()
     else:
         server.readiness.check_serving()
-    form = wanted_form(headers.get("accept"))
-    respond_async = wants_async(",".join(headers.getlist("prefer")))
+    response_format = negotiate_format(headers.get("accept"))
+    respond_async = prefers_async(",".join(headers.getlist("prefer")))
     content = await server.bodies.content(request)
     body = await server.bodies.parsed(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
@@ -75,94 +84,101 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     owner = caller.name
     claim = None if key is None else await _claim(owner, key, content)
     starting = server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
-    rollout = await while_connected(request, starting)
+    rollout = await cancel_on_disconnect(request, starting)
     if rollout is None:
-        return NOBODY_READS
+        return CLIENT_DISCONNECTED
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
-    if body.stream or form is Form.NDJSON:
-        return _stream(rollout, _own_lines(server, rollout))
+    if body.stream or response_format is ResponseFormat.NDJSON:
+        return _stream(rollout, _lines_until_disconnect(server, rollout))
     try:
-        await while_connected(request, rollout.wait())
+        await cancel_on_disconnect(request, rollout.wait())
     finally:
-        server.rollouts.left(rollout)
-    return await _answer(rollout, form) if rollout.ended else NOBODY_READS
+        server.rollouts.on_disconnect(rollout)
+    return await _answer(rollout, response_format) if rollout.ended else CLIENT_DISCONNECTED
 
 
-@router.get("/{rollout_id}", responses=LOOKED, dependencies=[ROLLOUT_HERE])
-@needs("rollout")
-async def look(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+@router.get("/{rollout_id}", responses=GET_RESPONSES, dependencies=[ROLLOUT_LOCAL])
+@requires_role("rollout")
+async def get_rollout(
+    rollout_id: str, request: Request, server: AnyServer, caller: Caller
+) -> Response:
     """What has ended is answered at once, what has not is awaited as long as the caller likes."""
-    form = wanted_form(request.headers.get("accept"))
+    response_format = negotiate_format(request.headers.get("accept"))
     seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
-    if form is Form.NDJSON:
+    if response_format is ResponseFormat.NDJSON:
         return _stream(rollout, _lines(rollout))
     if not rollout.ended:
         try:
             async with asyncio.timeout(seconds):
-                await while_connected(request, rollout.wait())
+                await cancel_on_disconnect(request, rollout.wait())
         except TimeoutError:
             return _accepted(rollout, {})
-    return await _answer(rollout, form) if rollout.ended else NOBODY_READS
+    return await _answer(rollout, response_format) if rollout.ended else CLIENT_DISCONNECTED
 
 
-@router.delete("/{rollout_id}", responses=ABORTED, dependencies=[ROLLOUT_HERE])
-@needs("rollout")
+@router.delete("/{rollout_id}", responses=ABORT_RESPONSES, dependencies=[ROLLOUT_LOCAL])
+@requires_role("rollout")
 async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     """The tokens so far come back here as well as to whoever started the rollout."""
-    form = wanted_form(request.headers.get("accept"))
+    response_format = negotiate_format(request.headers.get("accept"))
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     await server.rollouts.cancel(rollout)
-    return await _answer(rollout, Form.JSON if form is Form.NDJSON else form)
+    return await _answer(
+        rollout,
+        ResponseFormat.JSON if response_format is ResponseFormat.NDJSON else response_format,
+    )
 
 
-async def _claim(owner: str, key: str, content: bytes) -> Claim:
+async def _claim(owner: str, key: str, content: bytes) -> IdempotencyClaim:
     """A large body takes long to hash."""
     if len(content) <= INLINE_BYTES:
-        return Claim.of(owner, key, content)
-    return await asyncio.to_thread(Claim.of, owner, key, content)
+        return IdempotencyClaim.of(owner, key, content)
+    return await asyncio.to_thread(IdempotencyClaim.of, owner, key, content)
 
 
 def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(lines, media_type=Form.NDJSON, headers=_headers(rollout))
+    return StreamingResponse(lines, media_type=ResponseFormat.NDJSON, headers=_headers(rollout))
 
 
-async def _own_lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
+async def _lines_until_disconnect(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
     """For whoever started the rollout; others may come and go."""
     try:
         async for line in _lines(rollout):
             yield line
     finally:
-        server.rollouts.left(rollout)
+        server.rollouts.on_disconnect(rollout)
 
 
 async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
     async for record in rollout.records():
         yield record.model_dump_json(exclude_none=True).encode() + b"\n"
-    rollout.promised = False
+    rollout.awaits_fetch = False
 
 
-async def _answer(rollout: Rollout, form: Form) -> Response:
+async def _answer(rollout: Rollout, response_format: ResponseFormat) -> Response:
     """Encoded in a thread: large answers would hold up everybody else's streams."""
-    rollout.promised = False  # a server that stops waits for what it is sending
+    rollout.awaits_fetch = False  # a server that stops waits for what it is sending
     answer = await rollout.answer()
-    parts = await asyncio.to_thread(_encoded, answer, form)
-    return PartsResponse(parts, media_type=form, headers=_headers(rollout))
+    parts = await asyncio.to_thread(_encode, answer, response_format)
+    return PartsResponse(parts, media_type=response_format, headers=_headers(rollout))
 
 
-def _encoded(answer: RolloutAnswer, form: Form) -> list[bytes]:
-    return [pack(answer)] if form is Form.PACKED else list(rollout_parts(answer))
+def _encode(answer: RolloutAnswer, response_format: ResponseFormat) -> list[bytes]:
+    return (
+        [pack(answer)] if response_format is ResponseFormat.PACKED else list(rollout_parts(answer))
+    )
 
 
 def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:
-    rollout.promised = True
+    rollout.awaits_fetch = True
     progress: BaseModel = rollout.progress()
     location = {"Location": f"/v1/rollouts/{rollout.id}"}
     return Response(
         progress.model_dump_json(),
         status_code=202,
-        media_type=Form.JSON,
+        media_type=ResponseFormat.JSON,
         headers=_headers(rollout) | location | headers,
     )
 

@@ -5,23 +5,32 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
-from service.auth.access import Caller, needs
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.auth.access import Caller, requires_role
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.json_response import PartsResponse, model_parts
-from service.http.responses import JSON, OF_BODY, OF_ENGINE_WORK, WHEN_READY, WITH_KEY, answers
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    ENGINE_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+)
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter(prefix="/v1/score")
 
-SCORED = answers({200: JSON}, *WITH_KEY, *WHEN_READY, *OF_BODY, *OF_ENGINE_WORK)
+SCORE_RESPONSES = declare_responses(
+    {200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS
+)
 
 
-@router.post("", responses=SCORED)
-@needs("rollout")
+@router.post("", responses=SCORE_RESPONSES)
+@requires_role("rollout")
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await server.bodies.read_json(request, ScoreRequest)
-    answer = await while_connected(request, server.scoring.score(body, owner=caller.name))
+    answer = await cancel_on_disconnect(request, server.scoring.score(body, owner=caller.name))
     if answer is None:
-        return NOBODY_READS
+        return CLIENT_DISCONNECTED
     parts = await asyncio.to_thread(lambda: list(model_parts(answer, "items")))
     return PartsResponse(parts, media_type="application/json")

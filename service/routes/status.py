@@ -2,15 +2,15 @@
 
 from fastapi import APIRouter, Response
 
-from service.auth.access import any_key
-from service.http.responses import JSON, WITH_KEY, answers
+from service.auth.access import allow_any_key
+from service.http.responses import AUTH_ERRORS, JSON, declare_responses
 from service.observability.status import status
 from service.routes.dependencies import AnyServer
 
 router = APIRouter(prefix="/v1")
 
 
-@router.get("/status", responses=answers({200: JSON}, *WITH_KEY))
-@any_key
-async def told(server: AnyServer) -> Response:
+@router.get("/status", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
+@allow_any_key
+async def get_status(server: AnyServer) -> Response:
     return Response(status(server).model_dump_json(), media_type="application/json")

@@ -5,9 +5,9 @@ from pydantic import BaseModel
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
-from service.auth.access import Caller, needs
-from service.http.bodies import INLINE_BYTES, parse, read
-from service.http.disconnect import NOBODY_READS, while_connected
+from service.auth.access import Caller, requires_role
+from service.http.bodies import INLINE_BYTES, parse, read_body
+from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -15,48 +15,58 @@ from service.http.errors import (
     SegmentNotFound,
     TreeClosed,
 )
-from service.http.responses import ELSEWHERE, JSON, OF_BODY, OF_FLEET, WHEN_READY, WITH_KEY, answers
-from service.rollouts.claim import Claim
-from service.routes.dependencies import ROLLOUT_HERE, ReadyServer
+from service.http.responses import (
+    AUTH_ERRORS,
+    BODY_ERRORS,
+    CLUSTER_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    REDIRECT,
+    declare_responses,
+)
+from service.rollouts.claim import IdempotencyClaim
+from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
 
-router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_HERE])
+router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_LOCAL])
 
-OF_TREE = (*OF_FLEET, RolloutNotFound, SegmentNotFound, TreeClosed)
-BRANCHED = answers(
-    {200: JSON, **ELSEWHERE},
-    *(*WITH_KEY, *WHEN_READY, *OF_BODY, *OF_TREE),
+TREE_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, SegmentNotFound, TreeClosed)
+BRANCH_RESPONSES = declare_responses(
+    {200: JSON, **REDIRECT},
+    *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *TREE_ERRORS),
     *(IdempotencyInProgress, IdempotencyMismatch),
 )
-DROPPED = answers({200: JSON, **ELSEWHERE}, *WITH_KEY, *WHEN_READY, *OF_TREE)
+DROP_RESPONSES = declare_responses(
+    {200: JSON, **REDIRECT}, *AUTH_ERRORS, *READINESS_ERRORS, *TREE_ERRORS
+)
 
 
-@router.post("/branch", responses=BRANCHED)
-@needs("rollout")
+@router.post("/branch", responses=BRANCH_RESPONSES)
+@requires_role("rollout")
 async def branch(
     rollout_id: str, request: Request, server: ReadyServer, caller: Caller
 ) -> Response:
-    content = await read(request, limit=INLINE_BYTES)
+    content = await read_body(request, limit=INLINE_BYTES)
     body = parse(content, BranchRequest)
     key = request.headers.get("idempotency-key")
-    claim = None if key is None else Claim.of(caller.name, key, content)
-    tree = await server.open_trees.find(rollout_id, body.group, owner=caller.name)
-    growing = await tree.branch(body, claim)
+    claim = None if key is None else IdempotencyClaim.of(caller.name, key, content)
+    tree = await server.external_trees.find(rollout_id, body.group, owner=caller.name)
+    branch_result = await tree.branch(body, claim)
     try:
-        segments = await while_connected(request, growing.segments())
+        segments = await cancel_on_disconnect(request, branch_result.segments())
     finally:
-        server.open_trees.left(tree, growing)
+        server.external_trees.on_disconnect(tree, branch_result)
     if segments is None:
-        return NOBODY_READS
+        return CLIENT_DISCONNECTED
     return _json(BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds))
 
 
-@router.delete("/segments/{segment_id}", responses=DROPPED)
-@needs("rollout")
+@router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)
+@requires_role("rollout")
 async def drop(rollout_id: str, segment_id: str, server: ReadyServer, caller: Caller) -> Response:
     """The group is in the segment's own name."""
     index = segment_id.partition(".")[0]
     group = int(index) if index.isdecimal() and len(index) < 5 else 0
-    tree = await server.open_trees.find(rollout_id, group, owner=caller.name)
+    tree = await server.external_trees.find(rollout_id, group, owner=caller.name)
     dropped = await tree.drop(segment_id)
     return _json(DropAnswer(dropped=dropped, lease_seconds=tree.lease_seconds))
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
-from service.auth.access import needs, page, public
-from service.http.responses import WITH_KEY, answers
+from service.auth.access import page, public, requires_role
+from service.http.responses import AUTH_ERRORS, declare_responses
 from service.observability.dashboard import snapshot
 from service.routes.dependencies import AnyServer
 from service.server import Server
 
 router = APIRouter(prefix="/ui")
 
-SECONDS = 1.0
+INTERVAL_SECONDS = 1.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -30,26 +30,26 @@ HEADERS = {
 }
 
 
-@router.get("", responses=answers({200: ["text/html"]}))
+@router.get("", responses=declare_responses({200: ["text/html"]}))
 @page
 async def shown() -> Response:
     return Response(_file("page.html"), media_type="text/html", headers=HEADERS)
 
 
-@router.get("/page.js", responses=answers({200: ["text/javascript"]}))
+@router.get("/page.js", responses=declare_responses({200: ["text/javascript"]}))
 @public
 async def script() -> Response:
     return Response(_file("page.js"), media_type="text/javascript", headers=HEADERS)
 
 
-@router.get("/page.css", responses=answers({200: ["text/css"]}))
+@router.get("/page.css", responses=declare_responses({200: ["text/css"]}))
 @public
 async def style() -> Response:
     return Response(_file("page.css"), media_type="text/css", headers=HEADERS)
 
 
-@router.get("/events", responses=answers({200: ["text/event-stream"]}, *WITH_KEY))
-@needs("watch")
+@router.get("/events", responses=declare_responses({200: ["text/event-stream"]}, *AUTH_ERRORS))
+@requires_role("watch")
 async def events(server: AnyServer) -> Response:
     return StreamingResponse(_events(server), media_type="text/event-stream", headers=HEADERS)
 
@@ -58,7 +58,7 @@ async def _events(server: Server) -> AsyncIterator[str]:
     """Until the reader leaves, or the server stops taking requests."""
     while not server.readiness.draining:
         yield f"data: {json.dumps(snapshot(server))}\n\n"
-        await asyncio.sleep(SECONDS)
+        await asyncio.sleep(INTERVAL_SECONDS)
 
 
 @cache

@@ -7,9 +7,9 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from starlette.responses import StreamingResponse
 
-from service.auth.access import needs
+from service.auth.access import requires_role
 from service.http.errors import VersionNotFound
-from service.http.responses import WITH_KEY, answers
+from service.http.responses import AUTH_ERRORS, declare_responses
 from service.routes.dependencies import AnyServer
 from service.weights.checkpoint_store import DELTA, WRITE_BYTES
 from service.weights.replication import manifests
@@ -18,11 +18,11 @@ from service.weights.versions import Version
 router = APIRouter(prefix="/v1/weights")
 
 MEDIA_TYPE = "application/octet-stream"
-FILE = answers({200: [MEDIA_TYPE]}, *WITH_KEY, VersionNotFound)
+FILE_RESPONSES = declare_responses({200: [MEDIA_TYPE]}, *AUTH_ERRORS, VersionNotFound)
 
 
-@router.get("/{version}/files/{name}", responses=FILE)
-@needs("replica")
+@router.get("/{version}/files/{name}", responses=FILE_RESPONSES)
+@requires_role("replica")
 async def file(version: str, name: str, server: AnyServer) -> Response:
     path = _path(server.versions.find(version), name)
     if path is None:

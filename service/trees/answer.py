@@ -5,13 +5,13 @@ from collections.abc import Collection
 
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentFinish
 from service.rollouts.group import Decode
-from service.trees.tree import Row, Segment
+from service.trees.tree import LeafPath, Segment
 
-WHOLE: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
+COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
 """How a path ends by itself; a budget is a limit like any other."""
 
 
-async def row_answer(index: int, row: Row, decode: Decode | None) -> SampleAnswer:
+async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
     """What a flat sample would have been."""
     finish = row.leaf.finish
     return SampleAnswer(
@@ -27,17 +27,18 @@ async def row_answer(index: int, row: Row, decode: Decode | None) -> SampleAnswe
 def outcome_of(
     leaves: Collection[Segment],
     *,
-    whole: Collection[SegmentFinish],
-    enough: int | None,
-    stunted: bool,
+    complete_finishes: Collection[SegmentFinish],
+    num_required: int | None,
+    was_truncated: bool,
     cancelled: bool,
 ) -> Outcome:
-    """`whole`: the ends that leave nothing to be wished for. `stunted`: paths were kept from it."""
+    """`complete_finishes`: the ends that leave nothing to be wished for. `was_truncated`: paths
+    were kept from it."""
     finishes = Counter(leaf.finish for leaf in leaves)
-    num_whole = sum(finishes[finish] for finish in whole)
-    if enough is not None and num_whole >= enough:
+    num_complete = sum(finishes[finish] for finish in complete_finishes)
+    if num_required is not None and num_complete >= num_required:
         return "done"
-    if num_whole and num_whole == len(leaves) and not stunted:
+    if num_complete and num_complete == len(leaves) and not was_truncated:
         return "done"
     if leaves and finishes["error"] == len(leaves):
         return "failed"

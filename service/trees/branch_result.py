@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import SegmentAnswer
 from service.http.errors import TreeClosed
-from service.http.failures import service_error
+from service.http.failures import to_service_error
 from service.trees.tree import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Growing:
+class BranchResult:
     """The tasks are the tree's: to stop waiting for them does not end them."""
 
     tasks: Sequence["asyncio.Task[Segment | None]"]
     path_ids: Sequence[str]
-    keyed: bool
+    has_idempotency_key: bool
 
     @property
     def done(self) -> bool:
@@ -27,7 +27,7 @@ class Growing:
         await asyncio.wait(self.tasks)
         failures = [e for task in self.tasks if not task.cancelled() and (e := task.exception())]
         if failures:
-            raise service_error(BaseExceptionGroup("a tree", failures))
+            raise to_service_error(BaseExceptionGroup("a tree", failures))
         if any(task.cancelled() for task in self.tasks):
             raise TreeClosed()
         return [segment.answer() for task in self.tasks if (segment := task.result())]

@@ -6,34 +6,34 @@ goes to whoever starts next. Every leaf still to come gets an equal part of what
 
 
 class Budget:
-    """Owner of a tree's tokens: `take` is followed by one `give_back`."""
+    """Owner of a tree's tokens: `reserve` is followed by one `release`."""
 
     def __init__(self, tokens: int) -> None:
         self._total = tokens
-        self._left = tokens
-        self._held = 0
+        self._remaining = tokens
+        self._reserved = 0
         self._used = 0
-        self.leaves_to_come = 0
+        self.num_future_leaves = 0
 
     @property
-    def left(self) -> int:
-        return self._left
+    def remaining(self) -> int:
+        return self._remaining
 
-    def part(self, leaves: int, among: int) -> int:
+    def part(self, leaves: int, num_starting_leaves: int) -> int:
         """What so many leaves get if so many start now, beside those that are still to come."""
-        return self._left * leaves // (among + self.leaves_to_come)
+        return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
-    def take(self, tokens: int) -> None:
-        assert 0 < tokens <= self._left, "a tree's tokens are used up"
-        self._left -= tokens
-        self._held += tokens
+    def reserve(self, tokens: int) -> None:
+        assert 0 < tokens <= self._remaining, "a tree's tokens are used up"
+        self._remaining -= tokens
+        self._reserved += tokens
 
-    def give_back(self, taken: int, *, used: int) -> None:
-        assert 0 <= used <= taken, "a path outgrew what it held"
-        self._held -= taken
-        self._left += taken - used
+    def release(self, reserved: int, *, used: int) -> None:
+        assert 0 <= used <= reserved, "a path outgrew what it held"
+        self._reserved -= reserved
+        self._remaining += reserved - used
         self._used += used
 
     def check(self) -> None:
-        assert self._left + self._held + self._used == self._total, "tokens are lost"
-        assert self._left >= 0 and self._held >= 0
+        assert self._remaining + self._reserved + self._used == self._total, "tokens are lost"
+        assert self._remaining >= 0 and self._reserved >= 0

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from service.trees.plan import Plan, next_cut
 
 
-def entropy_cuts(plan: Plan, entropy: Sequence[float], *, start: int, most: int) -> list[int]:
+def select_entropy_cuts(
+    plan: Plan, entropy: Sequence[float], *, start: int, max_cuts: int
+) -> list[int]:
     """Path lengths, rising and at most so many, at which what grew from `start` is cut."""
     scores = _scores(plan, entropy, start)
     gap = max(plan.branching.min_gap, 1)
     chosen: list[int] = []
-    for place in sorted(scores, key=lambda place: (-scores[place], place)):
-        if len(chosen) < most and all(abs(place - other) >= gap for other in chosen):
-            chosen.append(place)
+    for position in sorted(scores, key=lambda position: (-scores[position], position)):
+        if len(chosen) < max_cuts and all(abs(position - other) >= gap for other in chosen):
+            chosen.append(position)
     return sorted(chosen)
 
 
@@ -28,13 +30,13 @@ def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float
         earliest = max(earliest, start + plan.branching.min_gap)
     scores: dict[int, float] = {}
     for length, value in enumerate(entropy, start):
-        place = next_cut(length, plan.block_size)
-        if length >= earliest and place < start + len(entropy):
-            scores[place] = max(value, scores.get(place, 0.0))
+        position = next_cut(length, plan.block_size)
+        if length >= earliest and position < start + len(entropy):
+            scores[position] = max(value, scores.get(position, 0.0))
     return scores
 
 
-def deal(leaves: int, capacities: Sequence[int], *, per_cut: int) -> list[list[int]]:
+def distribute_leaves(leaves: int, capacities: Sequence[int], *, per_cut: int) -> list[list[int]]:
     """For each cut, whose paths can come to so many leaves each, the shares of those paths.
 
     One leaf at a time, so that they come out even; what nobody can use is left over.

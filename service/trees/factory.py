@@ -1,24 +1,24 @@
 """Which kind of tree a request asks for."""
 
 from coppice.wire.branching import Branching
-from service.rollouts.group import GroupFields
-from service.trees.external_tree import OpenTree
+from service.rollouts.group import GroupOptions
+from service.trees.external_tree import ExternalTree
 from service.trees.group import TreeGroup
 from service.trees.plan import Plan
 
 
-def tree_group(
-    branching: Branching, given: GroupFields, *, block_size: int, longest_lease: float
+def create_tree_group(
+    branching: Branching, options: GroupOptions, *, block_size: int, max_lease_seconds: float
 ) -> TreeGroup:
-    prompt_length = len(given["prompt_token_ids"])
+    prompt_length = len(options["prompt_token_ids"])
     plan = Plan(
         branching=branching,
         prompt_length=prompt_length,
-        longest=prompt_length + given["sampling"].max_tokens,
+        max_length=prompt_length + options["sampling"].max_tokens,
         block_size=block_size,
     )
     if branching.mode == "external":
-        return OpenTree(
-            plan=plan, lease_seconds=min(branching.lease_seconds, longest_lease), **given
+        return ExternalTree(
+            plan=plan, lease_seconds=min(branching.lease_seconds, max_lease_seconds), **options
         )
-    return TreeGroup(plan=plan, **given)
+    return TreeGroup(plan=plan, **options)

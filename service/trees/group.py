@@ -17,13 +17,13 @@ from coppice.wire.rollouts import (
 )
 from engine.kv_types import ExportSlot
 from engine.protocol import Completion, Engine, SampleRequest
-from service.rollouts.group import Group, PartDone, stream
-from service.trees.answer import WHOLE, outcome_of, row_answer
+from service.rollouts.group import Group, OnPart, derive_seed
+from service.trees.answer import COMPLETE_FINISHES, outcome_of, row_answer
 from service.trees.budget import Budget
-from service.trees.entropy_split import deal, entropy_cuts
-from service.trees.path import Path, Reach, reach_of
+from service.trees.entropy_split import distribute_leaves, select_entropy_cuts
+from service.trees.path import Path, PathBounds, path_bounds
 from service.trees.plan import Plan, split
-from service.trees.tokens import Grown, grown_of
+from service.trees.tokens import GeneratedTokens, tokens_from_completion
 from service.trees.tree import Segment, Tree
 
 Fork = tuple[Segment | None, int, list[int]]
@@ -38,24 +38,24 @@ class TreeGroup(Group):
     tree: Tree = field(init=False)
     budget: Budget = field(init=False)
     num_cached_tokens: int | None = None
-    num_whole: int = 0
+    num_complete: int = 0
     _engine: Engine = field(init=False)
     _tasks: asyncio.TaskGroup = field(init=False)
-    _done: PartDone = field(init=False)
+    _done: OnPart = field(init=False)
     _paths: dict[str, Path] = field(default_factory=dict)
-    _num_forked: Counter[str] = field(default_factory=Counter)
-    _stunted: bool = False
+    _num_children: Counter[str] = field(default_factory=Counter)
+    _was_truncated: bool = False
 
     def __post_init__(self) -> None:
         self.tree = Tree(str(self.index))
         self.budget = Budget(self.plan.branching.max_new_tokens_total)
 
-    async def run(self, engine: Engine, done: PartDone) -> GroupAnswer:
+    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
         self._engine, self._done = engine, done
         self.began_at = asyncio.get_running_loop().time()
         try:
             async with self._deadline(engine), asyncio.TaskGroup() as self._tasks:
-                await self._live()
+                await self._run_until_done()
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
@@ -67,51 +67,60 @@ class TreeGroup(Group):
         """Of each path that grows, the segment that it goes on from."""
         return [path.parent_id for path in self._paths.values()]
 
-    async def _live(self) -> None:
+    async def _run_until_done(self) -> None:
         plan = self.plan
-        share = min(self.n, plan.capacity(0), self.budget.left)
+        share = min(self.n, plan.capacity(0), self.budget.remaining)
         if plan.splits_at_prompt:
-            await self._start(self._forked([(None, 1, split(share, plan.factor(0)))]))
+            await self._start(self._fork_paths([(None, 1, split(share, plan.factor(0)))]))
         else:
-            await self._start(self._forked([(None, 0, [share])]))
+            await self._start(self._fork_paths([(None, 0, [share])]))
 
-    def _forked(self, forks: Sequence[Fork]) -> list[Path]:
-        among = sum(sum(shares) for _, _, shares in forks)
-        wanted: list[tuple[Segment | None, int, int, Reach]] = []
+    def _fork_paths(self, forks: Sequence[Fork]) -> list[Path]:
+        num_starting_leaves = sum(sum(shares) for _, _, shares in forks)
+        wanted: list[tuple[Segment | None, int, int, PathBounds]] = []
         for parent, depth, shares in forks:
             start = len(self.prompt_token_ids) + len(self.tree.token_ids(parent))
             found = [
-                reach_of(self.plan, self.budget, share, start=start, depth=depth, among=among)
+                path_bounds(
+                    self.plan,
+                    self.budget,
+                    share,
+                    start=start,
+                    depth=depth,
+                    num_starting_leaves=num_starting_leaves,
+                )
                 for share in shares
             ]
-            wanted += [(parent, depth, start, reach) for reach in found if reach.limit > 0]
-        return [self._path(*each) for each in wanted]
+            wanted += [(parent, depth, start, bounds) for bounds in found if bounds.limit > 0]
+        return [self._create_path(*each) for each in wanted]
 
-    def _path(self, parent: Segment | None, depth: int, start: int, reach: Reach) -> Path:
+    def _create_path(
+        self, parent: Segment | None, depth: int, start: int, bounds: PathBounds
+    ) -> Path:
         """It holds its tokens from here on."""
         at = "" if parent is None else parent.name
-        self._num_forked[at] += 1
-        self.budget.take(reach.limit)
-        self.budget.leaves_to_come += reach.to_come
+        self._num_children[at] += 1
+        self.budget.reserve(bounds.limit)
+        self.budget.num_future_leaves += bounds.num_future_leaves
         return Path(
             id=uuid.uuid4().hex,
-            name=f"{at}/{self._num_forked[at]}",
+            name=f"{at}/{self._num_children[at]}",
             parent=parent,
             depth=depth,
             start=start,
-            reach=reach,
+            bounds=bounds,
         )
 
     async def _start(self, paths: Sequence[Path]) -> None:
         """Whatever begins together enters the engine together."""
-        if self.ending or not paths:
-            self._stunted |= bool(paths)
+        if self.end_reason or not paths:
+            self._was_truncated |= bool(paths)
             for path in paths:
-                self._return_held(path, used=0)
+                self._release_budget(path, used=0)
             return
-        await self._submit(paths, self._entered(paths))
+        await self._submit(paths, self._register(paths))
 
-    def _entered(self, paths: Sequence[Path]) -> list[SampleRequest]:
+    def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
         """From here on they count as growing."""
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
@@ -121,21 +130,21 @@ class TreeGroup(Group):
         self, paths: Sequence[Path], requests: Sequence[SampleRequest]
     ) -> list[asyncio.Task[Segment | None]]:
         completions = await self._engine.submit(requests)
-        unwanted = [path.id for path in paths if self.ending or path.id not in self._paths]
+        unwanted = [path.id for path in paths if self.end_reason or path.id not in self._paths]
         await self._engine.abort(unwanted)
         return [
-            self._tasks.create_task(self._follow(path, completion))
+            self._tasks.create_task(self._await_path(path, completion))
             for path, completion in zip(paths, completions, strict=True)
         ]
 
     def _path_request(self, path: Path) -> SampleRequest:
-        seed = None if self.seed is None else stream(self.seed, path.name)
+        seed = None if self.seed is None else derive_seed(self.seed, path.name)
         prompt = [*self.prompt_token_ids, *self.tree.token_ids(path.parent)]
-        topk = self.plan.wants_entropy and self.plan.entropy.source == "topk"
+        topk = self.plan.needs_entropy and self.plan.entropy.source == "topk"
         return SampleRequest(
             id=path.id,
             prompt_token_ids=prompt,
-            sampling=replace(self.sampling, max_tokens=path.reach.limit),
+            sampling=replace(self.sampling, max_tokens=path.bounds.limit),
             seed=seed,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -151,29 +160,31 @@ class TreeGroup(Group):
         if self.exports is None or not path.is_first:
             return None
         if path.parent_id is None:
-            return self.exports.prompt_place
+            return self.exports.prompt_slot
         return self.exports.begin(prompt, path.parent_id)
 
-    async def _follow(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
+    async def _await_path(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
         """The segment that the path ends with, unless it was dropped meanwhile."""
         result = await completion
         self._unfinished.discard(path.id)
-        self._return_held(path, used=len(result.token_ids))
+        self._release_budget(path, used=len(result.token_ids))
         if self.exports is not None and path.is_first:
-            self.exports.writer_ended(path.parent_id)
+            self.exports.on_writer_ended(path.parent_id)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        grown = grown_of(self.plan, result, self.adapter).part(0, self._kept(result))
-        segment, forks = self._placed(path, grown, self._finish_of(path, result))
+        tokens = tokens_from_completion(self.plan, result, self.adapter).part(
+            0, self._num_valid_tokens(result)
+        )
+        segment, forks = self._add_to_tree(path, tokens, self._finish_reason_of(path, result))
         await self._count_leaf(segment, forks)
-        await self._start(self._forked(forks))
+        await self._start(self._fork_paths(forks))
         return segment
 
-    def _return_held(self, path: Path, *, used: int) -> None:
-        self.budget.give_back(path.reach.limit, used=used)
-        self.budget.leaves_to_come -= path.reach.to_come
+    def _release_budget(self, path: Path, *, used: int) -> None:
+        self.budget.release(path.bounds.limit, used=used)
+        self.budget.num_future_leaves -= path.bounds.num_future_leaves
 
     async def _count_leaf(self, segment: Segment, forks: Sequence[Fork]) -> None:
         """As with plain samples, whoever completes what is enough ends the others at once."""
@@ -181,69 +192,69 @@ class TreeGroup(Group):
             return
         self.num_done += 1
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
-        self.num_whole += segment.finish in self.whole
-        if self.num_whole == self.enough and (self._unfinished or forks):
+        self.num_complete += segment.finish in self.complete_finishes
+        if self.num_complete == self.num_required and (self._unfinished or forks):
             await self.end(self._engine, "surplus")
 
-    def _finish_of(self, path: Path, result: Completion) -> SegmentFinish:
+    def _finish_reason_of(self, path: Path, result: Completion) -> SegmentFinish:
         finish = self._finish_reason(result)
         if finish != "length":
             return finish
-        if path.reach.cut:
-            return "cut" if not self.ending else self._ended_as()
-        return "budget" if path.reach.short else "length"
+        if path.bounds.cut:
+            return "cut" if not self.end_reason else self._aborted_reason()
+        return "budget" if path.bounds.is_budget_limited else "length"
 
     # Cuts
 
-    def _placed(
-        self, path: Path, grown: Grown, finish: SegmentFinish
+    def _add_to_tree(
+        self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
     ) -> tuple[Segment, list[Fork]]:
         """Adds what grew to the tree; its last segment, and where paths fork now."""
         if finish == "cut":
-            return self._cut_by_place(path, grown)
-        places, shares = self._entropy_forks(path, grown, finish)
-        pieces = grown.pieces([place - path.start for place in places])
+            return self._cut_at_position(path, tokens)
+        cuts, shares = self._entropy_forks(path, tokens, finish)
+        pieces = tokens.pieces([place - path.start for place in cuts])
         parent, forks = path.parent, list[Fork]()
         for i, piece in enumerate(pieces[:-1]):
-            parent = self._added(parent, path.depth + i, f"{path.name}+{i}", piece, "cut")
+            parent = self._add_segment(parent, path.depth + i, f"{path.name}+{i}", piece, "cut")
             forks.append((parent, path.depth + i + 1, shares[i]))
-        last = self._added(
-            parent, path.depth + len(places), f"{path.name}+{len(places)}", pieces[-1], finish
+        last = self._add_segment(
+            parent, path.depth + len(cuts), f"{path.name}+{len(cuts)}", pieces[-1], finish
         )
-        unused = path.reach.share - 1 - sum(map(sum, shares))
+        unused = path.bounds.share - 1 - sum(map(sum, shares))
         if finish == "stop" and unused and self.plan.branching.on_early_stop == "redistribute":
             forks.append((path.parent, path.depth, [unused]))
         return last, forks
 
-    def _cut_by_place(self, path: Path, grown: Grown) -> tuple[Segment, list[Fork]]:
-        shares = split(path.reach.share, self.plan.factor(path.depth))
-        affordable = self.budget.part(min(shares), path.reach.share) > 0
+    def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
+        shares = split(path.bounds.share, self.plan.factor(path.depth))
+        affordable = self.budget.part(min(shares), path.bounds.share) > 0
         finish: SegmentFinish = "cut" if affordable else "budget"
-        segment = self._added(path.parent, path.depth, f"{path.name}+0", grown, finish)
+        segment = self._add_segment(path.parent, path.depth, f"{path.name}+0", tokens, finish)
         return segment, [(segment, path.depth + 1, shares)] if affordable else []
 
     def _entropy_forks(
-        self, path: Path, grown: Grown, finish: SegmentFinish
+        self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
     ) -> tuple[list[int], list[list[int]]]:
         plan = self.plan
-        most = min(plan.entropy.top_n, plan.max_depth - path.depth, path.reach.share - 1)
-        if plan.branching.mode != "entropy" or finish not in WHOLE or most < 1:
+        max_cuts = min(plan.entropy.top_n, plan.max_depth - path.depth, path.bounds.share - 1)
+        if plan.branching.mode != "entropy" or finish not in COMPLETE_FINISHES or max_cuts < 1:
             return [], []
-        entropy = grown.entropy or []
-        places = entropy_cuts(plan, entropy, start=path.start, most=most)
-        capacities = [plan.capacity(path.depth + i + 1) for i in range(len(places))]
+        entropy = tokens.entropy or []
+        cuts = select_entropy_cuts(plan, entropy, start=path.start, max_cuts=max_cuts)
+        capacities = [plan.capacity(path.depth + i + 1) for i in range(len(cuts))]
         per_cut = plan.factor(path.depth) - 1
-        return places, deal(path.reach.share - 1, capacities, per_cut=per_cut)
+        return cuts, distribute_leaves(path.bounds.share - 1, capacities, per_cut=per_cut)
 
-    def _added(
+    def _add_segment(
         self,
         parent: Segment | None,
         depth: int,
         name: str,
-        grown: Grown,
+        tokens: GeneratedTokens,
         finish: SegmentFinish,
     ) -> Segment:
-        segment = self.tree.add(parent, depth, name, grown, finish)
+        segment = self.tree.add(parent, depth, name, tokens, finish)
         self._done(segment.answer())
         return segment
 
@@ -262,10 +273,10 @@ class TreeGroup(Group):
             index=self.index,
             outcome=outcome_of(
                 leaves,
-                whole=self.whole,
-                enough=self.enough,
-                stunted=self._stunted,
-                cancelled=self.ending == "cancelled",
+                complete_finishes=self.complete_finishes,
+                num_required=self.num_required,
+                was_truncated=self._was_truncated,
+                cancelled=self.end_reason == "cancelled",
             ),
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens or 0,
@@ -276,5 +287,5 @@ class TreeGroup(Group):
         )
 
     @property
-    def whole(self) -> Collection[SegmentFinish]:
-        return WHOLE
+    def complete_finishes(self) -> Collection[SegmentFinish]:
+        return COMPLETE_FINISHES

@@ -8,18 +8,19 @@ from service.trees.tree import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class PathBounds:
     """How far a path may grow, and what may come of it.
 
-    `limit` counts its tokens. `share` is how many leaves it may come to, `to_come` how many of them
-    start only after it. `cut`: at its limit it is cut; `short`: its limit is the budget's doing.
+    `limit` counts its tokens. `share` is how many leaves it may come to, `num_future_leaves` how
+    many of them start only after it. `cut`: at its limit it is cut; `is_budget_limited`: its limit
+    is the budget's doing.
     """
 
     limit: int
     share: int
-    to_come: int = 0
+    num_future_leaves: int = 0
     cut: bool = False
-    short: bool = False
+    is_budget_limited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +32,7 @@ class Path:
     parent: Segment | None
     depth: int
     start: int
-    reach: Reach
+    bounds: PathBounds
 
     @property
     def parent_id(self) -> str | None:
@@ -43,16 +44,22 @@ class Path:
         return self.name.endswith("/1")
 
 
-def reach_of(
-    plan: Plan, budget: Budget, share: int, *, start: int, depth: int, among: int
-) -> Reach:
-    """Of a path that starts together with others, `among` leaves in all. Holds nothing yet."""
-    rest = plan.longest - start
+def path_bounds(
+    plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
+) -> PathBounds:
+    """Of a path that starts together with others, `num_starting_leaves` leaves in all. Holds
+    nothing yet."""
+    rest = plan.max_length - start
     if plan.branching.mode == "entropy":
-        part = budget.part(1, among)
-        return Reach(limit=min(rest, part), share=share, to_come=share - 1, short=part < rest)
-    part = budget.part(share, among)
+        part = budget.part(1, num_starting_leaves)
+        return PathBounds(
+            limit=min(rest, part),
+            share=share,
+            num_future_leaves=share - 1,
+            is_budget_limited=part < rest,
+        )
+    part = budget.part(share, num_starting_leaves)
     cut = plan.cut(start, depth) if share > 1 else None
     if cut is not None and cut - start + share <= part:
-        return Reach(limit=cut - start, share=share, to_come=share, cut=True)
-    return Reach(limit=min(rest, part), share=1, short=part < rest)
+        return PathBounds(limit=cut - start, share=share, num_future_leaves=share, cut=True)
+    return PathBounds(limit=min(rest, part), share=1, is_budget_limited=part < rest)

@@ -10,7 +10,7 @@ from functools import cached_property
 from coppice.wire.branching import Branching, Entropy
 from service.http.errors import InvalidRequest
 
-UNUSED = {
+UNUSED_FIELDS = {
     "interval": ("positions", "lease_seconds"),
     "positions": ("interval", "first_split", "lease_seconds"),
     "entropy": ("interval", "positions", "lease_seconds"),
@@ -30,11 +30,11 @@ def next_cut(length: int, block_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One tree's. `prompt_length` and `longest`, which a path never exceeds, count tokens."""
+    """One tree's. `prompt_length` and `max_length`, which a path never exceeds, count tokens."""
 
     branching: Branching
     prompt_length: int
-    longest: int
+    max_length: int
     block_size: int
 
     def factor(self, depth: int) -> int:
@@ -62,22 +62,22 @@ class Plan:
         """
         if depth >= self.max_depth:
             return None
-        place = self._place(depth)
+        position = self._response_position(depth)
         gap = self.branching.min_gap if start > self.prompt_length else 0
         length = next_cut(
-            max(self.prompt_length + place, start + max(gap, 1)), block_size=self.block_size
+            max(self.prompt_length + position, start + max(gap, 1)), block_size=self.block_size
         )
-        return length if length < self.longest else None
+        return length if length < self.max_length else None
 
     def capacity(self, depth: int) -> int:
         """The most leaves that a path can come to which has been split so often."""
         most = self.branching.max_leaves
         leaves = 1
         for at in range(self.max_depth - 1, depth - 1, -1):
-            leaves = min(most, self._grown(leaves, at))
+            leaves = min(most, self._leaves_above(leaves, at))
         return leaves
 
-    def _grown(self, leaves: int, depth: int) -> int:
+    def _leaves_above(self, leaves: int, depth: int) -> int:
         """Of a path whose parts, one split deeper, come to so many."""
         factor = self.factor(depth)
         if self.branching.mode == "entropy" and not (depth == 0 and self.splits_at_prompt):
@@ -85,7 +85,7 @@ class Plan:
             return 1 + cuts * (factor - 1) * leaves
         return factor * leaves
 
-    def _place(self, depth: int) -> int:
+    def _response_position(self, depth: int) -> int:
         """Response tokens before the split that comes after so many."""
         branching = self.branching
         if branching.mode == "positions":
@@ -97,7 +97,7 @@ class Plan:
         return self.branching.entropy or Entropy()
 
     @property
-    def wants_entropy(self) -> bool:
+    def needs_entropy(self) -> bool:
         return self.branching.mode == "entropy" or self.branching.entropy is not None
 
 
@@ -105,7 +105,7 @@ def check(branching: Branching, *, n: int) -> None:
     """What its fields do not say one by one."""
     if n != 1:
         raise InvalidRequest("a tree has n = 1: its leaves are its samples")
-    for name in UNUSED[branching.mode]:
+    for name in UNUSED_FIELDS[branching.mode]:
         if getattr(branching, name) != Branching.model_fields[name].default:
             raise InvalidRequest(f"{name} means nothing in the mode {branching.mode}")
     positions = branching.positions

@@ -3,7 +3,7 @@
 from coppice.wire.branching import BranchRequest
 from service.http.errors import InvalidRequest
 from service.trees.budget import Budget
-from service.trees.path import Reach
+from service.trees.path import PathBounds
 from service.trees.plan import Plan, next_cut
 from service.trees.tree import Segment
 
@@ -17,14 +17,14 @@ def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None
         raise InvalidRequest(f"max_leaves is {plan.branching.max_leaves}")
 
 
-def reach_of(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> Reach:
+def path_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
     """Of each of its segments."""
-    part = budget.left // request.n
+    part = budget.remaining // request.n
     if part < 1:
         raise InvalidRequest("max_new_tokens_total is used up")
-    rest = plan.longest - start
+    rest = plan.max_length - start
     if request.max_tokens is not None:
         cut = next_cut(start + request.max_tokens, plan.block_size)
-        if cut < plan.longest and cut - start <= part:
-            return Reach(limit=cut - start, share=1, cut=True)
-    return Reach(limit=min(rest, part), share=1, short=part < rest)
+        if cut < plan.max_length and cut - start <= part:
+            return PathBounds(limit=cut - start, share=1, cut=True)
+    return PathBounds(limit=min(rest, part), share=1, is_budget_limited=part < rest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.spans import joined_spans
 from service.http.errors import SegmentNotFound
-from service.trees.tokens import Grown
+from service.trees.tokens import GeneratedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,7 +20,7 @@ class Segment:
     name: str
     parent: str | None
     depth: int
-    grown: Grown
+    tokens: GeneratedTokens
     finish: SegmentFinish
 
     def answer(self, num_leaves: int | None = None) -> SegmentAnswer:
@@ -28,17 +28,17 @@ class Segment:
             id=self.id,
             parent=self.parent,
             depth=self.depth,
-            token_ids=self.grown.token_ids,
-            logprobs=self.grown.logprobs,
-            entropy=self.grown.entropy,
+            token_ids=self.tokens.token_ids,
+            logprobs=self.tokens.logprobs,
+            entropy=self.tokens.entropy,
             finish_reason=self.finish,
             num_leaves=num_leaves,
-            versions=self.grown.versions,
+            versions=self.tokens.versions,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
+class LeafPath:
     """A leaf's whole path, as one sample's tokens."""
 
     leaf: Segment
@@ -56,7 +56,7 @@ class Tree:
         self._num_added = 0
         self.num_dropped = 0
 
-    def named(self, segment_id: str | None) -> Segment | None:
+    def get_segment(self, segment_id: str | None) -> Segment | None:
         """None stands for the prompt."""
         if segment_id is None:
             return None
@@ -65,14 +65,19 @@ class Tree:
         return self._segments[segment_id]
 
     def add(
-        self, parent: Segment | None, depth: int, name: str, grown: Grown, finish: SegmentFinish
+        self,
+        parent: Segment | None,
+        depth: int,
+        name: str,
+        tokens: GeneratedTokens,
+        finish: SegmentFinish,
     ) -> Segment:
         segment = Segment(
             id=f"{self._prefix}.{self._num_added}",
             name=name,
             parent=None if parent is None else parent.id,
             depth=depth,
-            grown=grown,
+            tokens=tokens,
             finish=finish,
         )
         assert segment.parent is None or segment.parent in self._segments, "no such parent"
@@ -89,13 +94,13 @@ class Tree:
         return path[::-1]
 
     def token_ids(self, segment: Segment | None) -> list[int]:
-        return [token for each in self.path(segment) for token in each.grown.token_ids]
+        return [token for each in self.path(segment) for token in each.tokens.token_ids]
 
     def leaves(self) -> list[Segment]:
         parents = {segment.parent for segment in self._segments.values()}
         return [segment for segment in self._segments.values() if segment.id not in parents]
 
-    def below(self, segment: Segment) -> set[str]:
+    def descendants(self, segment: Segment) -> set[str]:
         """The ids of the segment and of all that grew from it."""
         found = {segment.id}
         for each in self._segments.values():
@@ -115,12 +120,12 @@ class Tree:
         shared = Counter(each.id for leaf in self.leaves() for each in self.path(leaf))
         return [segment.answer(shared[segment.id]) for segment in self.segments()]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LeafPath]:
         return [self._row(leaf) for leaf in self.leaves()]
 
-    def _row(self, leaf: Segment) -> Row:
-        parts = [segment.grown for segment in self.path(leaf)]
-        return Row(
+    def _row(self, leaf: Segment) -> LeafPath:
+        parts = [segment.tokens for segment in self.path(leaf)]
+        return LeafPath(
             leaf=leaf,
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=[logprob for part in parts for logprob in part.logprobs],

@@ -14,9 +14,9 @@ from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
 from engine.protocol import Engine, PauseMode
 from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
-from service.prompt_kv.prompt_kv import PromptKv
-from service.rollouts.manager import Rollouts
-from service.weights.stager import Publisher
+from service.prompt_kv.prompt_kv import PromptKvManager
+from service.rollouts.manager import RolloutManager
+from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -29,15 +29,15 @@ class Activation:
         self,
         engine: Engine,
         versions: Versions,
-        publisher: Publisher,
-        rollouts: Rollouts,
-        prompt_kv: PromptKv,
+        stager: WeightStager,
+        rollouts: RolloutManager,
+        prompt_kv: PromptKvManager,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._versions = versions
-        self._publisher = publisher
+        self._stager = stager
         self._rollouts = rollouts
         self._prompt_kv = prompt_kv
         self._clock = clock
@@ -65,7 +65,7 @@ class Activation:
             try:
                 await self._engine.forget_prefixes()
             finally:
-                await self._resume_unless_paused()
+                await self._resume_unless_operator_paused()
 
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
@@ -75,11 +75,11 @@ class Activation:
             previous = self._versions.active
             if version == previous:
                 return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
-            await self._publisher.recheck(version)
-            async with self._rollouts.gate_shut():
+            await self._stager.revalidate(version)
+            async with self._rollouts.close_gate():
                 self._check_can_wait(mode)
-                answer = await self._swap(version, previous, mode)
-        await self._publisher.trim()
+                answer = await self._apply(version, previous, mode)
+        await self._stager.trim()
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
@@ -87,24 +87,24 @@ class Activation:
         if mode == "wait" and self._paused and not self._rollouts.is_idle:
             raise VersionConflict("samples are paused and would never end: resume first")
 
-    async def _swap(
+    async def _apply(
         self, version: Version, previous: Version, mode: ActivationMode
     ) -> ActivationAnswer:
         if mode == "wait":
-            await self._rollouts.idle()
+            await self._rollouts.wait_until_idle()
         began = self._clock()
         pause: PauseMode = "abort" if mode == "abort" else "keep"
         await self._engine.pause(pause, recompute=mode == "recompute")
         try:
-            await self._prompt_kv.before_swap()
-            samples_ended = await self._rollouts.end_bound_to_other_than(version.label)
+            await self._prompt_kv.before_weights_update()
+            samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
             await self._load(version)
         except EngineGone:
             raise  # half-loaded weights must never run: the engine stays paused
         except (ServiceError, EngineError):
-            await self._resume_unless_paused()
+            await self._resume_unless_operator_paused()
             raise
-        await self._resume_unless_paused()
+        await self._resume_unless_operator_paused()
         seconds = self._clock() - began
         log.info("activated %s in %.3f s", version.label, seconds)
         return _answer(version, previous, mode, paused_seconds=seconds, samples_ended=samples_ended)
@@ -117,9 +117,9 @@ class Activation:
         except EngineDead as error:
             raise EngineGone(str(error)) from error
         self._versions.activated(version.label)
-        self._prompt_kv.after_swap(version.label)
+        self._prompt_kv.after_weights_update(version.label)
 
-    async def _resume_unless_paused(self) -> None:
+    async def _resume_unless_operator_paused(self) -> None:
         if not self._paused:
             await self._engine.resume()
 

@@ -31,7 +31,7 @@ from service.http.errors import (
 
 _PREFIX = "weights-"
 WRITE_BYTES = 4 * 2**20
-SINGLE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
 """In a version's directory: the changes that it came as, for replicas that have its base."""
 INDEX = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ class Upload:
     sha256: str
 
 
-class Checkpoints:
+class CheckpointStore:
     """Owns one fresh folder below `directory`; `sources` are where weights may be taken from.
 
     `open` and `close` are a pair. A folder whose owner was killed is swept by the next one to open.
@@ -57,32 +57,33 @@ class Checkpoints:
     def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
         self._directory = directory
         self._sources = [source.resolve() for source in sources]
-        self._home: Path | None = None
+        self._root: Path | None = None
         self._lock: BinaryIO | None = None
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._home, self._lock = own_folder(_PREFIX, self._directory)
+        self._root, self._lock = own_folder(_PREFIX, self._directory)
 
     def close(self) -> None:
-        home, self._home = self._home, None
-        if home is not None:
-            shutil.rmtree(home, ignore_errors=True)
+        folder, self._root = self._root, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
-    def home(self, label: str) -> Path:
-        assert self._home is not None, "open first"
-        return self._home / label
+    def folder(self, label: str) -> Path:
+        assert self._root is not None, "open first"
+        return self._root / label
 
-    def fresh(self, prefix: str) -> Path:
+    def make_temp_dir(self, prefix: str) -> Path:
         """A directory that is nobody's yet."""
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=self._home))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=self._root))
 
-    async def receive(self, chunks: AsyncIterator[bytes], announced: str | None) -> Upload:
-        """Streams to disk in bounded memory, hashing on the way. `announced`: Content-Digest."""
-        expected = _expected_digest(announced)
-        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+    async def receive(self, chunks: AsyncIterator[bytes], content_digest: str | None) -> Upload:
+        """Streams to disk in bounded memory, hashing on the way. `content_digest`:
+        Content-Digest."""
+        expected = _expected_digest(content_digest)
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -103,9 +104,9 @@ class Checkpoints:
         except DeltaRefused as refused:
             raise WeightsRefused(f"the delta: {refused}") from refused
 
-    async def patched(self, base: Path, delta: Upload, expected: str) -> Upload:
+    async def apply_delta_to(self, base: Path, delta: Upload, expected: str) -> Upload:
         """The whole file that the delta leads to, written and hashed off the loop."""
-        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._home)
+        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -124,18 +125,18 @@ class Checkpoints:
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest)
 
     def keep(self, upload: Upload, label: str, name: str) -> Path:
-        home = self.home(label)
-        home.mkdir(exist_ok=True)
-        upload.path.rename(home / name)
-        return home
+        folder = self.folder(label)
+        folder.mkdir(exist_ok=True)
+        upload.path.rename(folder / name)
+        return folder
 
     def discard(self, upload: Upload) -> None:
         upload.path.unlink(missing_ok=True)
 
     def delete(self, label: str) -> None:
-        shutil.rmtree(self.home(label), ignore_errors=True)
+        shutil.rmtree(self.folder(label), ignore_errors=True)
 
-    def allowed(self, path: str) -> Path:
+    def resolve_allowed(self, path: str) -> Path:
         """Resolved before it is compared, so that neither `..` nor a link leads out."""
         try:
             resolved = Path(path).resolve()
@@ -150,7 +151,7 @@ class Checkpoints:
         return resolved
 
 
-def checked_name(name: str) -> str:
+def validate_file_name(name: str) -> str:
     if not _FILE_NAME.match(name) or not (name == INDEX or name.endswith(".safetensors")):
         raise InvalidRequest.of_parameter(
             "name", f"a checkpoint's files are {INDEX} and *.safetensors"

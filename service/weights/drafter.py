@@ -9,13 +9,13 @@ from coppice.wire.drafter import DrafterAcceptance, DrafterAnswer, DrafterTraini
 from engine.errors import CheckpointRefused, DrafterRefused
 from engine.protocol import DrafterStatus, Engine
 from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
-from service.weights.checkpoint_store import Checkpoints
+from service.weights.checkpoint_store import CheckpointStore
 
 
-class Drafters:
+class DrafterManager:
     """Owns nothing: versions are the engine's, uploads under way the checkpoints'."""
 
-    def __init__(self, engine: Engine, checkpoints: Checkpoints) -> None:
+    def __init__(self, engine: Engine, checkpoints: CheckpointStore) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
 
@@ -41,7 +41,7 @@ class Drafters:
         """The version, and the file that it is in now."""
         return self._status().serving, self._engine.drafter_file()
 
-    async def offer(
+    async def upload(
         self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
     ) -> DrafterAnswer:
         """Streamed to disk and checked, then left to its trial."""

@@ -15,43 +15,43 @@ from service.http.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import (
     DELTA,
     INDEX,
-    SINGLE,
-    Checkpoints,
+    SINGLE_FILE,
+    CheckpointStore,
     Upload,
     missing_files,
     num_bytes_of,
 )
 from service.weights.versions import Version, Versions
 
-Received = Callable[[int, int], None]
+OnReceived = Callable[[int, int], None]
 """Told of every version's new file: in how many bytes it came, and how many it has."""
 
 Announce = Callable[[Version], Awaitable[bool]]
 """Tells the other replicas of a version; whether they know now. VersionConflict if it cannot be."""
 
 
-class Publisher:
+class WeightStager:
     """Changes `versions` and `checkpoints` together, one change at a time."""
 
     def __init__(
         self,
         engine: Engine,
         versions: Versions,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         *,
         retain_superseded: int,
-        received: Received,
+        on_received: OnReceived,
         announce: Announce,
-        dropped: Callable[[str], Awaitable[None]],
+        on_deleted: Callable[[str], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._versions = versions
         self._checkpoints = checkpoints
         self._retain = retain_superseded
-        self._received = received
+        self._on_received = on_received
         self._announce = announce
-        self._dropped = dropped
-        self._changing = asyncio.Lock()
+        self._on_deleted = on_deleted
+        self._change_lock = asyncio.Lock()
 
     async def upload(
         self,
@@ -66,10 +66,10 @@ class Publisher:
     ) -> tuple[Version, bool]:
         """The version as it is now, and whether the file is new to it. `announced`: the others know
         of it, for it comes from one of them."""
-        self._check_place(label, sequence)
+        self._check_sequence(label, sequence)
         upload = await self._checkpoints.receive(chunks, digest)
         try:
-            async with self._changing:
+            async with self._change_lock:
                 return await self._add(
                     label, name, upload, sequence=sequence, sharded=sharded, announced=announced
                 )
@@ -90,25 +90,25 @@ class Publisher:
 
         The base cannot be dropped meanwhile: nothing else is changed before this is over.
         """
-        self._check_place(label, sequence)
-        self._base(base)
+        self._check_sequence(label, sequence)
+        self._get_base(base)
         delta = await self._checkpoints.receive(chunks, digest)
         try:
-            async with self._changing:
-                return await self._add_patched(label, base, delta, sequence, announced)
+            async with self._change_lock:
+                return await self._add_from_delta(label, base, delta, sequence, announced)
         finally:
             self._checkpoints.discard(delta)
 
     async def stage_path(
         self, label: str, path: str, *, sequence: int | None, announced: bool = False
     ) -> Version:
-        directory = self._checkpoints.allowed(path)
-        async with self._changing:
-            self._check_place(label, sequence)
+        directory = self._checkpoints.resolve_allowed(path)
+        async with self._change_lock:
+            self._check_sequence(label, sequence)
             if self._versions.find(label) is not None:
                 raise VersionConflict("the version exists")
             await self._check(directory)
-            return await self._staged(
+            return await self._finish_staging(
                 Version(
                     label=label,
                     sequence=self._sequence(label, sequence),
@@ -120,37 +120,39 @@ class Publisher:
                 )
             )
 
-    async def recheck(self, version: Version) -> None:
+    async def revalidate(self, version: Version) -> None:
         """What lies in somebody else's directory may have changed since it was staged."""
         if not version.owned:
             await self._check(version.path)
 
-    async def delete(self, label: str, *, tell: bool = True) -> None:
-        """`tell`: the other replicas are to hear of it."""
-        async with self._changing:
+    async def delete(self, label: str, *, sync: bool = True) -> None:
+        """`sync`: the other replicas are to hear of it."""
+        async with self._change_lock:
             self._drop(label)
-            if tell:
-                await self._dropped(label)
+            if sync:
+                await self._on_deleted(label)
 
     async def trim(self) -> None:
         """A trainer that publishes every step must not fill the disk."""
-        async with self._changing:
+        async with self._change_lock:
             superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
             for version in superseded[: max(0, len(superseded) - self._retain)]:
                 self._drop(version.label)
-                await self._dropped(version.label)
+                await self._on_deleted(version.label)
 
-    async def _add_patched(
+    async def _add_from_delta(
         self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
     ) -> tuple[Version, bool]:
-        held, lineage = self._base(base), await self._checkpoints.lineage(delta)
-        if held.digests[SINGLE] != lineage.base:
+        base_version, lineage = self._get_base(base), await self._checkpoints.lineage(delta)
+        if base_version.digests[SINGLE_FILE] != lineage.base:
             raise BaseUnavailable(f"{base!r} holds other weights than the delta starts from")
-        whole = await self._checkpoints.patched(held.path / SINGLE, delta, lineage.result)
+        whole = await self._checkpoints.apply_delta_to(
+            base_version.path / SINGLE_FILE, delta, lineage.result
+        )
         try:
             return await self._add(
                 label,
-                SINGLE,
+                SINGLE_FILE,
                 whole,
                 sequence=sequence,
                 sharded=False,
@@ -163,9 +165,9 @@ class Publisher:
 
     def is_base(self, label: str | None) -> bool:
         version = None if label is None else self._versions.find(label)
-        return version is not None and version.digests.keys() == {SINGLE}
+        return version is not None and version.digests.keys() == {SINGLE_FILE}
 
-    def _base(self, label: str) -> Version:
+    def _get_base(self, label: str) -> Version:
         """Only of one file of our own it is known what is in it, and that it stays."""
         if not self.is_base(label):
             raise BaseUnavailable(f"there is no {label!r} here that was uploaded as one file")
@@ -183,37 +185,37 @@ class Publisher:
         base: str | None = None,
         delta: Upload | None = None,
     ) -> tuple[Version, bool]:
-        self._check_place(label, sequence)
-        known = self._versions.find(label)
-        if known is not None and known.digests.get(name) == upload.sha256:
-            return known, False
-        if known is not None and (known.state != "incomplete" or name in known.digests):
+        self._check_sequence(label, sequence)
+        existing = self._versions.find(label)
+        if existing is not None and existing.digests.get(name) == upload.sha256:
+            return existing, False
+        if existing is not None and (existing.state != "incomplete" or name in existing.digests):
             raise VersionConflict("the version exists with other bytes")
-        digests = {**(known.digests if known else {}), name: upload.sha256}
-        index = upload.path if name == INDEX else self._checkpoints.home(label) / INDEX
+        digests = {**(existing.digests if existing else {}), name: upload.sha256}
+        index = upload.path if name == INDEX else self._checkpoints.folder(label) / INDEX
         missing = await missing_files(index, digests) if sharded else ()
-        home = self._checkpoints.keep(upload, label, name)
+        folder = self._checkpoints.keep(upload, label, name)
         received_bytes = (delta or upload).num_bytes
-        self._received(received_bytes, upload.num_bytes)
+        self._on_received(received_bytes, upload.num_bytes)
         if delta is not None:
             self._checkpoints.keep(delta, label, DELTA)
         version = Version(
             label=label,
             sequence=self._sequence(label, sequence),
             state="incomplete",
-            path=home,
-            num_bytes=upload.num_bytes + (known.num_bytes if known else 0),
+            path=folder,
+            num_bytes=upload.num_bytes + (existing.num_bytes if existing else 0),
             owned=True,
-            received_bytes=received_bytes + (known.received_bytes if known else 0),
+            received_bytes=received_bytes + (existing.received_bytes if existing else 0),
             base=base,
             delta_sha256=None if delta is None else delta.sha256,
             announced=announced,
             digests=digests,
             missing_files=missing,
         )
-        return await self._put_checked(version), True
+        return await self._validate_and_put(version), True
 
-    async def _put_checked(self, version: Version) -> Version:
+    async def _validate_and_put(self, version: Version) -> Version:
         if version.missing_files:
             return self._versions.put(version)
         try:
@@ -222,9 +224,9 @@ class Publisher:
             self._checkpoints.delete(version.label)
             self._versions.forget(version.label)
             raise
-        return await self._staged(replace(version, state="staged"))
+        return await self._finish_staging(replace(version, state="staged"))
 
-    async def _staged(self, version: Version) -> Version:
+    async def _finish_staging(self, version: Version) -> Version:
         """It is put into the table before anybody is told, so that whoever asks for it finds it."""
         self._versions.put(version)
         if version.announced:
@@ -242,20 +244,20 @@ class Publisher:
         except CheckpointRefused as refused:
             raise WeightsRefused(str(refused)) from refused
 
-    def _check_place(self, label: str, sequence: int | None) -> None:
+    def _check_sequence(self, label: str, sequence: int | None) -> None:
         """Before the first byte is read: a label keeps its sequence, a sequence its label."""
-        known = self._versions.find(label)
+        existing = self._versions.find(label)
         if sequence is None:
             return
         self._versions.check_sequence(label, sequence)
-        if known is not None and known.sequence != sequence:
-            raise VersionConflict(f"the version has sequence {known.sequence}")
+        if existing is not None and existing.sequence != sequence:
+            raise VersionConflict(f"the version has sequence {existing.sequence}")
 
     def _sequence(self, label: str, sequence: int | None) -> int:
-        known = self._versions.sequence_of(label)
+        existing = self._versions.sequence_of(label)
         if sequence is not None:
             return sequence  # of a version that is here, the same
-        return self._versions.next_sequence() if known is None else known
+        return self._versions.next_sequence() if existing is None else existing
 
     def _drop(self, label: str) -> None:
         version = self._versions.remove(label)

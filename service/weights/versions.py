@@ -75,58 +75,58 @@ class Versions:
 
     def __init__(self, first: Version) -> None:
         assert first.state == "active"
-        self._known = {first.label: first}
+        self._versions = {first.label: first}
         self._active = first.label
-        self._heard: dict[str, int] = {}
+        self._remote_sequences: dict[str, int] = {}
         self.epoch = 0
 
     @property
     def active(self) -> Version:
-        return self._known[self._active]
+        return self._versions[self._active]
 
     def all(self) -> list[Version]:
-        return sorted(self._known.values(), key=lambda version: version.sequence)
+        return sorted(self._versions.values(), key=lambda version: version.sequence)
 
     def get(self, label: str) -> Version:
-        if label not in self._known:
+        if label not in self._versions:
             raise VersionNotFound()
-        return self._known[label]
+        return self._versions[label]
 
     def find(self, label: str) -> Version | None:
-        return self._known.get(label)
+        return self._versions.get(label)
 
-    def hear_of(self, sequences: Mapping[str, int]) -> None:
+    def learn_sequences(self, sequences: Mapping[str, int]) -> None:
         """Of versions that other replicas have."""
-        self._heard |= sequences
+        self._remote_sequences |= sequences
 
     def sequence_of(self, label: str) -> int | None:
         known = self.find(label)
-        return self._heard.get(label) if known is None else known.sequence
+        return self._remote_sequences.get(label) if known is None else known.sequence
 
     def next_sequence(self) -> int:
-        known = (version.sequence for version in self._known.values())
-        return max(chain(known, self._heard.values())) + 1
+        known = (version.sequence for version in self._versions.values())
+        return max(chain(known, self._remote_sequences.values())) + 1
 
     def check_sequence(self, label: str, sequence: int) -> None:
         """Two labels never share a sequence: min_version could not tell them apart."""
-        holder = next((v for v in self._known.values() if v.sequence == sequence), None)
+        holder = next((v for v in self._versions.values() if v.sequence == sequence), None)
         if holder is not None and holder.label != label:
             raise VersionConflict(f"sequence {sequence} belongs to {holder.label!r}")
 
     def put(self, version: Version) -> Version:
         self.check_sequence(version.label, version.sequence)
-        self._known[version.label] = version
+        self._versions[version.label] = version
         return version
 
     def remove(self, label: str) -> Version:
         version = self.get(label)
         if version.state == "active":
             raise VersionConflict("the active version cannot be deleted")
-        return self._known.pop(label)
+        return self._versions.pop(label)
 
     def forget(self, label: str) -> None:
         """A version that was never complete."""
-        self._known.pop(label, None)
+        self._versions.pop(label, None)
 
     def admit(self, policy: Policy | None) -> str | None:
         """The exact version that a rollout is bound to, if it is; raises if it may not run now."""
@@ -137,7 +137,7 @@ class Versions:
         assert policy.min_version is not None
         wanted = self.sequence_of(policy.min_version)
         if wanted is None or wanted > self.active.sequence:
-            raise _not_yet(policy.min_version)
+            raise _version_unavailable(policy.min_version)
         return None
 
     def check_activation(self, label: str, *, allow_rollback: bool) -> Version:
@@ -152,12 +152,12 @@ class Versions:
         return version
 
     def announced(self, label: str, announced: bool) -> None:
-        self._known[label] = replace(self._known[label], announced=announced)
+        self._versions[label] = replace(self._versions[label], announced=announced)
 
     def activated(self, label: str) -> None:
-        self._known[self._active] = replace(self.active, state="superseded")
+        self._versions[self._active] = replace(self.active, state="superseded")
         self._active = label
-        self._known[label] = replace(self._known[label], state="active")
+        self._versions[label] = replace(self._versions[label], state="active")
         self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:
@@ -165,9 +165,9 @@ class Versions:
             return label
         wanted = self.sequence_of(label)
         if wanted is not None and wanted > self.active.sequence:
-            raise _not_yet(label)
+            raise _version_unavailable(label)
         raise VersionSuperseded(f"{self._active!r} is active")
 
 
-def _not_yet(label: str) -> VersionUnavailable:
+def _version_unavailable(label: str) -> VersionUnavailable:
     return VersionUnavailable(f"{label!r} is not active yet", retry_after_seconds=RETRY_SECONDS)

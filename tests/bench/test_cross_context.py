@@ -3,7 +3,7 @@
 from bench.cross_context import PREDICTED, Arm, Shape, placed, shapes_of, time_rows
 from bench.harness.by_threshold import FEWEST, Predictions, Tokens, prediction_rows
 from bench.harness.record import Row
-from service.kv_reuse.layout import Part
+from service.kv_reuse.layout import PromptSpan
 
 
 def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = ()) -> Arm:
@@ -57,13 +57,13 @@ def test_computed_prompts_are_not_off_and_belong_to_the_mean() -> None:
 
 def test_new_segments_of_what_is_predicted_count_as_computed() -> None:
     parts = [
-        Part(token_ids=[1] * 10),
-        Part(token_ids=[2] * 20, name="a"),
-        Part(token_ids=[3] * 30, name="b"),
-        Part(token_ids=[4] * 5),
+        PromptSpan(token_ids=[1] * 10),
+        PromptSpan(token_ids=[2] * 20, name="a"),
+        PromptSpan(token_ids=[3] * 30, name="b"),
+        PromptSpan(token_ids=[4] * 5),
     ]
     tokens = Tokens()
     tokens.count(parts, predicted=False)
     assert (tokens.reused, tokens.computed) == (0, 65 + 50)
-    tokens.count([parts[0], Part(token_ids=[5] * 20, name="a"), *parts[2:]], predicted=True)
+    tokens.count([parts[0], PromptSpan(token_ids=[5] * 20, name="a"), *parts[2:]], predicted=True)
     assert (tokens.reused, tokens.computed) == (60, 115 + 20 + 5)

@@ -50,7 +50,7 @@ class Faulty:
         self._ids.clear()
 
 
-def records_of(rollout_id: str) -> list[Record]:
+def stream_records(rollout_id: str) -> list[Record]:
     rest = [record for record in RECORDS[1:] if not isinstance(record, ProgressRecord)]
     return [StartRecord(id=rollout_id), *rest]
 
@@ -62,7 +62,7 @@ def stream_bytes(rollout_id: str) -> bytes:
 
 def stream_parts(rollout_id: str) -> list[bytes]:
     """Its head, its records and its end."""
-    lines = [record.model_dump_json().encode() + b"\n" for record in records_of(rollout_id)]
+    lines = [record.model_dump_json().encode() + b"\n" for record in stream_records(rollout_id)]
     chunks = [f"{len(line):x}\r\n".encode() + line + b"\r\n" for line in lines]
     head = "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n"
     return [head.encode() + b"\r\n", *chunks, b"0\r\n\r\n"]

@@ -78,7 +78,7 @@ async def test_the_loop_turns_while_weights_are_written(tmp_path: Path) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         turning = tasks.create_task(turn())
-        await AsyncDriver(httpx.AsyncClient()).work(sha256_of(tmp_path / "w"))
+        await AsyncDriver(httpx.AsyncClient()).run_steps(sha256_of(tmp_path / "w"))
         turning.cancel()
     assert turns > 16
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from coppice import CoppiceError, Retry, Unauthorized
-from coppice.transport.address import address_of
+from coppice.transport.address import parse_address
 from tests.client.app import App, failing, refusing
 from tests.client.conftest import Connect
 from tests.client.fake_clock import FakePace
@@ -40,7 +40,7 @@ def test_credentials_in_the_url_are_sent_as_basic(connect: Connect) -> None:
     [("http://:k@h", "", "k"), ("http://a%40b:c%2Fd%3A%25@h", "a@b", "c/d:%")],
 )
 def test_credentials_in_the_url_are_unescaped(base_url: str, user: str, key: str) -> None:
-    address = address_of(base_url, None)
+    address = parse_address(base_url, None)
     assert (address.base_url, address.authorization) == ("http://h", basic(user, key))
 
 
@@ -55,13 +55,13 @@ def test_the_key_is_in_no_repr_no_log_and_no_error(
             failing(httpx.ConnectError("refused")),
             lambda request: httpx.Response(502, text="no upstream"),
         ):
-            client = connect(App(answer), retry=Retry(attempts=2), pace=FakePace(), **way)
+            client = connect(App(answer), retry=Retry(attempts=2), clock=FakePace(), **way)
             spoken += [repr(client), str(vars(client))]
             with caplog.at_level(logging.DEBUG), pytest.raises(CoppiceError) as caught:
                 client.status()
             spoken += traceback.format_exception(caught.value)
             spoken += [repr(caught.value), repr(caught.value.__cause__)]
-    text = "\n".join([*spoken, caplog.text, repr(address_of("http://h", KEY))])
+    text = "\n".join([*spoken, caplog.text, repr(parse_address("http://h", KEY))])
     assert "trying again" in text
     assert KEY not in text
     assert basic("trainer", KEY).removeprefix("Basic ") not in text

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save, save_file
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
-from coppice.weights.delta_writer import NoDelta, write_delta
-from coppice.weights.safetensors_index import read_stored
+from coppice.weights.delta_writer import NotComparable, write_delta
+from coppice.weights.safetensors_index import read_safetensors_index
 from coppice.wire import difference
 from coppice.wire.difference import DifferenceError, decode_block, encode_block
 
@@ -120,7 +120,7 @@ def test_a_delta_leads_to_the_very_file(tmp_path: Path) -> None:
     assert old["moved"].nbytes > 2 * difference.BLOCK_BYTES
     delta = delta_of(tmp_path, old, new)
     assert applied(tmp_path, delta) == (tmp_path / "new").read_bytes()
-    held = {name: tensor.code for name, tensor in read_stored(delta).tensors.items()}
+    held = {name: tensor.code for name, tensor in read_safetensors_index(delta).tensors.items()}
     assert held == {"moved": "U8", "half": "U8", "noise": "F32", "count": "I64"}
     assert lineage_of(delta) == (sha256(tmp_path / "old"), sha256(tmp_path / "new"))
 
@@ -128,7 +128,7 @@ def test_a_delta_leads_to_the_very_file(tmp_path: Path) -> None:
 def test_a_delta_without_changes_holds_no_tensor(tmp_path: Path) -> None:
     state: State = {"w": weights(10)}
     delta = delta_of(tmp_path, state, state)
-    assert not read_stored(delta).tensors
+    assert not read_safetensors_index(delta).tensors
     assert applied(tmp_path, delta) == (tmp_path / "old").read_bytes()
 
 
@@ -136,7 +136,7 @@ def test_a_delta_without_changes_holds_no_tensor(tmp_path: Path) -> None:
     "new", [{"v": weights(4)}, {"w": weights(5)}, {"w": weights(4), "v": weights(4)}]
 )
 def test_files_of_other_tensors_have_no_delta(tmp_path: Path, new: State) -> None:
-    with pytest.raises(NoDelta):
+    with pytest.raises(NotComparable):
         delta_of(tmp_path, {"w": weights(4)}, new)
 
 

@@ -106,7 +106,7 @@ def test_a_layer_is_there_before_the_last_has_come(tmp_path: Path) -> None:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         kv = fetched(handle, source, wait=False)
         kv.layer(0)
-        assert kv._arrival.num_arrived < handle.num_bytes
+        assert kv._download_buffer.num_received < handle.num_bytes
         assert_right(kv)
 
 

@@ -41,7 +41,7 @@ def server() -> Iterator[Faulty]:
 
 def test_a_rollout_is_submitted_and_waited_for(connect: Connect) -> None:
     app = App(RUNNING, RUNNING, packing())
-    pending = connect(app, pace=FakePace()).submit(["hello"], n=3, finish=Finish(samples=2))
+    pending = connect(app, clock=FakePace()).submit(["hello"], n=3, finish=Finish(samples=2))
     assert (pending.id, "'r1'" in repr(pending)) == ("r1", True)
     assert_is_the_answer(pending.wait())
     start, first, second = app.requests
@@ -77,7 +77,7 @@ def test_a_submission_that_ended_at_once_is_one_all_the_same(connect: Connect) -
 
 def test_submitting_again_starts_nothing_new(connect: Connect, server: Faulty) -> None:
     server.cuts = [0, 10, 61]
-    client = connect(base_url=server.url, retry=Retry(), pace=FakePace())
+    client = connect(base_url=server.url, retry=Retry(), clock=FakePace())
     assert client.submit(["hello"]).id == "r1"
     assert (server.num_started, len(server.keys), len(set(server.keys))) == (1, 4, 1)
 
@@ -85,14 +85,14 @@ def test_submitting_again_starts_nothing_new(connect: Connect, server: Faulty) -
 def test_waiting_survives_lost_connections(connect: Connect, server: Faulty) -> None:
     server.cuts = [0, 10, 150, 301, 302]
     server.num_running_answers = 2
-    client = connect(base_url=server.url, retry=Retry(), pace=FakePace())
+    client = connect(base_url=server.url, retry=Retry(), clock=FakePace())
     assert_is_the_answer(client.attach("r1").wait())
     assert not server.deleted
 
 
 def test_streaming_survives_lost_connections_and_leaving(connect: Connect, server: Faulty) -> None:
     server.cuts = [len(stream_bytes("r1")) // 2] * 2
-    pending = connect(base_url=server.url, retry=Retry(), pace=FakePace()).attach("r1")
+    pending = connect(base_url=server.url, retry=Retry(), clock=FakePace()).attach("r1")
     assert [record.type for record in pending.stream()].count("sample") == 3
     records = pending.stream()
     next(records)
@@ -116,14 +116,14 @@ def test_every_stream_begins_with_the_first_record(connect: Connect) -> None:
 
 
 def test_a_wait_has_a_bound_and_may_be_begun_again(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
 
     def hold(request: httpx.Request) -> httpx.Response:
-        pace.time += float(request.url.params["wait"])
+        clock.time += float(request.url.params["wait"])
         return RUNNING(request)
 
     app = App(hold, hold, hold, packing())
-    pending = connect(app, pace=pace).attach("r1")
+    pending = connect(app, clock=clock).attach("r1")
     with pytest.raises(TimedOut, match="r1 still runs after 70 s"):
         pending.wait(70)
     waits = [request.url.params["wait"] for request in app.requests]
@@ -133,18 +133,18 @@ def test_a_wait_has_a_bound_and_may_be_begun_again(connect: Connect) -> None:
 
 
 def test_a_wait_ends_in_time_where_nobody_answers(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
     app = App(failing(httpx.ConnectError("refused")))
     with pytest.raises(ConnectionFailed):
-        connect(app, pace=pace, retry=Retry()).attach("r1").wait(5)
-    assert sum(pace.slept) <= 5
+        connect(app, clock=clock, retry=Retry()).attach("r1").wait(5)
+    assert sum(clock.slept) <= 5
 
 
 def test_a_server_that_holds_nothing_back_is_not_asked_without_a_pause(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
     app = App(*[RUNNING] * 20, packing())
-    connect(app, pace=pace).attach("r1").wait()
-    assert pace.slept == [0.5] * 20
+    connect(app, clock=clock).attach("r1").wait()
+    assert clock.slept == [0.5] * 20
 
 
 def test_silence_is_expected_while_the_answer_is_held(connect: Connect) -> None:
@@ -157,7 +157,7 @@ def test_silence_is_expected_while_the_answer_is_held(connect: Connect) -> None:
 def test_a_rollout_that_died_with_the_engine_is_told_at_once(connect: Connect) -> None:
     app = App(refusing("engine_dead", 503))
     with pytest.raises(EngineUnavailable):
-        connect(app, retry=Retry(), pace=FakePace()).attach("r1").wait()
+        connect(app, retry=Retry(), clock=FakePace()).attach("r1").wait()
     assert len(app.requests) == 1
 
 

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice import Record
-from coppice.transport.ndjson import RecordReader
+from coppice.transport.ndjson import NdjsonReader
 from tests.client.answers import LINES, RECORDS
 
 WHOLE = b"".join(LINES)
@@ -11,7 +11,7 @@ WHOLE = b"".join(LINES)
 @given(st.lists(st.integers(0, len(WHOLE))))
 def test_records_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> None:
     borders = [0, *sorted(cuts), len(WHOLE)]
-    reader = RecordReader()
+    reader = NdjsonReader()
     records: list[Record] = []
     for start, end in zip(borders, borders[1:], strict=False):
         records += reader.feed(WHOLE[start:end])
@@ -20,6 +20,6 @@ def test_records_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> No
 
 
 def test_empty_lines_and_records_of_newer_servers_are_passed_over() -> None:
-    reader = RecordReader()
+    reader = NdjsonReader()
     lines = [LINES[0], b"\n", b'{"type": "handle", "handle": "h1"}\r\n', LINES[-1]]
     assert list(reader.feed(b"".join(lines))) == [RECORDS[0], RECORDS[-1]]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice import KvSource, PromptKV, Redirected, Retry
-from coppice.transport.redirect_policy import Trust
+from coppice.transport.redirect_policy import RedirectPolicy
 from tests.client.answers import ANSWER, LINES, VERSION
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect
@@ -59,7 +59,7 @@ def test_a_file_is_sent_again_from_its_beginning(connect: Connect, tmp_path: Pat
 def test_what_breaks_there_begins_here_again(connect: Connect) -> None:
     body = Body(LINES[:3], httpx.ReadError(""))
     app = App(moved(), streaming(body), moved(), streaming(Body(LINES)))
-    client = connect(app, retry=Retry(), pace=FakePace())
+    client = connect(app, retry=Retry(), clock=FakePace())
     assert client.rollout(["hello"]).id == "r1"
     assert [request.url.port for request in app.requests] == [None, 9000, None, 9000]
 
@@ -80,7 +80,7 @@ def test_what_breaks_there_begins_here_again(connect: Connect) -> None:
 def test_another_host_or_scheme_is_not_followed(connect: Connect, to: str) -> None:
     app = App(moved(to))
     with pytest.raises(Redirected):
-        connect(app, api_key="s3cret", retry=Retry(), pace=FakePace()).abort("r")
+        connect(app, api_key="s3cret", retry=Retry(), clock=FakePace()).abort("r")
     assert app.request.url.host == "coppice.test"
 
 
@@ -99,7 +99,7 @@ def test_a_redirect_without_an_address_is_none(connect: Connect) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_nobody_is_sent_in_circles(connect: Connect, stream: bool) -> None:
     app = App(moved())
-    client = connect(app, retry=Retry(), pace=FakePace())
+    client = connect(app, retry=Retry(), clock=FakePace())
     with pytest.raises(Redirected):
         client.rollout(["hello"]) if stream else client.abort("r")
     assert len(app.requests) == 3
@@ -117,8 +117,11 @@ def test_nobody_is_sent_in_circles(connect: Connect, stream: bool) -> None:
     ],
 )
 def test_hosts_that_are_named_are_trusted(host: str, replicas: list[str]) -> None:
-    trust = Trust("http://coppice.test:8000/gate", replicas)
-    assert trust.base_of(f"http://{host}:1/p/v1/x%20y?a=b", "/v1/x%20y") == f"http://{host}:1/p"
+    trust = RedirectPolicy("http://coppice.test:8000/gate", replicas)
+    assert (
+        trust.redirect_base_url(f"http://{host}:1/p/v1/x%20y?a=b", "/v1/x%20y")
+        == f"http://{host}:1/p"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,19 +135,21 @@ def test_hosts_that_are_named_are_trusted(host: str, replicas: list[str]) -> Non
 )
 def test_hosts_that_are_not_named_are_not(host: str, replicas: list[str]) -> None:
     with pytest.raises(Redirected) as caught:
-        Trust("http://coppice.test", replicas).base_of(f"http://{host}/v1/x", "/v1/x")
+        RedirectPolicy("http://coppice.test", replicas).redirect_base_url(
+            f"http://{host}/v1/x", "/v1/x"
+        )
     assert "replicas" in str(caught.value)
 
 
 def test_what_is_no_address_is_not_followed() -> None:
     with pytest.raises(Redirected):
-        Trust("http://coppice.test").base_of("http://[::1/v1/x", "/v1/x")
+        RedirectPolicy("http://coppice.test").redirect_base_url("http://[::1/v1/x", "/v1/x")
 
 
 @pytest.mark.parametrize("entry", ["", "*", "a.*.b", "http://a"])
 def test_what_names_no_host_is_refused(entry: str) -> None:
     with pytest.raises(ValueError, match="no host"):
-        Trust("http://coppice.test", [entry])
+        RedirectPolicy("http://coppice.test", [entry])
 
 
 class Front(BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ from coppice import (
 )
 from tests.client.conftest import Connect
 from tests.client.fake_clock import FakePace
-from tests.client.faulty import Faulty, faulty_server, records_of, stream_parts
+from tests.client.faulty import Faulty, faulty_server, stream_parts, stream_records
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def server() -> Iterator[Faulty]:
 
 
 def resuming(connect: Connect, server: Faulty) -> Rollouts:
-    return connect(base_url=server.url, retry=Retry(), pace=FakePace())
+    return connect(base_url=server.url, retry=Retry(), clock=FakePace())
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -46,7 +46,7 @@ def test_a_stream_cut_anywhere_yields_every_record_once(
     for number in range(1, 6):
         server.cuts = [dice.randrange(NUM_BYTES) for _ in range(dice.randint(1, 7))]
         records = list(client.stream(["hello"]))
-        assert records == records_of(f"r{number}")
+        assert records == stream_records(f"r{number}")
         assert server.num_started == number
     assert len(set(server.keys)) == 5
     assert not server.deleted
@@ -63,20 +63,20 @@ def test_a_rollout_cut_at_every_byte_is_whole_and_one(connect: Connect, server: 
 
 def test_something_new_begins_the_count_of_failures_anew(connect: Connect, server: Faulty) -> None:
     server.cuts = [border for border in BORDERS[1:-1] for _ in range(3)]
-    client = connect(base_url=server.url, retry=Retry(attempts=4), pace=FakePace())
-    assert list(client.stream(["hello"])) == records_of("r1")
+    client = connect(base_url=server.url, retry=Retry(attempts=4), clock=FakePace())
+    assert list(client.stream(["hello"])) == stream_records("r1")
 
 
 def test_a_stream_that_brings_nothing_new_is_given_up_and_ended(
     connect: Connect, server: Faulty
 ) -> None:
     server.cuts = [NUM_BYTES // 2] * 5
-    client = connect(base_url=server.url, retry=Retry(attempts=4), pace=FakePace())
+    client = connect(base_url=server.url, retry=Retry(attempts=4), clock=FakePace())
     came = []
     with pytest.raises((StreamBroken, ConnectionFailed)):
         for record in client.stream(["hello"]):
             came.append(record)
-    assert came == records_of("r1")[: len(came)]
+    assert came == stream_records("r1")[: len(came)]
     assert len(server.keys) == 4
     assert server.deleted == ["/v1/rollouts/r1"]
 
@@ -86,7 +86,7 @@ def test_a_server_that_forgot_the_rollout_does_not_pass_for_it(
 ) -> None:
     server.cuts = [NUM_BYTES // 2]
     records = resuming(connect, server).stream(["hello"])
-    assert next(records) == records_of("r1")[0]
+    assert next(records) == stream_records("r1")[0]
     server.forget()
     with pytest.raises(RolloutLost, match="r1 is forgotten; r2 began"):
         list(records)
@@ -147,7 +147,7 @@ async def test_a_cancelled_rollout_is_ended(server: Faulty) -> None:
             waiting.set()
             await asyncio.Event().wait()
 
-    async with AsyncRollouts(server.url, pace=Stuck()) as client:
+    async with AsyncRollouts(server.url, clock=Stuck()) as client:
         rollout = asyncio.create_task(client.rollout(["hello"]))
         await waiting.wait()
         rollout.cancel()
@@ -163,6 +163,6 @@ def test_an_interrupted_rollout_is_ended(server: Faulty) -> None:
         async def sleep(self, seconds: float) -> None:
             raise KeyboardInterrupt
 
-    with Rollouts(server.url, pace=Interrupted()) as client, pytest.raises(KeyboardInterrupt):
+    with Rollouts(server.url, clock=Interrupted()) as client, pytest.raises(KeyboardInterrupt):
         client.rollout(["hello"])
     assert server.deleted == ["/v1/rollouts/r1"]

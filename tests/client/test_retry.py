@@ -37,7 +37,7 @@ BUSY = refusing("overloaded", 503)
 
 
 def patient(connect: Connect, app: App, **options: Any) -> Rollouts:
-    return connect(app, **{"retry": Retry(), "pace": FakePace(), **options})
+    return connect(app, **{"retry": Retry(), "clock": FakePace(), **options})
 
 
 @pytest.mark.parametrize("code", PROBLEMS)
@@ -75,32 +75,32 @@ def test_another_server_is_not_tried_again(connect: Connect) -> None:
 
 
 def test_waits_double_up_to_their_longest(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
     with pytest.raises(Overloaded):
-        patient(connect, App(BUSY), pace=pace).status()
-    assert pace.slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+        patient(connect, App(BUSY), clock=clock).status()
+    assert clock.slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
 def test_waits_are_a_random_share(connect: Connect) -> None:
-    pace = FakePace(share=0.25)
+    clock = FakePace(share=0.25)
     with pytest.raises(Overloaded):
-        patient(connect, App(BUSY), pace=pace, retry=Retry(attempts=3)).status()
-    assert pace.slept == [0.125, 0.25]
+        patient(connect, App(BUSY), clock=clock, retry=Retry(attempts=3)).status()
+    assert clock.slept == [0.125, 0.25]
 
 
 def test_the_server_says_when_to_come_back(connect: Connect) -> None:
-    pace = FakePace(share=0.5)
+    clock = FakePace(share=0.5)
     app = App(refusing("quota_exceeded", 429, {"Retry-After": "9"}), PAUSED)
-    assert patient(connect, app, pace=pace).pause().paused
-    assert pace.slept == [9.25]
+    assert patient(connect, app, clock=clock).pause().paused
+    assert clock.slept == [9.25]
 
 
 def test_later_than_the_whole_time_is_not_waited_for(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
     app = App(refusing("draining", 503, {"Retry-After": "301"}))
     with pytest.raises(EngineUnavailable):
-        patient(connect, app, pace=pace).status()
-    assert (len(app.requests), pace.slept) == (1, [])
+        patient(connect, app, clock=clock).status()
+    assert (len(app.requests), clock.slept) == (1, [])
 
 
 @given(
@@ -121,35 +121,35 @@ def test_attempts_and_their_time_are_bounded(
     took: float,
     retry_after: int | None,
 ) -> None:
-    pace = FakePace(share)
+    clock = FakePace(share)
     failed: list[float] = []
     begun: list[float] = []
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     def answer(request: httpx.Request) -> httpx.Response:
-        begun.append(pace.time)
-        pace.time += took
-        failed.append(pace.time)
+        begun.append(clock.time)
+        clock.time += took
+        failed.append(clock.time)
         return refusing("overloaded", 503, headers)(request)
 
     retry = Retry(attempts=attempts, base_seconds=base, max_seconds=longest, total_seconds=total)
     transport = httpx.MockTransport(App(answer))
-    client = Rollouts("http://coppice.test", retry=retry, pace=pace, transport=transport)
+    client = Rollouts("http://coppice.test", retry=retry, clock=clock, transport=transport)
     with client, pytest.raises(Overloaded):
         client.status()
     assert len(begun) <= attempts
     assert begun[-1] <= failed[0] + total + 1e-6
-    assert all(wait >= (retry_after or 0) for wait in pace.slept)
+    assert all(wait >= (retry_after or 0) for wait in clock.slept)
 
 
 def test_a_first_attempt_that_took_long_is_tried_again(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
 
     def slow(request: httpx.Request) -> httpx.Response:
-        pace.time += 10_000
+        clock.time += 10_000
         raise httpx.ReadError("lost")
 
-    assert patient(connect, App(slow, PAUSED), pace=pace).pause().paused
+    assert patient(connect, App(slow, PAUSED), clock=clock).pause().paused
 
 
 def test_a_rollout_is_asked_for_again_with_its_key(connect: Connect) -> None:
@@ -218,10 +218,10 @@ def test_what_may_not_happen_twice_is_repeated_only_if_it_did_not_happen(
 
 
 def test_waiting_for_readiness_has_its_own_bound(connect: Connect) -> None:
-    pace = FakePace()
+    clock = FakePace()
     with pytest.raises(TimedOut, match="not ready after 10 s"):
-        patient(connect, App(UNREACHED), pace=pace).wait_until_ready(10)
-    assert sum(pace.slept) == pytest.approx(10)
+        patient(connect, App(UNREACHED), clock=clock).wait_until_ready(10)
+    assert sum(clock.slept) == pytest.approx(10)
 
 
 def test_what_is_tried_again_is_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,4 +247,4 @@ def test_bounds_that_are_none_are_refused(bounds: Any) -> None:
 
 def test_no_wait_is_too_long_to_be_counted() -> None:
     assert Retry(attempts=10**6).longest_wait(10**6) == 30.0
-    assert not Retry.none().wanted
+    assert not Retry.none().is_enabled

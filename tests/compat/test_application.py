@@ -10,8 +10,8 @@ from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
 from service.app import create_app
-from service.auth.access import declared
-from service.config.settings import Shape
+from service.auth.access import declared_access
+from service.config.settings import CompatApi
 from tests.compat.foreign import foreign
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
@@ -29,7 +29,7 @@ ROLLOUT = [
 ]
 
 
-def compat(tmp_path: Path, *shapes: Shape) -> tuple[FastAPI, list[APIRoute]]:
+def compat(tmp_path: Path, *shapes: CompatApi) -> tuple[FastAPI, list[APIRoute]]:
     app = create_app(settings_for(tmp_path, server={"compat": shapes}), FakeEngine())
     routes = app.state.compat.routes
     assert all(isinstance(route, APIRoute) for route in routes)
@@ -38,7 +38,7 @@ def compat(tmp_path: Path, *shapes: Shape) -> tuple[FastAPI, list[APIRoute]]:
 
 def test_every_route_declares_who_may_use_it(tmp_path: Path) -> None:
     _, routes = compat(tmp_path, "vllm", "sglang", "openai")
-    access = {route.path: declared(route.endpoint) for route in routes}
+    access = {route.path: declared_access(route.endpoint) for route in routes}
     assert None not in access.values()
     assert {path for path, found in access.items() if found and found.public} == PUBLIC
 
@@ -59,7 +59,7 @@ def test_no_address_is_one_of_ours(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_shapes_that_are_set_are_served(
-    tmp_path: Path, shapes: tuple[Shape, ...], there: list[str], missing: list[str]
+    tmp_path: Path, shapes: tuple[CompatApi, ...], there: list[str], missing: list[str]
 ) -> None:
     _, routes = compat(tmp_path, *shapes)
     paths = {route.path for route in routes}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol import SampleRequest
-from service.compat.bodies import DROPPED
-from service.compat.unsupported_params import REFUSED
+from service.compat.bodies import IGNORED_FIELDS
+from service.compat.unsupported_params import UNSUPPORTED
 from tests.compat.foreign import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 
@@ -52,7 +52,7 @@ async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[Sa
 
 async def test_what_reaches_into_the_engine_is_dropped(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        for (path, inside), name in product(PLACES, sorted(DROPPED)):
+        for (path, inside), name in product(PLACES, sorted(IGNORED_FIELDS)):
             plain = await submitted(served, path, BODIES[path])
             before = served.ignored("dropped")
             dropped = placed(path, inside, {name: {"coppice_handle": "x"}})
@@ -71,10 +71,14 @@ async def test_what_nobody_knows_is_ignored_and_counted(tmp_path: Path) -> None:
 
 
 async def test_a_field_at_its_neutral_value_is_let_through(tmp_path: Path) -> None:
-    neutral = {name: refusal.neutral[0] for name, refusal in REFUSED.items() if refusal.neutral}
+    allowed_values = {
+        name: refusal.allowed_values[0]
+        for name, refusal in UNSUPPORTED.items()
+        if refusal.allowed_values
+    }
     async with foreign(tmp_path) as served:
         for path, inside in PLACES:
-            await served.post(path, placed(path, inside, neutral))
+            await served.post(path, placed(path, inside, allowed_values))
         assert served.ignored("unknown") == 0
 
 
@@ -82,10 +86,12 @@ async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path) as served:
-        for (path, inside), name in set(product(PLACES, sorted(REFUSED))) - SERVED:
+        for (path, inside), name in set(product(PLACES, sorted(UNSUPPORTED))) - SERVED:
             status, problem = await served.refused(path, placed(path, inside, {name: ["a", 0.5]}))
             assert (status, problem["code"]) == (wrong_status(path), "invalid_request")
-            assert problem["errors"] == [{"location": name, "message": REFUSED[name].instead}]
+            assert problem["errors"] == [
+                {"location": name, "message": UNSUPPORTED[name].suggestion}
+            ]
         assert served.engine.submitted == []
 
 

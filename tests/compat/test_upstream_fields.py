@@ -21,13 +21,13 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
-from service.compat.bodies import DROPPED
+from service.compat.bodies import IGNORED_FIELDS
 from service.compat.chat import ChatBody, ChatMessage
 from service.compat.completions import CompletionBody
 from service.compat.generate import GenerateBody, GenerateSampling
 from service.compat.sglang_generate import SglangBody, SglangSampling
 from service.compat.tokenize import DetokenizeBody, TokenizeBody
-from service.compat.unsupported_params import REFUSED
+from service.compat.unsupported_params import UNSUPPORTED
 from tests.compat.foreign import foreign
 
 pytestmark = pytest.mark.slow
@@ -142,12 +142,16 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_field_of_other_servers_is_accounted_for(name: str) -> None:
     theirs, ours = REQUESTS[name]
-    accounted = {*ours.model_fields, *REFUSED, *DROPPED, *NEUTRAL}
+    accounted = {*ours.model_fields, *UNSUPPORTED, *IGNORED_FIELDS, *NEUTRAL}
     assert set(theirs) - accounted == set()
 
 
 def test_no_field_is_in_two_tables() -> None:
-    assert not (set(REFUSED) & DROPPED or set(REFUSED) & set(NEUTRAL) or DROPPED & set(NEUTRAL))
+    assert not (
+        set(UNSUPPORTED) & IGNORED_FIELDS
+        or set(UNSUPPORTED) & set(NEUTRAL)
+        or IGNORED_FIELDS & set(NEUTRAL)
+    )
 
 
 def test_every_table_names_fields_that_exist() -> None:
@@ -212,4 +216,4 @@ async def test_reasoning_of_earlier_turns_reaches_the_template(tmp_path: Path) -
     """vLLM's renderer reads `reasoning` alone, and sets both for the template."""
     for name in ("reasoning", "reasoning_content"):
         turn = ChatMessage.model_validate({"role": "assistant", "content": "b", name: "why"})
-        assert turn.rendered()["reasoning"] == "why"
+        assert turn.to_template_message()["reasoning"] == "why"

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from coppice import AsyncRollouts, Unsupported
-from coppice.verl.generation import Drawn, Generation
-from coppice.verl.labels import Labels, global_steps
+from coppice.verl.generation import Generation, GenerationOutput
+from coppice.verl.labels import VersionLabels, global_steps
 from coppice.verl.publisher import Publisher
-from coppice.verl.request_gate import Gate
-from coppice.verl.sampling_options import Lengths, options_of
-from coppice.verl.server_list import Target
+from coppice.verl.request_gate import RequestGate
+from coppice.verl.sampling_options import LengthLimits, options_of
+from coppice.verl.server_list import ServerList
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
-LENGTHS = Lengths(prompt=16, response=8, context=512)
+LENGTHS = LengthLimits(prompt=16, response=8, context=512)
 # As verl's agent loops send them.
 ASKED = {
     "temperature": 1.0,
@@ -51,16 +51,16 @@ async def started(engine: FakeEngine, samples: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def draw(generation: Generation, name: str, **asked: Any) -> "asyncio.Task[Drawn]":
-    return asyncio.create_task(generation.draw(name, [1, 2, 3], {**ASKED, **asked}))
+def generate(generation: Generation, name: str, **asked: Any) -> "asyncio.Task[GenerationOutput]":
+    return asyncio.create_task(generation.generate(name, [1, 2, 3], {**ASKED, **asked}))
 
 
 async def test_a_response_has_a_logprob_a_token_and_its_prompts_cached_tokens(
     tmp_path: Path,
 ) -> None:
     async with generating(tmp_path, FakeEngine()) as (generation, served):
-        drawn = await draw(generation, "one")
-        without = await draw(generation, "two", logprobs=False)
+        drawn = await generate(generation, "one")
+        without = await generate(generation, "two", logprobs=False)
     [request, _] = served.engine.submitted
     assert request.sampling.max_tokens == LENGTHS.response
     assert drawn.stop_reason == "completed"
@@ -75,7 +75,7 @@ async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
 ) -> None:
     engine = FakeEngine(instant=False)
     async with generating(tmp_path, engine) as (generation, _):
-        running = draw(generation, "running")
+        running = generate(generation, "running")
         await started(engine, 1)
         for _ in range(3):
             engine.step()
@@ -83,7 +83,7 @@ async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
         drawn = await running
         assert (drawn.stop_reason, len(drawn.token_ids)) == ("aborted", 3)
         assert drawn.log_probs is not None and len(drawn.log_probs) == 3
-        waiting = draw(generation, "waiting")
+        waiting = generate(generation, "waiting")
         await asyncio.sleep(0.05)
         assert not engine.running
         generation.resume()
@@ -98,23 +98,25 @@ async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
 async def test_whoever_waits_is_turned_away_when_the_replica_leaves(tmp_path: Path) -> None:
     async with generating(tmp_path, FakeEngine()) as (generation, served):
         await generation.abort_all(reject=False)
-        waiting = draw(generation, "waiting")
+        waiting = generate(generation, "waiting")
         await asyncio.sleep(0)
         await generation.abort_all(reject=True)
-        for turned_away in (waiting, draw(generation, "late")):
-            assert await turned_away == Drawn(token_ids=[], log_probs=None, stop_reason="aborted")
+        for turned_away in (waiting, generate(generation, "late")):
+            assert await turned_away == GenerationOutput(
+                token_ids=[], log_probs=None, stop_reason="aborted"
+            )
         assert not served.engine.submitted
         generation.resume()
-        assert (await draw(generation, "after")).stop_reason == "completed"
+        assert (await generate(generation, "after")).stop_reason == "completed"
 
 
 async def test_a_gate_is_shut_when_those_on_the_way_in_have_arrived() -> None:
-    gate = Gate()
-    assert await gate.enter()
+    gate = RequestGate()
+    assert await gate.admit()
     shutting = asyncio.create_task(gate.shut(reject=False))
     await asyncio.sleep(0)
     assert not shutting.done()
-    gate.entered()
+    gate.admitted()
     await shutting
 
 
@@ -124,20 +126,20 @@ async def test_published_weights_are_served_by_all_and_name_their_step(tmp_path:
         generating(tmp_path / "a", engines[0]) as (generation, one),
         generating(tmp_path / "b", engines[1]) as (_, two),
     ):
-        publisher = Publisher(Target(urls=(one.url, two.url)))
+        publisher = Publisher(ServerList(urls=(one.url, two.url)))
         label = await publisher.publish(iter([("w", torch.ones(2, 2))]), 7)
         assert [s.server.versions.active.label for s in (one, two)] == [label] * 2
-        drawn = await draw(generation, "one")
+        drawn = await generate(generation, "one")
         again = await publisher.publish(iter([("w", torch.zeros(2, 2))]), 7)
     assert again != label, "the same step, other weights"
     assert [drawn.extra_fields[f"{edge}global_steps"] for edge in ("", "min_", "max_")] == [7] * 3
 
 
 def test_labels_tell_their_step_and_others_none() -> None:
-    labels = Labels()
+    labels = VersionLabels()
     assert [global_steps(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
     assert global_steps("trl-1a2b3c4d-12") is None
-    assert labels.next(1) != Labels().next(1)
+    assert labels.next(1) != VersionLabels().next(1)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +182,12 @@ def test_a_target_needs_an_address_and_reads_its_key_from_a_file(tmp_path: Path)
     key = tmp_path / "key"
     key.write_text("secret\n")
     given = {"coppice": {"urls": ["http://a", "http://b"], "key_file": str(key)}}
-    target = Target.of(given)
+    target = ServerList.of(given)
     assert [target.url(replica) for replica in range(3)] == ["http://a", "http://b", "http://a"]
     assert target.key() == "secret"
-    assert Target.given("http://a", None).urls == ("http://a",)
+    assert ServerList.given("http://a", None).urls == ("http://a",)
     with pytest.raises(ValueError, match="urls"):
-        Target.of({})
+        ServerList.of({})
 
 
 def test_verl_is_pointed_at_a_module_that_is_there() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coppice.weights.checkpoint import checkpoint_files
-from coppice.weights.safetensors_index import read_stored
+from coppice.weights.safetensors_index import read_safetensors_index
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
 
@@ -26,7 +26,7 @@ SECONDS = 4.0
 READERS: dict[str, Callable[[Path], object]] = {
     "engine": read_checkpoint,
     "client": checkpoint_files,
-    "stored": read_stored,
+    "stored": read_safetensors_index,
 }
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from coppice import AsyncRollouts, Policy
 from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from tests.engine.greedy import assert_greedy
 from tests.engine.models import make_models, write_model
 from tests.engine.seedling import MODEL as SEEDLING
@@ -58,7 +58,7 @@ async def test_both_sample_from_what_one_was_sent(tmp_path: Path) -> None:
     v9 = stepped(v8)
     expected = write_model(tmp_path / "models" / "v9", v9, tied=True)
     oracle = AutoModelForCausalLM.from_pretrained(expected, dtype=torch.float32).eval()
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     engines = [engine(models["v7"], tmp_path) for _ in range(2)]
     async with fleet(tmp_path, engines, lambda: shared, **SECTIONS) as (one, two):
         async with AsyncRollouts(one.url, timeout=120) as first:

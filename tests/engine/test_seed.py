@@ -13,7 +13,7 @@ from engine.launch.arguments import engine_arguments
 from engine.protocol import SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from tests.engine.seedling import MODEL, settings
 from tests.fleet import fleet
 
@@ -82,7 +82,7 @@ async def test_starts_share_samples_only_by_the_same_seed(
 
 @pytest.mark.engine
 async def test_replicas_draw_different_samples(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     small = settings(seed=None, max_context_tokens=128, max_sequences=8, cache_bytes=2**24)
     drawn = []
     async with fleet(tmp_path, [VllmEngine(small) for _ in range(2)], lambda: shared) as replicas:

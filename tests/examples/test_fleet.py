@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from coppice import AsyncRollouts, Rollouts
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from tests.examples.nginx import nginx
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port
@@ -33,13 +33,15 @@ class Front:
         self.replicas = replicas
 
     def place_of(self, rollout_id: str) -> str:
-        (name,) = (n for n, r in self.replicas.items() if rollout_id.startswith(r.server.fleet.me))
+        (name,) = (
+            n for n, r in self.replicas.items() if rollout_id.startswith(r.server.fleet.own_id)
+        )
         return name
 
 
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    port, shared = free_port(), EmbeddedDirectory()
+    port, shared = free_port(), InMemoryRegistry()
     async with AsyncExitStack() as stack:
         replicas = {}
         for name in "ab":

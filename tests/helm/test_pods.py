@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from service.config.settings import load_settings
-from service.http.serve import FLUSH_SECONDS
+from service.http.serve import GRACEFUL_SHUTDOWN_SECONDS
 from tests.helm.chart import (
     FILES,
     WITH_KEYS,
@@ -68,7 +68,7 @@ def test_the_grace_period_is_the_sum_of_the_drain(file: Path) -> None:
     assert pod(values)["terminationGracePeriodSeconds"] == endpoint + request + teardown
     assert settings(values)["server"]["drain_seconds"] == request
     assert container(values)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(endpoint)]
-    assert teardown > FLUSH_SECONDS
+    assert teardown > GRACEFUL_SHUTDOWN_SECONDS
 
 
 @every_file

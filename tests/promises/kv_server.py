@@ -23,7 +23,7 @@ from engine.kv_types import ExportWord, KvFormat
 from engine.protocol import EngineFacts
 from service.app import create_app
 from service.config.settings import Settings
-from service.http.protocol import bounded_by
+from service.http.protocol import protocol_with_limits
 from tests.fake_engine import FakeEngine, Running
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,11 @@ async def serve(max_bytes_per_second: float | None, *, nixl: bool) -> None:
         settings = Settings.model_validate({"weights": {"directory": folder}, "kv": kv})
         app = create_app(settings, LargeEngine(prompt_kv=True, max_context_tokens=4096))
         config = uvicorn.Config(
-            app, http=bounded_by(settings.limits), port=0, log_level="warning", access_log=False
+            app,
+            http=protocol_with_limits(settings.limits),
+            port=0,
+            log_level="warning",
+            access_log=False,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

@@ -33,7 +33,7 @@ async def test_a_closed_connection_ends_the_samples_of_every_group(
         async with asyncio.timeout(10):
             await running_samples(served, 0)
             assert not engine.running
-            await served.server.rollouts.idle()
+            await served.server.rollouts.wait_until_idle()
         served.server.admission.check()
         metrics = (await served.http.get("/metrics")).text
     assert 'coppice_groups_total{outcome="cancelled"} 8.0' in metrics
@@ -43,7 +43,7 @@ async def test_a_closed_connection_ends_the_samples_of_every_group(
 async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, stream: bool) -> None:
     engine = HesitantEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        async with served.server.rollouts.gate_shut():
+        async with served.server.rollouts.close_gate():
             async with httpx.AsyncClient(base_url=served.url) as leaving:
                 asked = body(group(1, n=2), group(2), stream=stream)
                 request = asyncio.create_task(leaving.post("/v1/rollouts", json=asked))
@@ -110,7 +110,7 @@ async def test_an_end_at_any_turn_of_the_loop_leaves_no_sample(tmp_path: Path, h
             case "delete":
                 await server.rollouts.cancel(rollout)
             case "leave":
-                server.rollouts.left(rollout)
+                server.rollouts.on_disconnect(rollout)
             case "break":
                 owner.cancel()
         async with asyncio.timeout(30):

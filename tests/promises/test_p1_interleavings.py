@@ -21,7 +21,7 @@ from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.protocol import PauseMode
 from service.http.errors import ServiceError
-from service.rollouts.claim import Claim
+from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -62,12 +62,12 @@ class World:
         asked = body(*[TREE if grown else group(1, n=n)] * num_groups, policy=policy)
         branching = BRANCHING if grown else None
         request = RolloutRequest.model_validate({**asked, "branching": branching})
-        claim = None if key is None else Claim.of("local", key, repr(request).encode())
+        claim = None if key is None else IdempotencyClaim.of("local", key, repr(request).encode())
         call = self._call(request, claim, detached, seen)
         self.callers.append((asyncio.create_task(call), seen))
 
     async def _call(
-        self, request: RolloutRequest, claim: Claim | None, detached: bool, seen: Seen
+        self, request: RolloutRequest, claim: IdempotencyClaim | None, detached: bool, seen: Seen
     ) -> None:
         """As the route does it."""
         rollouts = self.server.rollouts
@@ -78,12 +78,12 @@ class World:
             try:
                 seen.answer = await seen.rollout.answer()
             finally:
-                rollouts.left(seen.rollout)
+                rollouts.on_disconnect(seen.rollout)
         except ServiceError as problem:
             seen.problem = problem
 
     def meanwhile(self, work: Coroutine[Any, Any, Any]) -> None:
-        self.others.append(asyncio.create_task(self.server.in_background(work)))
+        self.others.append(asyncio.create_task(self.server.run_to_completion(work)))
 
 
 Step = tuple[str, Any]
@@ -152,7 +152,7 @@ async def settle(world: World) -> None:
     await turns(50)
     for _, seen in world.callers:
         if seen.rollout is not None and not seen.rollout.ended:
-            assert {g.ending for g in seen.rollout.groups} != {"cancelled"}
+            assert {g.end_reason for g in seen.rollout.groups} != {"cancelled"}
     async with asyncio.timeout(20):
         tasks = [task for task, _ in world.callers] + world.others
         while not all(task.done() for task in tasks) or world.server.rollouts.num_running:

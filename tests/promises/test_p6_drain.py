@@ -32,7 +32,7 @@ async def admitted(served: Served, num_samples: int) -> None:
 async def test_a_group_that_waits_for_an_activation_is_answered(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
-        async with served.server.rollouts.gate_shut():
+        async with served.server.rollouts.close_gate():
             waiting = post(served)
             await admitted(served, 2)
             draining = drain(served)
@@ -106,7 +106,7 @@ async def test_an_activation_that_waits_for_the_last_group_is_no_deadlock(tmp_pa
 
 async def test_what_could_not_start_in_time_is_told_to_go_elsewhere(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        async with served.server.rollouts.gate_shut():
+        async with served.server.rollouts.close_gate():
             waiting = post(served)
             await admitted(served, 2)
             await drain(served, seconds=0.05)
@@ -122,7 +122,7 @@ ASYNC = {"prefer": "respond-async"}
 NDJSON = {"accept": "application/x-ndjson"}
 
 
-async def promised(served: Served) -> str:
+async def awaits_fetch(served: Served) -> str:
     """Where the answer is that somebody was told to come back for."""
     accepted = await served.http.post("/v1/rollouts", json=body(group(1)), headers=ASYNC)
     assert accepted.status_code == 202
@@ -140,7 +140,7 @@ async def test_an_answer_that_was_promised_is_waited_for_until_it_is_fetched(
     tmp_path: Path, headers: dict[str, str]
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        place = await promised(served)
+        place = await awaits_fetch(served)
         await ended(served)
         draining = drain(served)
         await asyncio.sleep(0.2)
@@ -155,7 +155,7 @@ async def test_an_answer_that_nobody_fetches_is_waited_for_no_longer_than_the_bo
     tmp_path: Path,
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        place = await promised(served)
+        place = await awaits_fetch(served)
         async with asyncio.timeout(30):
             await drain(served, seconds=0.2)
         assert (await served.http.get(place)).status_code == 200, "while it still listens"
@@ -163,7 +163,7 @@ async def test_an_answer_that_nobody_fetches_is_waited_for_no_longer_than_the_bo
 
 async def test_an_answer_is_waited_for_no_longer_than_any_is_kept(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits={"keep_answers_seconds": 0.2}) as served:
-        await promised(served)
+        await awaits_fetch(served)
         async with asyncio.timeout(30):
             await drain(served)
 
@@ -179,7 +179,7 @@ async def test_an_answer_that_was_given_to_its_caller_is_not_waited_for(tmp_path
 async def test_a_caller_who_left_while_waiting_has_not_fetched_the_answer(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        place = await promised(served)
+        place = await awaits_fetch(served)
         await running_samples(served, 1)
         request = f"GET {place}?wait=30 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         async with raw(served) as connection:

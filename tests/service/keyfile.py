@@ -4,12 +4,12 @@ from pathlib import Path
 
 import yaml
 
-from service.auth.keys import new_key
+from service.auth.keys import generate_key
 
 
 def write_keys(file: Path, **roles: str) -> dict[str, str]:
     """Keys by name, made anew; `roles` names each one's, separated by commas."""
-    made = {name: new_key(name, of.split(",")) for name, of in roles.items()}
+    made = {name: generate_key(name, of.split(",")) for name, of in roles.items()}
     file.write_text("".join(lines for _, lines in made.values()), encoding="utf-8")
     return {name: secret for name, (secret, _) in made.items()}
 

@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.adapters.upload import _copy
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from service.http.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.fake_engine import FakeEngine
@@ -226,7 +226,7 @@ async def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
         failed = await load(served, "policy", saved(tmp_path, "b"))
         assert refusal(failed) == (500, "activation_failed")
         assert await listed(served) == []
-        home = served.server.checkpoints.fresh(".seen-")
+        home = served.server.checkpoints.make_temp_dir(".seen-")
         assert [path for path in home.parent.iterdir() if path.is_dir()] == [home]
         value = served.server.metrics.registry.get_sample_value
         for outcome in ("refused", "failed"):
@@ -350,7 +350,7 @@ async def test_names_are_labels(tmp_path: Path, name: str) -> None:
 
 
 async def test_an_adapter_of_one_replica_is_said_to_be_missing_on_another(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     engines = [FakeEngine(max_adapters=2) for _ in range(2)]
     weights = {"source_directories": [tmp_path / "sources"]}
     async with fleet(tmp_path, engines, lambda: shared, weights=weights) as (one, other):

@@ -26,7 +26,7 @@ LIMITS = LimitsSettings(max_samples_per_key=8, max_prompt_tokens_per_key=20, max
 class Books(RuleBasedStateMachine):
     """Against the plainest model: a list of what is held."""
 
-    held = Bundle("held")
+    reserved = Bundle("reserved")
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Books(RuleBasedStateMachine):
         self.model: list[tuple[str, int, int]] = []
 
     @rule(
-        target=held,
+        target=reserved,
         key=st.sampled_from("abc"),
         samples=st.integers(1, 14),
         tokens=st.integers(1, 24),
@@ -55,7 +55,7 @@ class Books(RuleBasedStateMachine):
         self.model.append((key, samples, tokens))
         return self.admission.reserve(key, samples=samples, prompt_tokens=tokens)
 
-    @rule(reservation=consumes(held), again=st.booleans())
+    @rule(reservation=consumes(reserved), again=st.booleans())
     def release(self, reservation: Reservation | None, again: bool) -> None:
         if reservation is None:
             return
@@ -75,7 +75,7 @@ TestBooks = Books.TestCase
 
 def test_what_is_held_for_a_block_is_given_back_when_it_fails() -> None:
     admission = Admission(LIMITS)
-    with pytest.raises(RuntimeError), admission.held("a", samples=3, prompt_tokens=3):
+    with pytest.raises(RuntimeError), admission.reserved("a", samples=3, prompt_tokens=3):
         assert admission.num_samples == 3
         raise RuntimeError
     assert admission.num_samples == 0
@@ -85,7 +85,7 @@ def test_what_is_held_for_a_block_is_given_back_when_it_fails() -> None:
 @given(samples=st.integers(1, 2**31), tokens=st.integers(1, 2**31))
 def test_without_limits_per_key_only_the_servers_counts(samples: int, tokens: int) -> None:
     admission = Admission(LimitsSettings(max_samples_running=2**31))
-    with admission.held("a", samples=samples, prompt_tokens=tokens):
+    with admission.reserved("a", samples=samples, prompt_tokens=tokens):
         admission.check()
 
 

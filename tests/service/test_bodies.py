@@ -13,7 +13,7 @@ from coppice.wire.base import SLICE_TOKENS
 from coppice.wire.rollouts import MAX_TOKENS, RolloutRequest
 from service.config.settings import LimitsSettings
 from service.http import bodies
-from service.http.bodies import INLINE_BYTES, MAX_FAULTS, Bodies, parse_in_steps
+from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_in_steps
 from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
 from service.http.json_reader import MAX_MEMBERS, JsonLimits
 from service.observability.logs import key_name
@@ -112,14 +112,14 @@ def test_a_long_list_of_token_ids_keeps_its_order_and_its_bounds(parse: Parse) -
     assert fault["location"] == "groups.0.prompt.token_ids"
 
 
-@pytest.mark.parametrize("number", [1, MAX_FAULTS, MAX_FAULTS + 1])
+@pytest.mark.parametrize("number", [1, MAX_FIELD_ERRORS, MAX_FIELD_ERRORS + 1])
 def test_faults_are_counted_and_the_first_named_unless_they_are_legion(
     parse: Parse, number: int
 ) -> None:
     unknown: dict[str, Any] = {f"x{i}": 0 for i in range(number)}
     error = refused(json.dumps({**json.loads(asked()), **unknown}).encode(), parse)
     assert error.detail == f"{number} field(s) are wrong"
-    listed = 0 if number > MAX_FAULTS else min(number, 16)
+    listed = 0 if number > MAX_FIELD_ERRORS else min(number, 16)
     assert len(error.errors or []) == listed
 
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from engine.errors import StartFailed
 from engine.protocol import Engine, Pulse
-from service.cli import Parts, build_cli
+from service.cli import ServeComponents, build_cli
 from service.config.flags import settings_flags
-from service.config.settings import Settings, masked, settings_fields
-from service.http.shutdown import Life
+from service.config.settings import Settings, redacted, settings_fields
+from service.http.shutdown import ServerLifecycle
 
 
 class IdleServer:
@@ -36,7 +36,7 @@ def ignore(*_: object) -> None:
     pass
 
 
-PARTS = Parts(
+PARTS = ServeComponents(
     configure_logging=ignore,
     load_engine=lambda _: cast(Engine, IdleServer()),
     create_app=lambda *_: idle_app(),
@@ -44,8 +44,10 @@ PARTS = Parts(
 )
 
 
-def run(*arguments: str, parts: Parts = PARTS, environ: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(build_cli(parts), arguments, env=environ)
+def run(
+    *arguments: str, components: ServeComponents = PARTS, environ: dict[str, str] | None = None
+) -> Result:
+    return CliRunner().invoke(build_cli(components), arguments, env=environ)
 
 
 def refuse(text: str) -> Callable[..., Any]:
@@ -58,7 +60,7 @@ def refuse(text: str) -> Callable[..., Any]:
 def test_there_is_one_flag_for_every_field() -> None:
     fields = [(section, name) for section, name, _ in settings_fields()]
     assert [(flag.section, flag.name) for flag in settings_flags()] == fields
-    assert len(settings_flags()) == sum(len(section) for section in masked(Settings()).values())
+    assert len(settings_flags()) == sum(len(section) for section in redacted(Settings()).values())
 
 
 def test_check_config_prints_the_resolved_tree() -> None:
@@ -67,7 +69,7 @@ def test_check_config_prints_the_resolved_tree() -> None:
     tree = yaml.safe_load(result.stdout)
     assert tree["server"]["port"] == 9
     assert tree["engine"]["block_size"] == 64
-    assert tree["limits"] == masked(Settings())["limits"]
+    assert tree["limits"] == redacted(Settings())["limits"]
 
 
 def test_what_check_config_prints_can_be_read_back(tmp_path: Path) -> None:
@@ -104,11 +106,13 @@ def test_versions_are_printed() -> None:
 def test_serve_puts_the_parts_together() -> None:
     ran = []
 
-    def run_server(app: FastAPI, life: Life, settings: Settings, listener: socket.socket) -> None:
+    def run_server(
+        app: FastAPI, life: ServerLifecycle, settings: Settings, listener: socket.socket
+    ) -> None:
         ran.append((app.title, life.pulse().stage, listener.getsockname()[1], settings.log.format))
 
-    parts = replace(PARTS, run_server=run_server, create_app=lambda *_: idle_app("it"))
-    result = run("serve", "--port", "0", "--log.format", "json", parts=parts)
+    components = replace(PARTS, run_server=run_server, create_app=lambda *_: idle_app("it"))
+    result = run("serve", "--port", "0", "--log.format", "json", components=components)
     assert result.exit_code == 0, result.output
     [(title, stage, port, log_format)] = ran
     assert (title, stage, log_format) == ("it", "serving", "json")
@@ -124,16 +128,16 @@ def test_serve_logs_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("part", ["load_engine", "create_app", "run_server"])
 def test_a_failed_start_is_one_sentence_and_code_1(part: str) -> None:
-    parts = replace(PARTS, **{part: refuse("the disk is full")})
-    result = run("serve", "--port", "0", parts=parts)
+    components = replace(PARTS, **{part: refuse("the disk is full")})
+    result = run("serve", "--port", "0", components=components)
     assert (result.exit_code, result.stderr) == (1, "coppice: the disk is full\n")
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
-    parts = replace(PARTS, load_engine=refuse("too late"))
+    components = replace(PARTS, load_engine=refuse("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("serve", "--port", str(port), parts=parts)
+        result = run("serve", "--port", str(port), components=components)
     assert result.exit_code == 1
     assert (
         result.stderr

@@ -130,7 +130,7 @@ async def test_a_retry_while_the_first_is_still_being_read_is_told_to_come_again
 ) -> None:
     engine = FakeEngine()
     key = {"idempotency-key": "k"}
-    async with serving(engine, tmp_path) as served, served.server.rollouts.gate_shut():
+    async with serving(engine, tmp_path) as served, served.server.rollouts.close_gate():
         first = asyncio.create_task(start(served, body(group(1)), **key))
         await asyncio.sleep(0.05)
         second = await start(served, body(group(1)), **key)

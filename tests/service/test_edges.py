@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from service.config.settings import LimitsSettings
-from service.http.limits import PIECE_BYTES, Edges
+from service.http.limits import PIECE_BYTES, LimitsMiddleware
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import parsed, raw
@@ -324,7 +324,7 @@ async def test_large_answers_leave_in_pieces_and_small_ones_whole() -> None:
         sent.append(message)
 
     scope = {"type": "http", "headers": [], "raw_path": b"/", "query_string": b""}
-    edges = Edges(app, limits=LimitsSettings())
+    edges = LimitsMiddleware(app, limits=LimitsSettings())
     await edges(scope, None, send)  # type: ignore[arg-type]
     bodies = [(len(m["body"]), m["more_body"]) for m in sent[1:]]
     assert bodies == [(5, True), (PIECE_BYTES, True), (PIECE_BYTES, True), (1, False)]

@@ -75,12 +75,12 @@ def test_a_model_needs_no_weights_to_be_planned_for(tmp_path: Path) -> None:
 def test_steps_are_added_to_what_was_counted_before() -> None:
     metrics = Metrics()
     assert value(metrics, "graph_steps_total", outcome="hit") == 0
-    metrics.graphs_counted(GraphCounts(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
+    metrics.update_graphs(GraphCounts(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
     misses = {(64, 3): 4, (8, 0): 1}
-    metrics.graphs_counted(
+    metrics.update_graphs(
         GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=2, misses=misses)
     )
-    metrics.graphs_counted(
+    metrics.update_graphs(
         GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=3, misses=misses)
     )
     assert value(metrics, "graphs") == 9

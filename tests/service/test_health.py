@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import StartFailed
 from engine.protocol import SharedPrefixCounts
-from service.kv_reuse.store import SegmentStore
+from service.kv_reuse.store import SegmentCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_continue_from import started
 from tests.service.test_rollouts import body, group, running_samples
@@ -138,10 +138,10 @@ async def test_a_fault_behind_the_engines_start_ends_the_server(
 ) -> None:
     """Nobody waits for it for ever, and the log says why."""
 
-    def fault(self: SegmentStore) -> None:
+    def fault(self: SegmentCache) -> None:
         raise OSError("no such luck")
 
-    monkeypatch.setattr(SegmentStore, "open", fault)
+    monkeypatch.setattr(SegmentCache, "open", fault)
     engine = FakeEngine()
     async with serving(engine, tmp_path, wait=False) as served:
         async with asyncio.timeout(30):

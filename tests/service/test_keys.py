@@ -13,9 +13,9 @@ from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
 from service.app import create_app
-from service.auth.access import declared
-from service.auth.keyring import LOCAL, Keyring
-from service.auth.keys import ROLES, find_key, read_keys
+from service.auth.access import declared_access
+from service.auth.keyring import LOCAL_KEY, Keyring
+from service.auth.keys import ROLES, match_key, read_keys
 from service.cli import build_cli
 from service.config.settings import load_settings
 from service.config.sources import SettingsError
@@ -65,7 +65,7 @@ def test_a_new_key_is_printed_once_and_its_lines_let_it_in(file: Path) -> None:
     secret = made.stderr.split()[-1]
     assert secret not in made.stdout
     file.write_text(made.stdout)
-    key = find_key(read_keys(file), secret)
+    key = match_key(read_keys(file), secret)
     assert key is not None
     assert (key.name, sorted(key.roles)) == ("trainer", ["kv", "rollout"])
 
@@ -181,8 +181,8 @@ def test_a_link_that_turns_is_a_change(tmp_path: Path) -> None:
 
 
 def test_without_a_file_everybody_is_local() -> None:
-    assert Keyring(None).is_open
-    assert (LOCAL.name, LOCAL.roles) == ("local", ROLES)
+    assert Keyring(None).accepts_anyone
+    assert (LOCAL_KEY.name, LOCAL_KEY.roles) == ("local", ROLES)
 
 
 # Routes
@@ -315,11 +315,13 @@ def test_every_route_is_one_that_declares(tmp_path: Path) -> None:
     app = create_app(settings_for(tmp_path), FakeEngine())
     for route in app.routes:
         assert isinstance(route, APIRoute), route
-        assert declared(route.endpoint) is not None, route.path
+        assert declared_access(route.endpoint) is not None, route.path
     public = {
         route.path
         for route in app.routes
-        if isinstance(route, APIRoute) and (access := declared(route.endpoint)) and access.public
+        if isinstance(route, APIRoute)
+        and (access := declared_access(route.endpoint))
+        and access.public
     }
     assert public == set(PUBLIC)
 
@@ -348,7 +350,7 @@ def test_the_contract_says_what_the_routes_ask_for(tmp_path: Path) -> None:
     app = create_app(settings_for(tmp_path), FakeEngine())
     for route in app.routes:
         assert isinstance(route, APIRoute)
-        access = declared(route.endpoint)
+        access = declared_access(route.endpoint)
         assert access is not None
         roles = [] if access.role is None else [access.role]
         expected = [] if access.public else [{"bearer": roles}, {"basic": roles}]

@@ -12,7 +12,7 @@ import pytest
 
 from coppice import BranchRequest
 from service.http.errors import EngineGone
-from service.trees.external_tree import OpenTree
+from service.trees.external_tree import ExternalTree
 from tests.fake_engine import FakeEngine
 from tests.promises.hesitant import HesitantEngine
 from tests.service.keyfile import bearer, write_keys
@@ -291,7 +291,7 @@ async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_p
         engine.alive = False  # and nobody has noticed yet
         [rollout] = tree.served.server.rollouts.in_flight()
         [group] = rollout.groups
-        assert isinstance(group, OpenTree)
+        assert isinstance(group, ExternalTree)
         with pytest.raises(EngineGone):
             await group.branch(BranchRequest(), None)
         await rollout.wait()

@@ -13,7 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from service.app import create_app
-from service.auth.access import declared
+from service.auth.access import declared_access
 from service.auth.audit_log import LOGGER
 from service.config.settings import LogSettings, load_settings
 from service.config.sources import SettingsError
@@ -43,7 +43,7 @@ def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> 
     assert ("GET", "/metrics") not in calls(split)
     for route in split.routes:
         assert isinstance(route, APIRoute)
-        access = declared(route.endpoint)
+        access = declared_access(route.endpoint)
         assert access is not None
         assert access.role != "admin"
 
@@ -58,7 +58,9 @@ def test_operators_of_other_servers_clients_are_nowhere_else_either(tmp_path: Pa
     described = {"/compat/openapi.json"}
     for app, wanted in ((callers, False), (operators, True)):
         routes = [r for r in app.routes if isinstance(r, APIRoute) and r.path not in described]
-        found = {getattr(declared(route.endpoint), "role", None) == "admin" for route in routes}
+        found = {
+            getattr(declared_access(route.endpoint), "role", None) == "admin" for route in routes
+        }
         assert found == {wanted}
 
 

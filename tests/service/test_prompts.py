@@ -11,7 +11,7 @@ from coppice.wire.rollouts import Prompt
 from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
-from service.rollouts.tokenizer import Prompts
+from service.rollouts.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 
@@ -34,7 +34,7 @@ class SlowTokenizer(FakeEngine):
         return ""
 
 
-def tokenized(prompts: Prompts, key: str, text: str) -> asyncio.Task[list[int]]:
+def tokenized(prompts: Tokenizer, key: str, text: str) -> asyncio.Task[list[int]]:
     async def work() -> list[int]:
         key_name.set(key)
         return await prompts.token_ids(Prompt(text=text))
@@ -46,13 +46,13 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     engine = SlowTokenizer()
     engine.max_context_tokens = 100
     with pytest.raises(PromptTooLong, match="101 characters"):
-        await Prompts(engine).token_ids(Prompt(text="a" * 101))
+        await Tokenizer(engine).token_ids(Prompt(text="a" * 101))
     assert engine.seen == []
 
 
 async def test_keys_take_turns_and_responses_do_not_wait_behind_prompts() -> None:
     engine = SlowTokenizer()
-    prompts = Prompts(engine)
+    prompts = Tokenizer(engine)
     many = [tokenized(prompts, "one", f"{number:02}") for number in range(10)]
     await asyncio.sleep(0)
     other = tokenized(prompts, "another", "xx")
@@ -67,7 +67,7 @@ async def test_keys_take_turns_and_responses_do_not_wait_behind_prompts() -> Non
 
 async def test_text_of_a_caller_that_left_is_not_tokenized() -> None:
     engine = SlowTokenizer()
-    prompts = Prompts(engine)
+    prompts = Tokenizer(engine)
     tasks = [tokenized(prompts, "one", f"{number:02}") for number in range(3)]
     await asyncio.sleep(0)
     tasks[1].cancel()

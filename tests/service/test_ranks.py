@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.rollouts.priority import MICROSECONDS, Ranks
+from service.rollouts.priority import MICROSECONDS, PriorityAging
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving
@@ -28,11 +28,11 @@ class Clock:
 def ranked(arrivals: list[tuple[float, int]]) -> list[tuple[float, int, int]]:
     """Groups in the order of their arrival: when, with what priority, and their ranks."""
     clock = Clock()
-    ranks = Ranks(overtaken_seconds=BOUND, clock=clock)
+    ranks = PriorityAging(overtaken_seconds=BOUND, clock=clock)
     found = []
     for arrived, priority in sorted(arrivals, key=lambda each: each[0]):
         clock.now = arrived
-        found.append((arrived, priority, ranks.rank(priority)))
+        found.append((arrived, priority, ranks.to_engine_priority(priority)))
     return found
 
 
@@ -41,10 +41,10 @@ def test_a_group_that_has_waited_outranks_all_that_arrive_from_then_on(
     arrivals: list[tuple[float, int]],
 ) -> None:
     groups = ranked(arrivals)
-    for arrived, _, rank in groups:
+    for arrived, _, to_engine_priority in groups:
         for later, _, other in groups:
             if later > arrived + BOUND + 1 / MICROSECONDS:
-                assert rank < other
+                assert to_engine_priority < other
 
 
 @given(ARRIVALS, st.floats(0.1, 3))
@@ -57,9 +57,9 @@ def test_nobody_is_served_after_more_than_arrived_until_the_bound(
     now, coming = 0.0, list(groups)
     while coming or waiting:
         while coming and (coming[0][0] <= now or not waiting):
-            arrived, _, rank = coming.pop(0)
+            arrived, _, to_engine_priority = coming.pop(0)
             now = max(now, arrived)
-            heapq.heappush(waiting, (rank, arrived))
+            heapq.heappush(waiting, (to_engine_priority, arrived))
         _, arrived = heapq.heappop(waiting)
         left = [other for _, other in waiting]
         assert all(other >= arrived - BOUND - 1e-3 for other in left), "somebody was overtaken"

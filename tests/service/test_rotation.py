@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from service.auth.keyring import CHECK_SECONDS
-from service.auth.keys import new_key
+from service.auth.keys import generate_key
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer
 from tests.service.test_rollouts import body, group
@@ -37,8 +37,8 @@ async def test_keys_are_rotated_under_load_and_no_caller_with_a_key_is_refused(
 ) -> None:
     """Added before the callers move, removed after: as the documentation says to do it."""
     file = tmp_path / "keys.yaml"
-    old, old_lines = new_key("old", ["rollout"])
-    new, new_lines = new_key("new", ["rollout"])
+    old, old_lines = generate_key("old", ["rollout"])
+    new, new_lines = generate_key("new", ["rollout"])
 
     def replace(content: str) -> None:
         written = tmp_path / "next"

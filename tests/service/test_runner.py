@@ -15,10 +15,10 @@ from engine.errors import StartFailed
 from engine.protocol import EngineStage, Pulse
 from service.config.settings import LogSettings, Settings
 from service.http.connections import Connections
-from service.http.serve import curl_line, open_listener, run_server, server_url
+from service.http.serve import example_command, open_listener, run_server, server_url
 
 
-class Life:
+class ServerLifecycle:
     """An app that runs `script` once it is up, and an engine whose stage the script sets."""
 
     def __init__(self, stage: EngineStage = "starting", reason: str | None = None) -> None:
@@ -64,24 +64,24 @@ class Life:
 
 
 def test_a_curl_line_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
-    life = Life()
+    life = ServerLifecycle()
     life.run(Settings())
-    assert curl_line(life.url) in capsys.readouterr().out
+    assert example_command(life.url) in capsys.readouterr().out
 
 
 def test_nothing_but_records_is_printed_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    Life().run(Settings(log=LogSettings(format="json")))
+    ServerLifecycle().run(Settings(log=LogSettings(format="json")))
     assert capsys.readouterr().out == ""
 
 
 def test_a_running_request_is_answered_before_the_end() -> None:
-    life = Life()
+    life = ServerLifecycle()
     life.run(Settings())
     assert life.answers == [200]
 
 
 def test_an_engine_that_dies_while_it_starts_ends_the_server_with_its_reason() -> None:
-    class Dying(Life):
+    class Dying(ServerLifecycle):
         async def script(self) -> None:
             self.stage = "dead"
 
@@ -90,7 +90,7 @@ def test_an_engine_that_dies_while_it_starts_ends_the_server_with_its_reason() -
 
 
 def test_a_stop_while_the_engine_starts_is_no_failure() -> None:
-    class Slow(Life):
+    class Slow(ServerLifecycle):
         async def script(self) -> None:
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
@@ -104,7 +104,7 @@ def test_a_failed_lifespan_is_a_failed_start() -> None:
         raise RuntimeError("no")
         yield
 
-    life = Life()
+    life = ServerLifecycle()
     life.app.router.lifespan_context = fail
     with pytest.raises(StartFailed, match="the engine did not start: the log says why"):
         life.run(Settings())
@@ -112,12 +112,12 @@ def test_a_failed_lifespan_is_a_failed_start() -> None:
 
 def test_the_signal_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    Life().run(Settings())
+    ServerLifecycle().run(Settings())
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_curl_line_is_one_shell_command() -> None:
-    words = shlex.split(curl_line("http://127.0.0.1:8000"))
+    words = shlex.split(example_command("http://127.0.0.1:8000"))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/rollouts"]
     assert words[-1].startswith('{"groups"')
 

@@ -101,7 +101,7 @@ class Obliging(FakeEngine):
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerList:
     url: str
     headers: dict[str, str]
 
@@ -114,13 +114,13 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerList]:
     with serving_target(tmp_path_factory.mktemp("schemathesis")) as target:
         yield target
 
 
 @contextmanager
-def serving_target(folder: Path) -> Iterator[Target]:
+def serving_target(folder: Path) -> Iterator[ServerList]:
     key = write_keys(folder / "keys.yaml", everything="rollout,kv,admin")["everything"]
     sections: dict[str, dict[str, Any]] = {
         "server": {"keys_file": folder / "keys.yaml"},
@@ -129,12 +129,12 @@ def serving_target(folder: Path) -> Iterator[Target]:
         "limits": {"max_tree_lease_seconds": 0.1},
     }
     with serving_in_thread(Obliging(), folder, **sections) as url:
-        yield Target(url, {"Authorization": f"Bearer {key}"})
+        yield ServerList(url, {"Authorization": f"Bearer {key}"})
 
 
 @CONTRACT.parametrize()
 @BOUNDED
-def test_every_operation_keeps_the_contract(case: Case, target: Target) -> None:
+def test_every_operation_keeps_the_contract(case: Case, target: ServerList) -> None:
     response = case.call_and_validate(**target.options)
     if response.status_code == 422 and _is_valid(case):
         assert "errors" not in response.json(), (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from service.config.settings import Settings, load_settings, masked, settings_fields
+from service.config.settings import Settings, load_settings, redacted, settings_fields
 from service.config.sources import SettingsError, variable_name
 
 
@@ -175,7 +175,7 @@ def test_secrets_are_masked() -> None:
     class Keys(BaseModel):
         key: SecretStr = SecretStr("hunter2")
 
-    assert masked(Keys()) == {"key": "**********"}
+    assert redacted(Keys()) == {"key": "**********"}
 
 
 @pytest.mark.parametrize("text", ["off", "'off'", "auto", "always"])

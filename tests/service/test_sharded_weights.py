@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.compat.error_format import with_message
+from service.compat.error_format import to_openai_json
 from service.http.errors import WeightsRefused
 from service.http.exception_handlers import as_json
 from tests.fake_engine import FakeEngine
@@ -74,6 +74,6 @@ async def test_an_index_is_read_to_a_bound(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_problem_is_written_whatever_its_text_holds() -> None:
     """Names of files that are not UTF-8 reach Python as lone surrogates."""
-    for write in (as_json, with_message):
+    for write in (as_json, to_openai_json):
         text = write(WeightsRefused("\udcff.safetensors is missing").problem())
         assert json.loads(text)["detail"] == r"\udcff.safetensors is missing"

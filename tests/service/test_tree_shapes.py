@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.protocol import Completion, SampleRequest, Sampling
-from service.rollouts.group import GroupFields
-from service.trees.entropy_split import deal
-from service.trees.factory import tree_group
+from service.rollouts.group import GroupOptions
+from service.trees.entropy_split import distribute_leaves
+from service.trees.factory import create_tree_group
 from service.trees.plan import next_cut, split
 from tests.fake_engine import FakeEngine
 
@@ -60,7 +60,7 @@ def trees() -> st.SearchStrategy[dict[str, Any]]:
 
 
 async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -> GroupAnswer:
-    given_: GroupFields = {
+    given_: GroupOptions = {
         "id": "g",
         "index": 0,
         "n": branching.max_leaves,
@@ -72,7 +72,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "adapter": None,
         "num_likeliest": 0,
         "exact_version": None,
-        "enough": None,
+        "num_required": None,
         "deadline_seconds": None,
         "decode": None,
         "owner": "",
@@ -80,11 +80,11 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "kv_lease_seconds": None,
         "reuse": None,
     }
-    tree = tree_group(branching, given_, block_size=BLOCK, longest_lease=1.0)
+    tree = create_tree_group(branching, given_, block_size=BLOCK, max_lease_seconds=1.0)
     engine = Whimsical(seed)
     await engine.start("v0")
     answer = await tree.run(engine, lambda part: None)
-    assert tree.budget.leaves_to_come == 0, "leaves are still to come, and nothing grows"
+    assert tree.budget.num_future_leaves == 0, "leaves are still to come, and nothing grows"
     assert not engine.running
     return answer
 
@@ -133,7 +133,7 @@ def test_leaves_are_split_evenly_and_none_is_lost(share: int, parts: int) -> Non
 def test_leaves_are_dealt_to_whoever_can_use_them(
     leaves: int, capacities: list[int], per_cut: int
 ) -> None:
-    dealt = deal(leaves, capacities, per_cut=per_cut)
+    dealt = distribute_leaves(leaves, capacities, per_cut=per_cut)
     assert sum(map(sum, dealt)) == min(leaves, per_cut * sum(capacities))
     for shares, capacity in zip(dealt, capacities, strict=True):
         assert len(shares) <= per_cut

@@ -37,8 +37,10 @@ async def put(served: Served, version: str, content: bytes, **query: Any) -> Any
 
 
 def files(served: Served) -> set[str]:
-    home = served.server.checkpoints.home("x").parent
-    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} - {".owner"}
+    folder = served.server.checkpoints.folder("x").parent
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {
+        ".owner"
+    }
 
 
 async def test_a_delta_becomes_a_version_as_any_other(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ async def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> N
         assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
         assert refused.json()["detail"] == "layers.0.weight holds NaN"
         assert len((await served.http.get("/v1/weights")).json()["versions"]) == 1
-        assert not served.server.checkpoints.home("v1").exists()
+        assert not served.server.checkpoints.folder("v1").exists()
         engine.refused_weights.clear()
         assert (await upload(served, "v1")).status_code == 201
 
@@ -331,10 +331,10 @@ async def test_an_activation_does_not_wait_for_what_was_frozen_before_its_first_
 async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         await upload(served, "v1")
-        home = served.server.checkpoints.home("v1")
-        assert home.exists()
+        folder = served.server.checkpoints.folder("v1")
+        assert folder.exists()
         assert (await served.http.delete("/v1/weights/v1")).status_code == 204
-        assert not home.exists()
+        assert not folder.exists()
         assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_not_found"
         assert (await served.http.delete("/v1/weights/v0")).json()["code"] == "version_conflict"
 
@@ -345,7 +345,7 @@ async def test_superseded_uploads_do_not_fill_the_disk(tmp_path: Path) -> None:
             await upload(served, f"v{number}")
             await activate(served, f"v{number}")
         known = (await served.http.get("/v1/weights")).json()["versions"]
-        kept = [file.name for file in served.server.checkpoints.home("v1").parent.glob("v*")]
+        kept = [file.name for file in served.server.checkpoints.folder("v1").parent.glob("v*")]
     assert [version["version"] for version in known] == ["v0", "v3", "v4"]
     assert sorted(kept) == ["v3", "v4"]
 
@@ -374,7 +374,7 @@ async def test_an_upload_over_the_limit_is_cut_off(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, weights={"max_upload_bytes": 10}) as served:
         refused = await upload(served, "v1", b"x" * 11)
         assert (refused.status_code, refused.json()["code"]) == (413, "body_too_large")
-        assert not list(served.server.checkpoints.home("v1").parent.glob(".incoming-*"))
+        assert not list(served.server.checkpoints.folder("v1").parent.glob(".incoming-*"))
 
 
 @pytest.mark.parametrize("version", ["..", "a b", "%2e%2e", "-x", "x" * 65])

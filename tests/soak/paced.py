@@ -3,7 +3,7 @@ engine, whose samples take their time."""
 
 import asyncio
 
-from service.cli import Parts, build_cli
+from service.cli import ServeComponents, build_cli
 from tests.fake_engine import FakeEngine
 
 STEP_SECONDS = 0.005
@@ -32,4 +32,4 @@ class PacedEngine(FakeEngine):
 
 
 if __name__ == "__main__":
-    build_cli(Parts(load_engine=lambda settings: PacedEngine()))()
+    build_cli(ServeComponents(load_engine=lambda settings: PacedEngine()))()

@@ -10,7 +10,7 @@ from bench.harness.foreseen import Foreseen
 from bench.harness.placed import Placed
 from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
 from coppice.results import RolloutResult
-from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.layout import PromptSpan, joined
 from tests.serving import Served
 from tests.together.prompt_kv import assert_all_are_the_models
 
@@ -22,12 +22,12 @@ EXPORTED = [[2 + i, *range(100, 160)] for i in range(4)]
 Meant = Callable[[list[int]], torch.Tensor]
 
 
-def parts_of(own: list[int]) -> list[Part]:
+def parts_of(own: list[int]) -> list[PromptSpan]:
     return [
-        Part(token_ids=own),
-        Part(token_ids=TOOL, name="tool"),
-        Part(token_ids=TALE, name="tale"),
-        Part(token_ids=[4, 2]),
+        PromptSpan(token_ids=own),
+        PromptSpan(token_ids=TOOL, name="tool"),
+        PromptSpan(token_ids=TALE, name="tale"),
+        PromptSpan(token_ids=[4, 2]),
     ]
 
 
@@ -45,7 +45,7 @@ async def placed_prompts_are_what_was_meant(
             assert_placed(model, parts_of(own), result)
     assert placed[0].groups[0].reuse is not None
     assert placed[0].groups[0].reuse.tokens_prepared == 0
-    served.server.segments.store.check()
+    served.server.kv_reuse.store.check()
 
 
 async def predicted_prompts_are_what_was_meant(
@@ -66,11 +66,11 @@ async def predicted_prompts_are_what_was_meant(
         first, second, parts = (asked[index] for asked in rounds)
         assert_approximate(model, parts, result, predicted_from(model, [first, second], parts))
     assert told[0] is not None and told[0].tokens_computed == 1
-    served.server.segments.store.check()
-    served.server.segments.anchors.check()
+    served.server.kv_reuse.store.check()
+    served.server.kv_reuse.anchors.check()
 
 
-def predicted_from(model: Any, earlier: list[list[Part]], parts: list[Part]) -> Meant:
+def predicted_from(model: Any, earlier: list[list[PromptSpan]], parts: list[PromptSpan]) -> Meant:
     foreseen = Foreseen(model)
     anchors = [foreseen.anchor(one) for one in earlier]
 
@@ -82,28 +82,30 @@ def predicted_from(model: Any, earlier: list[list[Part]], parts: list[Part]) -> 
     return meant
 
 
-def said(own: list[int], number: int) -> list[Part]:
+def said(own: list[int], number: int) -> list[PromptSpan]:
     """Other texts under the same names, none longer than the first's."""
     texts = ([token + number for token in text[number:]] for text in (TOOL, TALE))
     own_part, tool, tale, ask_part = parts_of(own)
-    named = [Part(token_ids=t, name=p.name) for t, p in zip(texts, (tool, tale), strict=True)]
+    named = [PromptSpan(token_ids=t, name=p.name) for t, p in zip(texts, (tool, tale), strict=True)]
     return [own_part, *named, ask_part]
 
 
-def ask(rollouts: AsyncRollouts, parts: list[Part], reuse: Reuse) -> Any:
+def ask(rollouts: AsyncRollouts, parts: list[PromptSpan], reuse: Reuse) -> Any:
     prompt = [PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts]
     how: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
     return rollouts.rollout([prompt], n=3, reuse=reuse, **how)
 
 
-def assert_placed(model: Any, parts: list[Part], result: RolloutResult) -> None:
+def assert_placed(model: Any, parts: list[PromptSpan], result: RolloutResult) -> None:
     def meant(tokens: list[int]) -> torch.Tensor:
         return Placed(model).put_together(parts, tokens, first_tokens=FIRST_TOKENS)
 
     assert_approximate(model, parts, result, meant)
 
 
-def assert_approximate(model: Any, parts: list[Part], result: RolloutResult, meant: Meant) -> None:
+def assert_approximate(
+    model: Any, parts: list[PromptSpan], result: RolloutResult, meant: Meant
+) -> None:
     """Log-probabilities are those of what was meant, by Hugging Face's forward."""
     [group] = result.groups
     assert group.reuse is not None

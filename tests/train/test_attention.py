@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coppice.train.attention import (
-    PIECED_TOKENS,
+    MAX_TILED_TOKENS,
     causal_attention,
     shared_prompt_attention,
 )
-from coppice.train.attention_tiles import Piece, pieces_of
+from coppice.train.attention_tiles import AttentionTile, split_into_tiles
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Branch, Spans
 
@@ -75,7 +75,7 @@ def test_two_parts_are_the_whole(
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("T", [1, 128, 300, PIECED_TOKENS + 1])
+@pytest.mark.parametrize("T", [1, 128, 300, MAX_TILED_TOKENS + 1])
 def test_one_row_reads_itself_causally(T: int, dtype: torch.dtype) -> None:
     q, _, _, k, v = tensors(2, 0, T, dtype)
     exact_q, exact_k, exact_v = (x.detach().double().requires_grad_() for x in (q, k, v))
@@ -98,7 +98,7 @@ def test_one_row_reads_itself_causally(T: int, dtype: torch.dtype) -> None:
 def test_pieces_read_what_the_reference_reads_and_nothing_twice(spans: Spans, tile: int) -> None:
     places_1HT = torch.arange(spans.num_tokens).view(1, 1, -1)
     read = torch.zeros(spans.num_tokens, spans.num_tokens, dtype=torch.int64)
-    for piece in pieces_of(spans, tile):
+    for piece in split_into_tiles(spans, tile):
         for keys, queries in zip(piece.keys(places_1HT), piece.queries(places_1HT), strict=True):
             pairs = torch.ones(piece.num_queries, piece.num_keys, dtype=torch.int64)
             read[queries[0][:, None], keys[0]] += pairs.tril() if piece.is_causal else pairs
@@ -108,22 +108,22 @@ def test_pieces_read_what_the_reference_reads_and_nothing_twice(spans: Spans, ti
 
 
 def test_equal_rows_are_one_call_and_so_are_the_tiles_of_a_long_one() -> None:
-    assert list(pieces_of(Spans(lengths=(0, 3, 3, 5)), 8)) == [
-        Piece(0, 2, 3, num_keys=3, num_queries=3),
-        Piece(6, 1, 5, num_keys=5, num_queries=5),
+    assert list(split_into_tiles(Spans(lengths=(0, 3, 3, 5)), 8)) == [
+        AttentionTile(0, 2, 3, num_keys=3, num_queries=3),
+        AttentionTile(6, 1, 5, num_keys=5, num_queries=5),
     ]
-    assert list(pieces_of(Spans(lengths=(7,)), 2)) == [
-        Piece(0, 3, 2, num_keys=2, num_queries=2),
-        Piece(6, 1, 7, num_keys=1, num_queries=1),
-        Piece(0, 1, 4, num_keys=2, num_queries=2, num_before=2),
-        Piece(4, 1, 7, num_keys=2, num_queries=1, num_before=2),
-        Piece(0, 1, 7, num_keys=4, num_queries=3, num_before=4),
+    assert list(split_into_tiles(Spans(lengths=(7,)), 2)) == [
+        AttentionTile(0, 3, 2, num_keys=2, num_queries=2),
+        AttentionTile(6, 1, 7, num_keys=1, num_queries=1),
+        AttentionTile(0, 1, 4, num_keys=2, num_queries=2, num_before=2),
+        AttentionTile(4, 1, 7, num_keys=2, num_queries=1, num_before=2),
+        AttentionTile(0, 1, 7, num_keys=4, num_queries=3, num_before=4),
     ]
 
 
 def test_a_piece_is_a_view_of_its_rows() -> None:
     packed_1HTD = torch.arange(2 * 6 * 3.0).view(1, 2, 6, 3)
-    [piece] = pieces_of(Spans(lengths=(3, 3)))
+    [piece] = split_into_tiles(Spans(lengths=(3, 3)))
     rows_NHRD = piece.queries(packed_1HTD)
     assert rows_NHRD.shape == (2, 2, 3, 3)
     assert torch.equal(rows_NHRD[1], packed_1HTD[0, :, 3:])

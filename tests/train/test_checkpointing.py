@@ -18,7 +18,7 @@ from coppice.train import (
     grouped_backward,
     packed_logprobs,
 )
-from coppice.train.contexts import Context
+from coppice.train.contexts import AttentionContext
 from tests.train.models import LENGTHS, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, naive_gradients
 
@@ -155,4 +155,4 @@ def test_nothing_outlives_a_loss_that_fails(reentrant: bool, schedule: Schedule)
         grouped_backward(model, random_group(), fail, schedule=schedule)
     grouped_backward(model, random_group(), mean_surprise, schedule=schedule)
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if Context in type(thing).__mro__]
+    assert not [thing for thing in gc.get_objects() if AttentionContext in type(thing).__mro__]

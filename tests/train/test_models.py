@@ -28,8 +28,8 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.memory import free_bytes, graph_bytes, graph_fits, left_to_container
-from coppice.train.model_info import Traits, traits_of
+from coppice.train.memory import cgroup_free_bytes, free_bytes, graph_bytes, graph_fits
+from coppice.train.model_info import ModelInfo, get_model_info
 from coppice.train.schedules import choose
 from examples.seedling.arithmetic import draw, written_out
 from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
@@ -149,13 +149,15 @@ def test_layers_without_the_attention_interface_are_refused() -> None:
     refused(model, "3 of 4 layers")
 
 
-def chosen(traits: Traits, *, given: bool = False, prompt_tokens: int = 2000) -> str:
+def chosen(model_info: ModelInfo, *, has_prompt_kv: bool = False, prompt_tokens: int = 2000) -> str:
     model = tiny_model()
     group = random_group(prompt_tokens=prompt_tokens)
-    return choose("auto", model.config, group, traits, given=given, pass_tokens=1000)
+    return choose(
+        "auto", model.config, group, model_info, has_prompt_kv=has_prompt_kv, pass_tokens=1000
+    )
 
 
-def traits(**options: Any) -> Traits:
+def model_info(**options: Any) -> ModelInfo:
     known: dict[str, Any] = {
         "num_layers": 3,
         "device": torch.device("cpu"),
@@ -164,29 +166,29 @@ def traits(**options: Any) -> Traits:
         "reentrant": False,
         "sharded": False,
     }
-    return Traits(**known | options)
+    return ModelInfo(**known | options)
 
 
 def test_the_schedule_follows_from_the_model_and_the_group() -> None:
-    assert chosen(traits()) == "kept"
-    assert chosen(traits(), prompt_tokens=100) == "packed"
-    assert chosen(traits(), given=True) == "recomputed"
-    assert chosen(traits(reentrant=True)) == "injected"
-    assert chosen(traits(reentrant=True), prompt_tokens=100) == "packed"
-    assert chosen(traits(reentrant=True), given=True) == "injected"
+    assert chosen(model_info()) == "kept"
+    assert chosen(model_info(), prompt_tokens=100) == "packed"
+    assert chosen(model_info(), has_prompt_kv=True) == "recomputed"
+    assert chosen(model_info(reentrant=True)) == "injected"
+    assert chosen(model_info(reentrant=True), prompt_tokens=100) == "packed"
+    assert chosen(model_info(reentrant=True), has_prompt_kv=True) == "injected"
     # Ranks must agree, whatever their groups' lengths are.
-    assert chosen(traits(sharded=True), prompt_tokens=100) == "injected"
+    assert chosen(model_info(sharded=True), prompt_tokens=100) == "injected"
 
 
 def test_a_graph_that_does_not_fit_is_not_kept() -> None:
-    assert chosen(traits(num_layers=10**9)) == "recomputed"
-    assert not graph_fits(tiny_model().config, 10**9, traits())
-    assert graph_fits(tiny_model().config, 1, traits())
+    assert chosen(model_info(num_layers=10**9)) == "recomputed"
+    assert not graph_fits(tiny_model().config, 10**9, model_info())
+    assert graph_fits(tiny_model().config, 1, model_info())
 
 
 def test_memory_that_nobody_knows_of_is_enough() -> None:
     assert free_bytes(torch.device("meta")) is None
-    assert graph_fits(tiny_model().config, 10**12, traits(device=torch.device("meta")))
+    assert graph_fits(tiny_model().config, 10**12, model_info(device=torch.device("meta")))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_a_containers_limit_is_known(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert list(left_to_container(tmp_path)) == left
+    assert list(cgroup_free_bytes(tmp_path)) == left
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -244,7 +246,7 @@ def test_the_estimate_of_a_graph_is_about_its_size(
         output = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     assert output.requires_grad
     size = sum(nbytes for pointer, nbytes in kept.items() if pointer not in weights)
-    estimate = graph_bytes(model.config, 300, traits_of(model))
+    estimate = graph_bytes(model.config, 300, get_model_info(model))
     assert size < estimate < 2 * size
 
 
@@ -252,7 +254,9 @@ def test_the_estimate_of_a_graph_is_about_its_size(
 def test_a_schedule_that_computes_the_prompt_takes_none(schedule: Any) -> None:
     group = random_group()
     with pytest.raises(ValueError, match="leave prompt_kv out"):
-        choose(schedule, tiny_model().config, group, traits(), given=True, pass_tokens=1)
+        choose(
+            schedule, tiny_model().config, group, model_info(), has_prompt_kv=True, pass_tokens=1
+        )
 
 
 def test_unknown_schedules_are_refused() -> None:

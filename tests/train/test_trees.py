@@ -21,8 +21,8 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.micro_batches import plan_families, response_inputs
-from coppice.train.tree import families_of, longest
+from coppice.train.micro_batches import plan_subtree_passes, response_inputs
+from coppice.train.tree import max_row_tokens, subtrees_of
 from coppice.tree import Segment, Tree
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 
@@ -140,15 +140,15 @@ def test_every_segment_is_computed_once() -> None:
 
 def test_what_begins_at_the_prompt_is_in_one_pass_with_all_below_it() -> None:
     tree = random_tree("deep")
-    assert families_of(tree) == [(0, 2, 4, 6, 3, 5), (1, 7)]
-    assert plan_families(tree, 10) == [(0, 2, 4, 6, 3, 5), (1, 7)]
-    assert plan_families(tree, 1000) == [(0, 2, 4, 6, 3, 5, 1, 7)]
-    assert longest(tree) == len(tree.prompt) + 11 + 12
+    assert subtrees_of(tree) == [(0, 2, 4, 6, 3, 5), (1, 7)]
+    assert plan_subtree_passes(tree, 10) == [(0, 2, 4, 6, 3, 5), (1, 7)]
+    assert plan_subtree_passes(tree, 1000) == [(0, 2, 4, 6, 3, 5, 1, 7)]
+    assert max_row_tokens(tree) == len(tree.prompt) + 11 + 12
 
 
 def test_branches_reach_as_far_as_what_follows_on_them() -> None:
     tree = random_tree("deep")
-    spans = response_inputs(tree, families_of(tree)[0], CPU).spans
+    spans = response_inputs(tree, subtrees_of(tree)[0], CPU).spans
     # The last prompt token and 5, then 3, 7 of 8, 1 of 2, 1, and nothing of 1.
     assert spans.lengths == (6, 3, 7, 1, 1, 0)
     assert [(b.start, b.stop, b.end) for b in spans.branches] == [(0, 6, 18), (6, 9, 17)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from coppice.transport.messages import Call, file_call, json_call
-from coppice.transport.request_sender import Courier
-from coppice.weights.tensor import stored_tensors
+from coppice.transport.messages import HttpRequest, file_request, json_request
+from coppice.transport.request_sender import RequestSender
+from coppice.weights.tensor import tensors_from_files
 from coppice.weights.writer import write_safetensors
 from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
 from coppice.wire.base import Label
@@ -23,7 +23,7 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 class AdapterOperations:
     """Needs a courier and keeps no state beside it. All are for keys with the role admin."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def load_adapter(
         self,
@@ -38,8 +38,10 @@ class AdapterOperations:
         The same files again change nothing, so it is repeated after a lost connection.
         """
         request = LoadAdapterRequest(path=fspath(path), version=version)
-        call = json_call("POST", _address(name), request, silence=timeout, repeatable=True)
-        return (await self._courier.send(call)).read(AdapterAnswer)
+        call = json_request(
+            "POST", _address(name), request, read_timeout=timeout, is_idempotent=True
+        )
+        return (await self._sender.send(call)).read(AdapterAnswer)
 
     async def publish_adapter(
         self,
@@ -53,21 +55,23 @@ class AdapterOperations:
         config = json.loads((Path(source) / CONFIG_FILE).read_text())
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / TENSORS_FILE
-            tensors = stored_tensors([Path(source) / TENSORS_FILE])
+            tensors = tensors_from_files([Path(source) / TENSORS_FILE])
             metadata = {"format": "pt", "adapter_config": json.dumps(config)}
-            digest = await self._courier.driver.work(write_safetensors(path, tensors, metadata))
+            digest = await self._sender.driver.run_steps(write_safetensors(path, tensors, metadata))
             address = f"{_address(name)}/{_LABEL.validate_python(version)}"
-            call = file_call(address, path, digest, silence=timeout)
-            return (await self._courier.send(call)).read(AdapterAnswer)
+            call = file_request(address, path, digest, read_timeout=timeout)
+            return (await self._sender.send(call)).read(AdapterAnswer)
 
     async def adapters(self) -> AdaptersAnswer:
         """Every adapter that the server has loaded."""
-        reply = await self._courier.send(Call(method="GET", path="/v1/adapters", repeatable=True))
+        reply = await self._sender.send(
+            HttpRequest(method="GET", path="/v1/adapters", is_idempotent=True)
+        )
         return reply.read(AdaptersAnswer)
 
     async def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; rollouts under it go on. Not repeated after a lost connection."""
-        reply = await self._courier.send(Call(method="DELETE", path=_address(name)))
+        reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(name)))
         reply.check()
 
 

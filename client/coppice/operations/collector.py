@@ -71,10 +71,10 @@ class Collector:
         )
 
     def _segments_with_kv(self, index: int) -> list[Segment]:
-        told = self._kv[index]
+        kv_records = self._kv[index]
         return [
-            replace(each, kv=told[each.id].kv, kv_reason=told[each.id].kv_reason)
-            if each.id in told
+            replace(each, kv=kv_records[each.id].kv, kv_reason=kv_records[each.id].kv_reason)
+            if each.id in kv_records
             else each
             for each in self._segments[index]
         ]

@@ -1,8 +1,8 @@
 """Pausing, resuming, asking how the server is."""
 
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
-from coppice.transport.messages import Call, json_call
-from coppice.transport.request_sender import Courier
+from coppice.transport.messages import HttpRequest, json_request
+from coppice.transport.request_sender import RequestSender
 from coppice.wire.control import (
     HealthAnswer,
     PauseAnswer,
@@ -19,23 +19,27 @@ _LONGEST_PROBE_SECONDS = 5.0
 class ControlOperations:
     """Needs a courier and keeps no state beside it."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def pause(self, mode: PauseMode = "keep", *, timeout: float | None = None) -> PauseAnswer:
         """Ends running samples (abort), lets them finish (wait) or freezes them (keep)."""
-        call = json_call(
-            "POST", "/v1/pause", PauseRequest(mode=mode), silence=timeout, repeatable=True
+        call = json_request(
+            "POST", "/v1/pause", PauseRequest(mode=mode), read_timeout=timeout, is_idempotent=True
         )
-        return (await self._courier.send(call)).read(PauseAnswer)
+        return (await self._sender.send(call)).read(PauseAnswer)
 
     async def resume(self) -> PauseAnswer:
         """Samples go on. Nothing happens if they were not paused."""
-        reply = await self._courier.send(Call(method="POST", path="/v1/resume", repeatable=True))
+        reply = await self._sender.send(
+            HttpRequest(method="POST", path="/v1/resume", is_idempotent=True)
+        )
         return reply.read(PauseAnswer)
 
     async def status(self) -> StatusAnswer:
         """What runs, on which weights, on what engine."""
-        reply = await self._courier.send(Call(method="GET", path="/v1/status", repeatable=True))
+        reply = await self._sender.send(
+            HttpRequest(method="GET", path="/v1/status", is_idempotent=True)
+        )
         return reply.read(StatusAnswer)
 
     async def wait_until_ready(self, seconds: float) -> None:
@@ -43,20 +47,22 @@ class ControlOperations:
 
         A server that cannot be reached may be one that is not there yet, so that is waited for too.
         """
-        deadline = self._courier.pace.now() + seconds
+        deadline = self._sender.clock.now() + seconds
         wait = _FIRST_WAIT_SECONDS
         while (refusal := await self._refusal(deadline)) is not None:
-            left = deadline - self._courier.pace.now()
+            left = deadline - self._sender.clock.now()
             if left <= 0:
                 raise TimedOut(f"not ready after {seconds} s: {refusal}") from refusal
-            await self._courier.pace.sleep(min(wait, left))
+            await self._sender.clock.sleep(min(wait, left))
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     async def _refusal(self, deadline: float) -> CoppiceError | None:
-        left = max(deadline - self._courier.pace.now(), _FIRST_WAIT_SECONDS)
-        call = Call(method="GET", path="/readyz", silence=min(left, _LONGEST_PROBE_SECONDS))
+        left = max(deadline - self._sender.clock.now(), _FIRST_WAIT_SECONDS)
+        call = HttpRequest(
+            method="GET", path="/readyz", read_timeout=min(left, _LONGEST_PROBE_SECONDS)
+        )
         try:
-            (await self._courier.driver.send(call)).read(HealthAnswer)
+            (await self._sender.driver.send(call)).read(HealthAnswer)
         except (TransportError, EngineUnavailable) as error:
             return error
         return None

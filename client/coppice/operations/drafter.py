@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from coppice.transport.messages import Call, FileBody
-from coppice.transport.request_sender import Courier
+from coppice.transport.messages import FileBody, HttpRequest
+from coppice.transport.request_sender import RequestSender
 from coppice.weights.digest import sha256_of
 from coppice.wire.base import Label
 from coppice.wire.drafter import DrafterAnswer
@@ -19,17 +19,21 @@ _FILE = "application/octet-stream"
 class DrafterOperations:
     """Needs a courier and keeps no state beside it. NotFound where no small model drafts."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def drafter(self) -> DrafterAnswer:
         """Which drafter serves, how often it is right, and how its training goes."""
-        reply = await self._courier.send(Call(method="GET", path="/v1/drafter", repeatable=True))
+        reply = await self._sender.send(
+            HttpRequest(method="GET", path="/v1/drafter", is_idempotent=True)
+        )
         return reply.read(DrafterAnswer)
 
     async def download_drafter(self, path: str | PathLike[str]) -> str:
         """Writes the tensors of the drafter that serves to a .safetensors file; its version."""
-        call = Call(method="GET", path="/v1/drafter", headers={"Accept": _FILE}, repeatable=True)
-        reply = await self._courier.send(call)
+        call = HttpRequest(
+            method="GET", path="/v1/drafter", headers={"Accept": _FILE}, is_idempotent=True
+        )
+        reply = await self._sender.send(call)
         Path(path).write_bytes(reply.body)
         return reply.headers["coppice-drafter-version"]
 
@@ -42,8 +46,8 @@ class DrafterOperations:
         connection: a version that is taken is a VersionConflict.
         """
         source = Path(path)
-        digest = await self._courier.driver.work(sha256_of(source))
-        call = Call(
+        digest = await self._sender.driver.run_steps(sha256_of(source))
+        call = HttpRequest(
             method="PUT",
             path=f"/v1/drafter/{_LABEL.validate_python(version)}",
             headers={
@@ -52,6 +56,6 @@ class DrafterOperations:
                 "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
             },
             body=FileBody(path=source, num_bytes=source.stat().st_size),
-            silence=timeout,
+            read_timeout=timeout,
         )
-        return (await self._courier.send(call)).read(DrafterAnswer)
+        return (await self._sender.send(call)).read(DrafterAnswer)

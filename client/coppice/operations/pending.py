@@ -5,10 +5,10 @@ from urllib.parse import quote
 
 from coppice.errors import BadAnswer, EngineUnavailable, TimedOut
 from coppice.results import RolloutResult, result_of, result_of_packed
-from coppice.transport.deduplicator import Replay
-from coppice.transport.messages import Call, Reply
-from coppice.transport.record_stream import NDJSON, records_of
-from coppice.transport.request_sender import Courier
+from coppice.transport.deduplicator import RecordDeduplicator
+from coppice.transport.messages import HttpRequest, HttpResponse
+from coppice.transport.record_stream import NDJSON, stream_records
+from coppice.transport.request_sender import RequestSender
 from coppice.wire.packed import MEDIA_TYPE, unpack
 from coppice.wire.records import Record
 from coppice.wire.rollouts import RolloutAnswer
@@ -18,7 +18,7 @@ _POLL_SECONDS = 30.0
 _SHORTEST_POLL_SECONDS = 0.5
 
 
-def path_of(rollout_id: str) -> str:
+def rollout_path(rollout_id: str) -> str:
     return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
@@ -29,9 +29,9 @@ class AsyncPending:
     NotFound from then on.
     """
 
-    def __init__(self, courier: Courier, rollout_id: str) -> None:
+    def __init__(self, sender: RequestSender, rollout_id: str) -> None:
         self.id = rollout_id
-        self._courier = courier
+        self._sender = sender
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
@@ -42,50 +42,54 @@ class AsyncPending:
         It may be called again, then and after a TransportError. The answer comes packed, at a
         third of the bytes of a stream.
         """
-        pace = self._courier.pace
-        until = None if seconds is None else pace.now() + max(seconds, 0.0)
+        clock = self._sender.clock
+        deadline = None if seconds is None else clock.now() + max(seconds, 0.0)
         while True:
-            asked = pace.now()
-            left = _POLL_SECONDS if until is None else min(_POLL_SECONDS, max(until - asked, 0.0))
+            started_at = clock.now()
+            left = (
+                _POLL_SECONDS
+                if deadline is None
+                else min(_POLL_SECONDS, max(deadline - started_at, 0.0))
+            )
             # A rollout that died with the engine is told as just that, and does not come back.
-            reply = await self._courier.send(
-                self._poll(left), until=until, final=(EngineUnavailable,)
+            reply = await self._sender.send(
+                self._poll(left), deadline=deadline, non_retryable=(EngineUnavailable,)
             )
             if reply.status != 202:
-                return _result_in(reply)
-            if until is not None and pace.now() >= until:
+                return _parse_result(reply)
+            if deadline is not None and clock.now() >= deadline:
                 raise TimedOut(f"rollout {self.id} still runs after {seconds} s")
-            if pace.now() - asked < min(_SHORTEST_POLL_SECONDS, left):
+            if clock.now() - started_at < min(_SHORTEST_POLL_SECONDS, left):
                 # Whoever does not hold the answer back must not be asked without a pause.
-                await pace.sleep(min(_SHORTEST_POLL_SECONDS, left))
+                await clock.sleep(min(_SHORTEST_POLL_SECONDS, left))
 
     def stream(self) -> AsyncGenerator[Record, None]:
         """All records from the first one on, as Rollouts.stream yields them.
 
         Leaving it early only closes the connection; the rollout goes on.
         """
-        call = Call(
-            method="GET", path=path_of(self.id), headers={"Accept": NDJSON}, repeatable=True
+        call = HttpRequest(
+            method="GET", path=rollout_path(self.id), headers={"Accept": NDJSON}, is_idempotent=True
         )
-        return records_of(self._courier, call, Replay())
+        return stream_records(self._sender, call, RecordDeduplicator())
 
     async def abort(self) -> RolloutResult:
         """Ends the rollout. The tokens so far are kept."""
-        call = Call(method="DELETE", path=path_of(self.id), repeatable=True)
-        return result_of((await self._courier.send(call)).read(RolloutAnswer))
+        call = HttpRequest(method="DELETE", path=rollout_path(self.id), is_idempotent=True)
+        return result_of((await self._sender.send(call)).read(RolloutAnswer))
 
-    def _poll(self, seconds: float) -> Call:
-        return Call(
+    def _poll(self, seconds: float) -> HttpRequest:
+        return HttpRequest(
             method="GET",
-            path=path_of(self.id),
+            path=rollout_path(self.id),
             params={"wait": f"{round(seconds, 3):g}"},
             headers={"Accept": MEDIA_TYPE},
-            held_seconds=seconds,
-            repeatable=True,
+            server_wait_seconds=seconds,
+            is_idempotent=True,
         )
 
 
-def _result_in(reply: Reply) -> RolloutResult:
+def _parse_result(reply: HttpResponse) -> RolloutResult:
     if not reply.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return result_of(reply.read(RolloutAnswer))
     try:

@@ -6,15 +6,15 @@ from contextlib import aclosing
 from typing import Unpack
 
 from coppice.operations.collector import Collector
-from coppice.operations.pending import AsyncPending, path_of
+from coppice.operations.pending import AsyncPending, rollout_path
 from coppice.options import RolloutOptions, rollout_request, session_headers
 from coppice.progress import progress_bar
 from coppice.prompts import PromptLike
 from coppice.results import RolloutResult
-from coppice.transport.deduplicator import Replay
-from coppice.transport.messages import Call, json_call
-from coppice.transport.record_stream import NDJSON, records_of
-from coppice.transport.request_sender import Courier
+from coppice.transport.deduplicator import RecordDeduplicator
+from coppice.transport.messages import HttpRequest, json_request
+from coppice.transport.record_stream import NDJSON, stream_records
+from coppice.transport.request_sender import RequestSender
 from coppice.wire.records import Record
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, RunningAnswer
 
@@ -25,7 +25,7 @@ _LEAVE_SECONDS = 5.0
 class RolloutOperations:
     """Needs a courier and keeps no state beside it."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def rollout(
         self,
@@ -46,11 +46,11 @@ class RolloutOperations:
         headers = session_headers(options)
         request = rollout_request(prompts, **options)
         collector = Collector()
-        with progress_bar(request, wanted=progress) as tell:
+        with progress_bar(request, is_enabled=progress) as on_record:
             async with aclosing(self._records(request, headers)) as records:
                 async for record in records:
                     collector.add(record)
-                    tell(record)
+                    on_record(record)
         return collector.result()
 
     def stream(
@@ -76,7 +76,7 @@ class RolloutOperations:
         headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
         call = self._start(request, {"Prefer": "respond-async", **headers})
-        reply = await self._courier.send(call)
+        reply = await self._sender.send(call)
         # A retry may find the rollout ended already.
         running = reply.status == 202
         started = reply.read(RunningAnswer) if running else reply.read(RolloutAnswer)
@@ -84,7 +84,7 @@ class RolloutOperations:
 
     def attach(self, rollout_id: str) -> AsyncPending:
         """The handle of a rollout that was submitted elsewhere. Nothing is sent."""
-        return AsyncPending(self._courier, rollout_id)
+        return AsyncPending(self._sender, rollout_id)
 
     async def abort(self, rollout_id: str) -> RolloutResult:
         """Ends a running rollout. The tokens so far are kept."""
@@ -94,20 +94,28 @@ class RolloutOperations:
         self, request: RolloutRequest, headers: dict[str, str]
     ) -> AsyncGenerator[Record, None]:
         call = self._start(request, {"Accept": NDJSON, **headers})
-        replay = Replay()
+        deduplicator = RecordDeduplicator()
         try:
-            async with aclosing(records_of(self._courier, call, replay)) as records:
+            async with aclosing(stream_records(self._sender, call, deduplicator)) as records:
                 async for record in records:
                     yield record
         finally:
             # With a key the server outlives a closed connection, whatever closed it.
-            if call.repeatable and replay.rollout_id is not None and not replay.ended:
-                path = path_of(replay.rollout_id)
-                await self._courier.leave(Call(method="DELETE", path=path, silence=_LEAVE_SECONDS))
+            if (
+                call.is_idempotent
+                and deduplicator.rollout_id is not None
+                and not deduplicator.ended
+            ):
+                path = rollout_path(deduplicator.rollout_id)
+                await self._sender.send_best_effort(
+                    HttpRequest(method="DELETE", path=path, read_timeout=_LEAVE_SECONDS)
+                )
 
-    def _start(self, request: RolloutRequest, headers: dict[str, str]) -> Call:
+    def _start(self, request: RolloutRequest, headers: dict[str, str]) -> HttpRequest:
         """With a key no retry can start a second rollout; without retries there is no need."""
-        if self._courier.retry.wanted:
+        if self._sender.retry.is_enabled:
             headers["Idempotency-Key"] = uuid.uuid4().hex
-        repeatable = "Idempotency-Key" in headers
-        return json_call("POST", "/v1/rollouts", request, headers=headers, repeatable=repeatable)
+        is_idempotent = "Idempotency-Key" in headers
+        return json_request(
+            "POST", "/v1/rollouts", request, headers=headers, is_idempotent=is_idempotent
+        )

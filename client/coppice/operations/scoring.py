@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from coppice.errors import BadAnswer
 from coppice.scores import Scorable, Score, score_request, scores_of
-from coppice.transport.messages import json_call
-from coppice.transport.request_sender import Courier
+from coppice.transport.messages import json_request
+from coppice.transport.request_sender import RequestSender
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer
 
@@ -13,7 +13,7 @@ from coppice.wire.score import ScoreAnswer
 class ScoreOperations:
     """Needs a courier and keeps no state beside it."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def score(
         self,
@@ -30,8 +30,8 @@ class ScoreOperations:
         seconds of silence.
         """
         request = score_request(prompts_and_responses, policy, adapter)
-        call = json_call("POST", "/v1/score", request, silence=timeout, repeatable=True)
-        answer = (await self._courier.send(call)).read(ScoreAnswer)
+        call = json_request("POST", "/v1/score", request, read_timeout=timeout, is_idempotent=True)
+        answer = (await self._sender.send(call)).read(ScoreAnswer)
         try:
             return scores_of(answer, request)
         except ValueError as error:

@@ -3,10 +3,10 @@
 import uuid
 from urllib.parse import quote
 
-from coppice.operations.pending import path_of
+from coppice.operations.pending import rollout_path
 from coppice.results import segment_of
-from coppice.transport.messages import Call, json_call
-from coppice.transport.request_sender import Courier
+from coppice.transport.messages import HttpRequest, json_request
+from coppice.transport.request_sender import RequestSender
 from coppice.tree import Segment
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
@@ -15,7 +15,7 @@ from coppice.wire.rollouts import BranchAnswer, DropAnswer
 class TreeOperations:
     """Needs a courier and keeps no state beside it."""
 
-    _courier: Courier
+    _sender: RequestSender
 
     async def branch(
         self,
@@ -35,17 +35,17 @@ class TreeOperations:
         as the server needs, or `timeout` seconds of silence.
         """
         body = BranchRequest(segment=segment, group=group, n=n, max_tokens=max_tokens)
-        wanted = self._courier.retry.wanted
-        headers = {"Idempotency-Key": uuid.uuid4().hex} if wanted else {}
-        call = json_call(
+        is_enabled = self._sender.retry.is_enabled
+        headers = {"Idempotency-Key": uuid.uuid4().hex} if is_enabled else {}
+        call = json_request(
             "POST",
-            f"{path_of(rollout_id)}/branch",
+            f"{rollout_path(rollout_id)}/branch",
             body,
             headers=headers,
-            silence=timeout,
-            repeatable=wanted,
+            read_timeout=timeout,
+            is_idempotent=is_enabled,
         )
-        answer = (await self._courier.send(call)).read(BranchAnswer)
+        answer = (await self._sender.send(call)).read(BranchAnswer)
         return tuple(segment_of(each) for each in answer.segments)
 
     async def drop_segment(self, rollout_id: str, segment: str) -> tuple[str, ...]:
@@ -53,6 +53,6 @@ class TreeOperations:
 
         The tree's answer says how many were: what is left was not sampled from the model alone.
         """
-        path = f"{path_of(rollout_id)}/segments/{quote(segment, safe='')}"
-        reply = await self._courier.send(Call(method="DELETE", path=path))
+        path = f"{rollout_path(rollout_id)}/segments/{quote(segment, safe='')}"
+        reply = await self._sender.send(HttpRequest(method="DELETE", path=path))
         return tuple(reply.read(DropAnswer).dropped)

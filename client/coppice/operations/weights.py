@@ -10,12 +10,12 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from coppice.errors import BaseUnavailable
-from coppice.transport.messages import Call, file_call, json_call
-from coppice.transport.request_sender import Courier
-from coppice.weights.base_file import Kept
+from coppice.transport.messages import HttpRequest, file_request, json_request
+from coppice.transport.request_sender import RequestSender
+from coppice.weights.base_file import BaseFile
 from coppice.weights.checkpoint import checkpoint_files
 from coppice.weights.digest import sha256_of
-from coppice.weights.tensor import StateDict, Tensor, stored_tensors, tensors_of
+from coppice.weights.tensor import StateDict, Tensor, tensors_from_files, tensors_of
 from coppice.weights.writer import write_safetensors
 from coppice.wire.base import Label
 from coppice.wire.weights import (
@@ -39,8 +39,8 @@ class WeightsOperations:
     these calls wait for its answer without limit unless they are given a timeout in seconds.
     """
 
-    _courier: Courier
-    _kept: Kept | None = None
+    _sender: RequestSender
+    _base_file: BaseFile | None = None
 
     async def upload_weights(
         self,
@@ -64,7 +64,9 @@ class WeightsOperations:
             return await self._upload_files(address, Path(source), sequence, timeout)
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "model.safetensors"
-            digest = await self._courier.driver.work(write_safetensors(path, tensors_of(source)))
+            digest = await self._sender.driver.run_steps(
+                write_safetensors(path, tensors_of(source))
+            )
             return await self._put(address, path, digest, sequence, timeout)
 
     async def stage_weights(
@@ -80,8 +82,8 @@ class WeightsOperations:
         Not repeated after a lost connection: a name that is taken is a VersionConflict.
         """
         request = StageRequest(path=fspath(path), sequence=sequence)
-        call = json_call("POST", _address(version), request, silence=timeout)
-        return (await self._courier.send(call)).read(VersionAnswer)
+        call = json_request("POST", _address(version), request, read_timeout=timeout)
+        return (await self._sender.send(call)).read(VersionAnswer)
 
     async def activate_weights(
         self,
@@ -96,16 +98,16 @@ class WeightsOperations:
         With allow_rollback it is not repeated after a lost connection.
         """
         request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
-        call = json_call(
+        call = json_request(
             "POST",
             _address(version) + "/activate",
             request,
-            silence=timeout,
+            read_timeout=timeout,
             # A second activation of what is active does nothing, and one of what others have since
             # replaced is refused as a rollback, unless rollbacks are allowed.
-            repeatable=not allow_rollback,
+            is_idempotent=not allow_rollback,
         )
-        return (await self._courier.send(call)).read(ActivationAnswer)
+        return (await self._sender.send(call)).read(ActivationAnswer)
 
     async def publish_weights(
         self,
@@ -126,12 +128,14 @@ class WeightsOperations:
 
     async def weights(self) -> VersionsAnswer:
         """Every version that the server knows, and which of them is active."""
-        reply = await self._courier.send(Call(method="GET", path="/v1/weights", repeatable=True))
+        reply = await self._sender.send(
+            HttpRequest(method="GET", path="/v1/weights", is_idempotent=True)
+        )
         return reply.read(VersionsAnswer)
 
     async def delete_weights(self, version: str) -> None:
         """Forgets a version that is not active. Not repeated after a lost connection."""
-        reply = await self._courier.send(Call(method="DELETE", path=_address(version)))
+        reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(version)))
         reply.check()
 
     async def _upload_changes(
@@ -141,31 +145,33 @@ class WeightsOperations:
         sequence: int | None,
         timeout: float | None,
     ) -> VersionAnswer:
-        base, fresh = self._kept, Kept(version)
-        await self._courier.driver.work(fresh.write(_tensors(source)))
+        base, new_file = self._base_file, BaseFile(version)
+        await self._sender.driver.run_steps(new_file.write(_tensors(source)))
         answer = None
         if base is not None:
-            answer = await self._put_delta(base, fresh, sequence, timeout)
+            answer = await self._put_delta(base, new_file, sequence, timeout)
         if answer is None:
-            answer = await self._put(_address(version), fresh.path, fresh.digest, sequence, timeout)
-        self._kept = fresh
+            answer = await self._put(
+                _address(version), new_file.path, new_file.digest, sequence, timeout
+            )
+        self._base_file = new_file
         return answer
 
     async def _put_delta(
-        self, base: Kept, fresh: Kept, sequence: int | None, timeout: float | None
+        self, base: BaseFile, new_file: BaseFile, sequence: int | None, timeout: float | None
     ) -> VersionAnswer | None:
         """None where only the whole will do."""
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "delta.safetensors"
-            work = self._courier.driver.work
-            if await work(fresh.write_delta(base, path)) is None:
+            run_steps = self._sender.driver.run_steps
+            if await run_steps(new_file.write_delta(base, path)) is None:
                 return None
-            digest = await work(sha256_of(path))
-            address = _address(fresh.version)
+            digest = await run_steps(sha256_of(path))
+            address = _address(new_file.version)
             try:
                 return await self._put(address, path, digest, sequence, timeout, base.version)
             except BaseUnavailable as error:
-                log.info("%s: sending all of %s", error, fresh.version)
+                log.info("%s: sending all of %s", error, new_file.version)
                 return None
 
     async def _upload_files(
@@ -174,7 +180,7 @@ class WeightsOperations:
         checkpoint = checkpoint_files(source)
         for path in checkpoint.files:
             target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
-            digest = await self._courier.driver.work(sha256_of(path))
+            digest = await self._sender.driver.run_steps(sha256_of(path))
             answer = await self._put(target, path, digest, sequence, timeout)
             # The first file may have been given the next free sequence; the others share it.
             sequence = answer.sequence
@@ -191,15 +197,15 @@ class WeightsOperations:
     ) -> VersionAnswer:
         params = {"sequence": None if sequence is None else str(sequence), "base": base}
         given = {name: value for name, value in params.items() if value is not None}
-        call = file_call(address, path, digest, params=given, silence=timeout)
-        return (await self._courier.send(call)).read(VersionAnswer)
+        call = file_request(address, path, digest, params=given, read_timeout=timeout)
+        return (await self._sender.send(call)).read(VersionAnswer)
 
 
 def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
     if isinstance(source, Mapping):
         return tensors_of(source)
     checkpoint = checkpoint_files(Path(source))
-    return stored_tensors(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
+    return tensors_from_files(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
 
 
 def _address(version: str) -> str:

@@ -6,7 +6,7 @@ caller's own forward. As long as one of them is unknown, fetching is worth tryin
 
 from coppice.wire.kv import KvHandle
 
-WEIGHT_OF_LATEST = 0.3
+LATEST_WEIGHT = 0.3
 
 
 class BreakEven:
@@ -18,18 +18,20 @@ class BreakEven:
 
     def fetched(self, transport: str, num_bytes: int, seconds: float) -> None:
         before = self.bytes_per_second.get(transport)
-        self.bytes_per_second[transport] = _blended(before, num_bytes / max(seconds, 1e-9))
+        self.bytes_per_second[transport] = _moving_average(before, num_bytes / max(seconds, 1e-9))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The caller's forward of so many prompt tokens took so long."""
-        self.tokens_per_second = _blended(self.tokens_per_second, num_tokens / max(seconds, 1e-9))
+        self.tokens_per_second = _moving_average(
+            self.tokens_per_second, num_tokens / max(seconds, 1e-9)
+        )
 
-    def worth(self, handle: KvHandle, transport: str) -> bool:
+    def is_worth_fetching(self, handle: KvHandle, transport: str) -> bool:
         bandwidth = self.bytes_per_second.get(transport)
         if bandwidth is None or self.tokens_per_second is None:
             return True
         return handle.num_bytes / bandwidth < handle.num_tokens / self.tokens_per_second
 
 
-def _blended(before: float | None, latest: float) -> float:
-    return latest if before is None else before + WEIGHT_OF_LATEST * (latest - before)
+def _moving_average(before: float | None, latest: float) -> float:
+    return latest if before is None else before + LATEST_WEIGHT * (latest - before)

@@ -5,42 +5,44 @@ import threading
 import xxhash
 
 from coppice.errors import CoppiceError, KvLost
-from coppice.prompt_kv.layout import Part
+from coppice.prompt_kv.layout import TensorRange
 
 
-class Arrival:
+class DownloadBuffer:
     """Of one file into `bytes`. Each part is checked once, by whoever asks for it first."""
 
-    def __init__(self, room: memoryview, arrived: int = 0) -> None:
+    def __init__(self, room: memoryview, num_bytes_received: int = 0) -> None:
         self.bytes = room
-        self._arrived = arrived
+        self._num_bytes_received = num_bytes_received
         self._error: CoppiceError | None = None
         self._changed = threading.Condition()
         self._checked: set[str] = set()
 
     @property
-    def num_arrived(self) -> int:
-        return self._arrived
+    def num_received(self) -> int:
+        return self._num_bytes_received
 
-    def grown(self, arrived: int) -> None:
+    def on_progress(self, num_bytes_received: int) -> None:
         with self._changed:
-            self._arrived = arrived
+            self._num_bytes_received = num_bytes_received
             self._changed.notify_all()
 
-    def broken(self, error: CoppiceError) -> None:
+    def on_error(self, error: CoppiceError) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
-    def take(self, part: Part) -> memoryview:
+    def wait_for_part(self, part: TensorRange) -> memoryview:
         """Waits until it is there; KvLost if it never will be, or is not what it should be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived >= part.end or self._error is not None)
-            if self._arrived < part.end:
+            self._changed.wait_for(
+                lambda: self._num_bytes_received >= part.end or self._error is not None
+            )
+            if self._num_bytes_received < part.end:
                 raise KvLost(f"prompt KV broke off: {self._error}") from self._error
-        taken = self.bytes[part.start : part.end]
+        data = self.bytes[part.start : part.end]
         if part.name not in self._checked:
-            if xxhash.xxh3_64_hexdigest(taken) != part.xxh3_64:
+            if xxhash.xxh3_64_hexdigest(data) != part.xxh3_64:
                 raise KvLost(f"the bytes of {part.name} are not those that were sealed")
             self._checked.add(part.name)
-        return taken
+        return data

@@ -17,15 +17,15 @@ from coppice.errors import (
     QuotaExceeded,
     TimedOut,
 )
-from coppice.transport.address import Address
-from coppice.transport.messages import Reply
-from coppice.transport.redirect_policy import MAX_HOPS, Trust
+from coppice.transport.address import ServerAddress
+from coppice.transport.messages import HttpResponse
+from coppice.transport.redirect_policy import MAX_REDIRECTS, RedirectPolicy
 
 RETRY_SECONDS = 1.0
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
@@ -34,24 +34,26 @@ def translated() -> Iterator[None]:
         raise ConnectionFailed(f"prompt KV: {error!r}") from error
 
 
-class Endpoint:
+class KvHttpClient:
     """Where a server's prompt KV is asked for; a connection of its own for every question."""
 
-    def __init__(self, address: Address, timeout: float | None, trust: Trust) -> None:
+    def __init__(
+        self, address: ServerAddress, timeout: float | None, redirect_policy: RedirectPolicy
+    ) -> None:
         self._base_url = address.base_url
-        self._trust = trust
+        self._redirect_policy = redirect_policy
         self._timeout = timeout
         self._authorization = address.authorization
 
-    def patience(self, most: float) -> float:
-        """Seconds: the timeout, or `most` if that is less."""
-        return most if self._timeout is None else min(self._timeout, most)
+    def timeout_seconds(self, max_seconds: float) -> float:
+        """Seconds: the timeout, or `max_seconds` if that is less."""
+        return max_seconds if self._timeout is None else min(self._timeout, max_seconds)
 
-    def ask(self, method: str, path: str, body: object = None) -> Reply:
+    def request(self, method: str, path: str, body: object = None) -> HttpResponse:
         """The whole answer; its problem is raised."""
         headers = {} if body is None else {"Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()
-        with translated():
+        with translate_errors():
             connection, response = self.open(method, path, headers, content)
             try:
                 reply = _reply(response)
@@ -66,26 +68,28 @@ class Endpoint:
         """Of an answer that has begun; the connection is the caller's to close. A replica may send
         it on to the one that has the bytes."""
         connection, response = self._open(self._base_url, method, path, headers, body)
-        for _ in range(MAX_HOPS):
+        for _ in range(MAX_REDIRECTS):
             if response.status != 307:
                 break
             connection.close()
-            base_url = self._trust.base_of(response.headers.get("Location"), path)
+            base_url = self._redirect_policy.redirect_base_url(
+                response.headers.get("Location"), path
+            )
             connection, response = self._open(base_url, method, path, headers, body)
         return connection, response
 
     def _open(
         self, base_url: str, method: str, path: str, headers: dict[str, str], body: bytes | None
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        there = urlsplit(base_url)
-        assert there.hostname is not None, "an address has a host"
-        kind = HTTPSConnection if there.scheme == "https" else HTTPConnection
-        connection = kind(there.hostname, there.port, timeout=self._timeout)
+        target = urlsplit(base_url)
+        assert target.hostname is not None, "an address has a host"
+        kind = HTTPSConnection if target.scheme == "https" else HTTPConnection
+        connection = kind(target.hostname, target.port, timeout=self._timeout)
         sent = {"User-Agent": "coppice-client", **headers}
         if self._authorization is not None:
             sent["Authorization"] = self._authorization
         try:
-            connection.request(method, there.path.rstrip("/") + path, body, sent)
+            connection.request(method, target.path.rstrip("/") + path, body, sent)
             return connection, connection.getresponse()
         except BaseException:
             connection.close()
@@ -98,7 +102,9 @@ class Download:
     `attempts` connections in a row may end without a byte, or be refused because too many are open.
     """
 
-    def __init__(self, endpoint: Endpoint, path: str, num_bytes: int, *, attempts: int = 4) -> None:
+    def __init__(
+        self, endpoint: KvHttpClient, path: str, num_bytes: int, *, attempts: int = 4
+    ) -> None:
         self._endpoint = endpoint
         self._path = path
         self._num_bytes = num_bytes
@@ -113,7 +119,7 @@ class Download:
         failures = 0
         while room:
             try:
-                with translated():
+                with translate_errors():
                     count = self._read_some(room)
             except (ConnectionFailed, TimedOut, Overloaded, QuotaExceeded) as error:
                 count, failures = 0, failures + 1
@@ -155,6 +161,6 @@ class Download:
         return response
 
 
-def _reply(response: HTTPResponse) -> Reply:
+def _reply(response: HTTPResponse) -> HttpResponse:
     headers = {name.lower(): value for name, value in response.getheaders()}
-    return Reply(status=response.status, headers=headers, body=response.read())
+    return HttpResponse(status=response.status, headers=headers, body=response.read())

@@ -24,7 +24,7 @@ _DTYPES: dict[str, tuple[Dtype, int]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorRange:
     """One tensor's bytes in the file, and what they must sum to."""
 
     name: str
@@ -44,9 +44,9 @@ class Layout:
     shape: tuple[int, int, int]
     tokens_sha256: str
     rope: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorRange, ...]
 
-    def layer(self, index: int) -> tuple[Part, Part]:
+    def layer(self, index: int) -> tuple[TensorRange, TensorRange]:
         return self.parts[2 * index], self.parts[2 * index + 1]
 
 
@@ -83,7 +83,7 @@ def _layout_of(header: bytes, handle: KvHandle) -> Layout:
         if entries[name] != {"dtype": code, "shape": shape, "data_offsets": offsets}:
             raise ValueError(f"{name} is not where it should be")
         start, end = (len(header) + offset for offset in offsets)
-        parts.append(Part(name=name, start=start, end=end, xxh3_64=str(sums[name])))
+        parts.append(TensorRange(name=name, start=start, end=end, xxh3_64=str(sums[name])))
     if parts[-1].end != handle.num_bytes or tokens != handle.num_tokens:
         raise ValueError("the file is not as large as its handle says")
     if metadata["version"] != handle.version:

@@ -14,54 +14,54 @@ from typing import Any
 import numpy as np
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
-from coppice.prompt_kv.http_client import Endpoint
+from coppice.prompt_kv.http_client import KvHttpClient
 from coppice.prompt_kv.nixl import Agent
 from coppice.wire.kv import KvAgent, KvHandle, KvLocator
 
 
-class OneSided:
+class NixlReader:
     """Reads from servers' agents; may be shared by threads. An agent that a read has failed with is
     not asked again: the next start of its server is another agent.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: KvHttpClient) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._agent: Agent | None = None
-        self._known: dict[str, KvAgent] = {}
-        self._failed: set[str] = set()
+        self._agents: dict[str, KvAgent] = {}
+        self._failed_agents: set[str] = set()
         self._abandoned: list[Any] = []
 
-    def file_of(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
+    def get_file(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
         """None if this locator is not to be used; KvLost if the read failed."""
         name, offset = locator.agent, locator.offset
-        if name is None or offset is None or name in self._failed:
+        if name is None or offset is None or name in self._failed_agents:
             return None
         room: Any = np.empty(handle.num_bytes, np.uint8)
         try:
-            agent, owner = self._connected(handle, name)
+            agent, owner = self._get_agent(handle, name)
             memory = agent.register(room.ctypes.data, handle.num_bytes)
             start = owner.address + offset
             agent.read(name, start, room.ctypes.data, handle.num_bytes, until)
             agent.unregister(memory)
         except CoppiceError:
-            self._give_up(name, room)
+            self._abandon(name, room)
             raise
         except Exception as error:  # NIXL's have nothing in common
-            self._give_up(name, room)
+            self._abandon(name, room)
             raise KvLost(f"the one-sided read failed: {error!r}") from error
         return memoryview(room)
 
-    def _connected(self, handle: KvHandle, name: str) -> tuple[Agent, KvAgent]:
+    def _get_agent(self, handle: KvHandle, name: str) -> tuple[Agent, KvAgent]:
         with self._lock:
             if self._agent is None:
                 self._agent = Agent(f"reader-{secrets.token_hex(8)}", is_owner=False)
-            if name not in self._known:
-                self._known[name] = self._met(self._agent, handle, name)
-            return self._agent, self._known[name]
+            if name not in self._agents:
+                self._agents[name] = self._connect(self._agent, handle, name)
+            return self._agent, self._agents[name]
 
-    def _met(self, agent: Agent, handle: KvHandle, name: str) -> KvAgent:
-        owner = self._endpoint.ask("GET", f"/v1/kv/{handle.handle}/agent").read(KvAgent)
+    def _connect(self, agent: Agent, handle: KvHandle, name: str) -> KvAgent:
+        owner = self._endpoint.request("GET", f"/v1/kv/{handle.handle}/agent").read(KvAgent)
         try:
             met = agent.connect(base64.b64decode(owner.metadata, validate=True))
         except binascii.Error as error:
@@ -70,7 +70,7 @@ class OneSided:
             raise BadAnswer(f"the server's agent is {met}, not {name}")
         return owner
 
-    def _give_up(self, name: str, room: Any) -> None:
+    def _abandon(self, name: str, room: Any) -> None:
         """Its memory is kept, registered: a read that was given up may still write there."""
-        self._failed.add(name)
+        self._failed_agents.add(name)
         self._abandoned.append(room)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
-from coppice.prompt_kv.download_buffer import Arrival
+from coppice.prompt_kv.download_buffer import DownloadBuffer
 from coppice.prompt_kv.http_client import Download
 from coppice.prompt_kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of
 from coppice.prompt_kv.source import KvSource
@@ -32,13 +32,18 @@ class PromptKV:
     """
 
     def __init__(
-        self, handle: KvHandle, source: KvSource, layout: Layout, arrival: Arrival, transport: str
+        self,
+        handle: KvHandle,
+        source: KvSource,
+        layout: Layout,
+        download_buffer: DownloadBuffer,
+        transport: str,
     ) -> None:
         self.handle = handle
         self.layout = layout
         self.transport = transport
         self._source = source
-        self._arrival = arrival
+        self._download_buffer = download_buffer
 
     @classmethod
     def fetch(
@@ -64,52 +69,58 @@ class PromptKV:
             if transport not in offered:
                 continue
             try:
-                found = cls._by(transport, handle, offered[transport], source, buffer)
+                found = cls._fetch_over(transport, handle, offered[transport], source, buffer)
                 if found is not None:
                     if wait:
                         found.wait()
                     return found
             except CoppiceError as error:
-                source.missed(error)
+                source.count_failure(error)
                 return None
         source.count("no_transport")
         return None
 
     @classmethod
-    def _by(
+    def _fetch_over(
         cls, transport: str, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV | None":
         if transport == "shm":
-            return cls._mapped(handle, at, source)
+            return cls._from_shm(handle, at, source)
         if transport == "nixl":
-            return cls._read(handle, at, source)
-        return cls._downloaded(handle, at, source, buffer)
+            return cls._from_nixl(handle, at, source)
+        return cls._from_http(handle, at, source, buffer)
 
     @classmethod
-    def _mapped(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
+    def _from_shm(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
         """The lease is renewed first: memory knows neither keys nor leases, the server does."""
         began = time.monotonic()
-        room = source.mappings.file_of(handle, at)
+        room = source.shared_memory.get_file(handle, at)
         if room is None:
             return None
         source.renew(handle.handle, handle.lease_seconds or 1.0)
         head = bytes(room[: header_bytes(bytes(room[:LENGTH_BYTES]), handle)])
         layout = layout_of(head, handle)
         source.fetched("shm", handle.num_bytes, began)
-        return cls(handle, source, layout, Arrival(room, handle.num_bytes), "shm")
+        return cls(handle, source, layout, DownloadBuffer(room, handle.num_bytes), "shm")
 
     @classmethod
-    def _read(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
+    def _from_nixl(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
         """Checked at once. If the read itself goes wrong, the next transport is tried."""
         began = time.monotonic()
         lease = source.renew(handle.handle, handle.lease_seconds or 1.0)
         try:
-            room = source.one_sided.file_of(handle, at, began + source.endpoint.patience(lease))
+            room = source.nixl_reader.get_file(
+                handle, at, began + source.endpoint.timeout_seconds(lease)
+            )
             if room is None:
                 return None
             head = bytes(room[: header_bytes(bytes(room[:LENGTH_BYTES]), handle)])
             found = cls(
-                handle, source, layout_of(head, handle), Arrival(room, handle.num_bytes), "nixl"
+                handle,
+                source,
+                layout_of(head, handle),
+                DownloadBuffer(room, handle.num_bytes),
+                "nixl",
             )
             found.wait()
         except CoppiceError:
@@ -119,12 +130,12 @@ class PromptKV:
         return found
 
     @classmethod
-    def _downloaded(
+    def _from_http(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
         """The server sends for as long as the lease runs, so it is renewed on the way."""
         began = time.monotonic()
-        room = _room(buffer, handle.num_bytes)
+        room = _destination(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
         download = Download(source.endpoint, path, handle.num_bytes)
         try:
@@ -135,38 +146,40 @@ class PromptKV:
         except BaseException:
             download.close()
             raise
-        arrival = Arrival(room, start)
+        download_buffer = DownloadBuffer(room, start)
 
         def read() -> None:
             lease_seconds, renewed_at = handle.lease_seconds or 1.0, -math.inf
             try:
-                for end in _ends(layout):
+                for end in _progress_offsets(layout):
                     if time.monotonic() - renewed_at > lease_seconds / 2:
                         renewed_at = time.monotonic()
                         with suppress(ConnectionFailed, TimedOut):  # the download tries again
                             source.renew(handle.handle, lease_seconds)
-                    download.readinto(room[arrival.num_arrived : end])
-                    arrival.grown(end)
+                    download.readinto(room[download_buffer.num_received : end])
+                    download_buffer.on_progress(end)
                 source.fetched("http", handle.num_bytes, began)
             except CoppiceError as error:
-                arrival.broken(error)
+                download_buffer.on_error(error)
             except Exception as error:  # whoever waits is told, whatever it is
-                arrival.broken(KvLost(f"prompt KV: {error!r}"))
+                download_buffer.on_error(KvLost(f"prompt KV: {error!r}"))
             finally:
                 download.close()
 
         threading.Thread(target=read, name="coppice-kv", daemon=True).start()
-        return cls(handle, source, layout, arrival, "http")
+        return cls(handle, source, layout, download_buffer, "http")
 
     def wait(self) -> None:
         """Until every layer is here and is what it should be."""
         for part in self.layout.parts:
-            self._arrival.take(part)
+            self._download_buffer.wait_for_part(part)
 
     def layer(self, index: int) -> tuple[memoryview, memoryview]:
         """The bytes of a layer's keys and values, as soon as they are here."""
         keys, values = self.layout.layer(index)
-        return self._arrival.take(keys), self._arrival.take(values)
+        return self._download_buffer.wait_for_part(keys), self._download_buffer.wait_for_part(
+            values
+        )
 
     def numpy(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """A layer's keys and values; bfloat16, which numpy does not have, as its bits in uint16."""
@@ -206,7 +219,7 @@ class PromptKV:
         try:
             self.release()
         except CoppiceError as failure:
-            self._source.missed(failure)  # its lease ends by itself
+            self._source.count_failure(failure)  # its lease ends by itself
 
     def _array(self, data: memoryview) -> NDArray[Any]:
         dtype = _NUMPY.get(self.layout.dtype, np.uint16)
@@ -221,14 +234,14 @@ class PromptKV:
         return flat.view(self.layout.shape)
 
 
-def _ends(layout: Layout) -> Iterator[int]:
+def _progress_offsets(layout: Layout) -> Iterator[int]:
     """Where to say how far it has come: after every layer, and in large ones on the way."""
     for part in layout.parts:
         yield from range(part.start + PIECE_BYTES, part.end, PIECE_BYTES)
         yield part.end
 
 
-def _room(buffer: Any, num_bytes: int) -> memoryview:
+def _destination(buffer: Any, num_bytes: int) -> memoryview:
     given: Any = np.empty(num_bytes, np.uint8) if buffer is None else buffer
     room = memoryview(given).cast("B")
     if room.readonly or len(room) < num_bytes:

@@ -15,7 +15,7 @@ from coppice.wire.kv import KvHandle, KvLocator
 PREFIX = "coppice-kv-"
 
 
-class Mappings:
+class SharedMemoryMap:
     """An arena is mapped once, as a whole: its pages are looked up once, not once a handle.
 
     Only the latest one is kept. Memory that was handed out lives on for as long as it is used.
@@ -26,13 +26,13 @@ class Mappings:
         self._path: str | None = None
         self._arena: memoryview | None = None
 
-    def file_of(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
+    def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
         """Read-only; None where it cannot be had: on another host, or of another user."""
         if locator.path is None or locator.offset is None:
             return None
         with self._lock:
             if self._path != locator.path:
-                self._path, self._arena = locator.path, _mapped(Path(locator.path))
+                self._path, self._arena = locator.path, _map_file(Path(locator.path))
             arena = self._arena
         end = locator.offset + handle.num_bytes
         if arena is None or end > len(arena):
@@ -40,7 +40,7 @@ class Mappings:
         return arena[locator.offset : end]
 
 
-def _mapped(path: Path) -> memoryview | None:
+def _map_file(path: Path) -> memoryview | None:
     if not path.name.startswith(PREFIX):
         return None  # a server must not make its callers open anything else
     try:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coppice.train.attention_tiles import pieces_of
+from coppice.train.attention_tiles import split_into_tiles
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Spans
 
 # Longer rows waste little of the flash kernel's tiles.
-PIECED_TOKENS = 2048
+MAX_TILED_TOKENS = 2048
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -47,7 +47,7 @@ def shared_prompt_attention(
 def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
     """o_1HTD of one row: in pieces where they pay."""
     num_tokens = q_1HTD.shape[2]
-    if num_tokens <= PIECED_TOKENS and has_flash(q_1HTD, v_1KTD):
+    if num_tokens <= MAX_TILED_TOKENS and has_flash(q_1HTD, v_1KTD):
         nothing = k_1KTD[:, :, :0], v_1KTD[:, :, :0]
         spans = Spans(lengths=(num_tokens,))
         return shared_prompt_attention(q_1HTD, nothing, k_1KTD, v_1KTD, spans, scale)
@@ -73,12 +73,12 @@ class _SharedPrompt(torch.autograd.Function):
         spans: Spans,
         scale: float,
     ) -> Tensor:
-        o_1HTD, lse_1HT = _over_prompt(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, scale)
-        o, q, k, v = (_wide(packed) for packed in (o_1HTD, q_1HTD, k_1KTD, v_1KTD))
-        for piece in pieces_of(spans):
-            given = piece.queries(q), piece.keys(k), piece.keys(v)
-            own = _flash(*given, 0.0, piece.is_causal, scale=scale)
-            _merge(piece.queries(o), piece.queries(lse_1HT), *own)
+        o_1HTD, lse_1HT = _attend_prompt(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, scale)
+        o, q, k, v = (_to_float32(packed) for packed in (o_1HTD, q_1HTD, k_1KTD, v_1KTD))
+        for tile in split_into_tiles(spans):
+            given = tile.queries(q), tile.keys(k), tile.keys(v)
+            own = _flash(*given, 0.0, tile.is_causal, scale=scale)
+            _merge(tile.queries(o), tile.queries(lse_1HT), *own)
         o_1HTD = o.to(q_1HTD.dtype)
         ctx.save_for_backward(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, k_1KTD, v_1KTD, o_1HTD, lse_1HT)
         ctx.spans, ctx.scale = spans, scale
@@ -92,24 +92,24 @@ class _SharedPrompt(torch.autograd.Function):
         dq, dprompt_k, dprompt_v = _prompt_backward(
             do_1HTD, q, prompt_k, prompt_v, o, lse, ctx.scale
         )
-        dq, do, q, k, v, o = (_wide(packed) for packed in (dq, do_1HTD, q, k, v, o))
+        dq, do, q, k, v, o = (_to_float32(packed) for packed in (dq, do_1HTD, q, k, v, o))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for piece in pieces_of(ctx.spans):
-            given = piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v)
-            merged = piece.queries(o), piece.queries(lse)
-            grads = _flash_backward(*given, *merged, 0.0, piece.is_causal, scale=ctx.scale)
-            piece.queries(dq).add_(grads[0])
-            piece.keys(dk).add_(grads[1])
-            piece.keys(dv).add_(grads[2])
+        for tile in split_into_tiles(ctx.spans):
+            given = tile.queries(do), tile.queries(q), tile.keys(k), tile.keys(v)
+            merged = tile.queries(o), tile.queries(lse)
+            grads = _flash_backward(*given, *merged, 0.0, tile.is_causal, scale=ctx.scale)
+            tile.queries(dq).add_(grads[0])
+            tile.keys(dk).add_(grads[1])
+            tile.keys(dv).add_(grads[2])
         return dq.to(narrow), dprompt_k, dprompt_v, dk.to(narrow), dv.to(narrow), None, None
 
 
-def _wide(packed: Tensor) -> Tensor:
+def _to_float32(packed: Tensor) -> Tensor:
     """On few tokens the kernels are up to three times faster in float32 than in bfloat16."""
     return packed if packed.dtype == torch.float64 else packed.float()
 
 
-def _over_prompt(
+def _attend_prompt(
     q_1HTD: Tensor, k_1KPD: Tensor, v_1KPD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, in the strides that the backward kernel reads."""

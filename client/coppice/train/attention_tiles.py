@@ -20,7 +20,7 @@ TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AttentionTile:
     """So many stretches of tokens, `step` apart: in each, its first tokens are keys, and those from
     num_before on are queries. What reads itself, with nothing before it, does so causally.
     """
@@ -50,27 +50,27 @@ class Piece:
         return packed.as_strided(size, strides, packed.storage_offset() + first * token)
 
 
-def pieces_of(spans: Spans, tile: int = TILE) -> Iterator[Piece]:
+def split_into_tiles(spans: Spans, tile: int = TILE) -> Iterator[AttentionTile]:
     """Every token is a query of itself and of what it follows on exactly once."""
-    for rows in _rows_of(spans.lengths):
-        for start, num, step, tokens in _cut(*rows, tile):
-            yield Piece(start, num, step, num_keys=tokens, num_queries=tokens)
-        yield from _joins(*rows, tile)
+    for rows in _runs_of_equal_rows(spans.lengths):
+        for start, num, step, tokens in _stretches(*rows, tile):
+            yield AttentionTile(start, num, step, num_keys=tokens, num_queries=tokens)
+        yield from _cross_tiles(*rows, tile)
     for branch in spans.branches:
         before, after = branch.stop - branch.start, branch.end - branch.stop
         if before and after:
-            yield Piece(branch.start, 1, 0, before, after, num_before=before)
+            yield AttentionTile(branch.start, 1, 0, before, after, num_before=before)
 
 
-def _joins(start: int, num_rows: int, row_tokens: int, half: int) -> Iterator[Piece]:
+def _cross_tiles(start: int, num_rows: int, row_tokens: int, half: int) -> Iterator[AttentionTile]:
     while half < row_tokens:
-        for first, num, step, tokens in _cut(start, num_rows, row_tokens, 2 * half):
+        for first, num, step, tokens in _stretches(start, num_rows, row_tokens, 2 * half):
             if tokens > half:
-                yield Piece(first, num, step, half, tokens - half, num_before=half)
+                yield AttentionTile(first, num, step, half, tokens - half, num_before=half)
         half *= 2
 
 
-def _cut(
+def _stretches(
     start: int, num_rows: int, row_tokens: int, size: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Start, number, step and tokens of the stretches of that size, and of what is left."""
@@ -83,7 +83,7 @@ def _cut(
         yield start + whole * size, num_rows, row_tokens, left
 
 
-def _rows_of(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _runs_of_equal_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Start, number and tokens of neighbouring rows of one length."""
     first = start = 0
     for row in range(1, len(lengths) + 1):

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coppice.train.distributed import loss_scale, unsynchronised, unwrapped
+from coppice.train.distributed import loss_scale, no_gradient_sync, unwrap_ddp
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import attending
 from coppice.train.logprobs import packed_logprobs
-from coppice.train.model_info import traits_of
+from coppice.train.model_info import get_model_info
 from coppice.train.prompt_kv import Layers, PromptKV, backward_through, leaves_of, relative_error
 from coppice.train.prompts import compute_layers, inject, no_grad_layers
-from coppice.train.responses import PASS_TOKENS, passes_of, response_logprobs
+from coppice.train.responses import PASS_TOKENS, plan_micro_batches, response_logprobs
 from coppice.train.rows import LossFunction
 from coppice.train.schedules import Schedule, choose
 
@@ -56,21 +56,21 @@ def grouped_backward(
     up, so its normalisers are fixed before. Under DDP and FSDP2 reduce_gradients(model) follows
     the last call of a step.
     """
-    model = unwrapped(model)
-    traits = traits_of(model)
+    model = unwrap_ddp(model)
+    model_info = get_model_info(model)
     chosen = choose(
         schedule,
         model.config,
         group,
-        traits,
-        given=prompt_kv is not None,
+        model_info,
+        has_prompt_kv=prompt_kv is not None,
         pass_tokens=pass_tokens,
     )
-    if not group.num_tokens and not traits.sharded:
+    if not group.num_tokens and not model_info.sharded:
         return BackwardReport(loss=0.0, schedule=chosen, num_passes=0, num_prompt_forwards=0)
     step = _Step(model, group, loss_fn, prompt_kv, pass_tokens, temperature, loss_scale(model))
     # Until the backwards are over, since they compute checkpointed layers again.
-    with attending(model), unsynchronised(model):
+    with attending(model), no_gradient_sync(model):
         return _SCHEDULES[chosen](step)
 
 
@@ -114,7 +114,7 @@ def _injected(step: _Step) -> BackwardReport:
 def _two_phases(
     step: _Step, schedule: Schedule, backward: Callable[[Layers], Layers]
 ) -> BackwardReport:
-    given = step.prompt_kv is not None
+    has_prompt_kv = step.prompt_kv is not None
     leaves = leaves_of(no_grad_layers(step.model, step.group, step.prompt_kv))
     loss, num_passes = _responses(step, leaves)
     made = backward(leaves)
@@ -122,8 +122,8 @@ def _two_phases(
         loss=loss,
         schedule=schedule,
         num_passes=num_passes,
-        num_prompt_forwards=0 if not made else 1 if given else 2,
-        prompt_kv_error=relative_error(leaves, made) if given else None,
+        num_prompt_forwards=0 if not made else 1 if has_prompt_kv else 2,
+        prompt_kv_error=relative_error(leaves, made) if has_prompt_kv else None,
     )
 
 
@@ -137,13 +137,13 @@ def _packed(step: _Step) -> BackwardReport:
 def _responses(step: _Step, prompt: Layers) -> tuple[float, int]:
     """The loss, whose gradient is left in the weights and in the prompt, and the passes it took."""
     total = torch.zeros(())
-    passes = passes_of(step.model, step.group, step.pass_tokens)
+    passes = plan_micro_batches(step.model, step.group, step.pass_tokens)
     for each in passes:
         rows = response_logprobs(step.model, step.group, each.rows, prompt, step.temperature)
-        loss = rows.logprobs.sum() * 0.0 if each.idle else step.loss_fn(rows)
+        loss = rows.logprobs.sum() * 0.0 if each.is_padding else step.loss_fn(rows)
         step.backward(loss)
         total = total + loss.detach()
-    return total.item(), sum(not each.idle for each in passes)
+    return total.item(), sum(not each.is_padding for each in passes)
 
 
 _SCHEDULES: dict[Schedule, Callable[[_Step], BackwardReport]] = {

@@ -24,17 +24,17 @@ class UnsupportedModel(ValueError):
     """The model computes something that sharing a prompt would change."""
 
 
-class PromptDone(Exception):
+class StopForward(Exception):
     """The last layer's keys and values are made: nothing after them is of use."""
 
 
-class Context(ABC):
+class AttentionContext(ABC):
     """Of one forward of a model with num_layers layers; seen are those that have asked."""
 
-    def __init__(self, num_layers: int, longest: int) -> None:
+    def __init__(self, num_layers: int, max_row_tokens: int) -> None:
         self.num_layers = num_layers
-        self.longest = longest
-        self.seen: set[int] = set()
+        self.max_row_tokens = max_row_tokens
+        self.layers_seen: set[int] = set()
 
     @abstractmethod
     def attend(
@@ -43,39 +43,39 @@ class Context(ABC):
         """o_1HTD."""
 
     def check_seen(self) -> None:
-        if self.seen != set(range(self.num_layers)):
+        if self.layers_seen != set(range(self.num_layers)):
             raise UnsupportedModel(
-                f"{len(self.seen)} of {self.num_layers} layers use the attention interface;"
+                f"{len(self.layers_seen)} of {self.num_layers} layers use the attention interface;"
                 " the others would not see the prompt"
             )
 
 
-class PromptContext(Context):
+class PromptContext(AttentionContext):
     """Gathers the keys and values of the prompt. may_stop: the last ones end the forward."""
 
-    def __init__(self, num_layers: int, longest: int, *, may_stop: bool) -> None:
-        super().__init__(num_layers, longest)
-        self.may_stop = may_stop
-        self.taken = False
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, num_layers: int, max_row_tokens: int, *, can_stop_early: bool) -> None:
+        super().__init__(num_layers, max_row_tokens)
+        self.can_stop_early = can_stop_early
+        self.is_taken = False
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
         # A checkpointed layer comes here again in its backward.
-        if not self.taken:
-            self.made[layer] = k_1KTD, v_1KTD
-        if self.may_stop and len(self.made) == self.num_layers:
-            raise PromptDone
+        if not self.is_taken:
+            self.layers[layer] = k_1KTD, v_1KTD
+        if self.can_stop_early and len(self.layers) == self.num_layers:
+            raise StopForward
         return causal_attention(q_1HTD, k_1KTD, v_1KTD, scale)
 
-    def take(self) -> Layers:
+    def pop_layers(self) -> Layers:
         """Once. A checkpoint's graph holds its context, so a context that held the graph's tensors
         would keep both for ever.
         """
-        layers = [self.made[layer] for layer in range(self.num_layers)]
-        self.taken = True
-        self.made.clear()
+        layers = [self.layers[layer] for layer in range(self.num_layers)]
+        self.is_taken = True
+        self.layers.clear()
         return layers
 
 
@@ -86,8 +86,8 @@ class InjectingContext(PromptContext):
     checkpoint, which computes them without a graph first.
     """
 
-    def __init__(self, num_layers: int, longest: int, leaves: Layers) -> None:
-        super().__init__(num_layers, longest, may_stop=False)
+    def __init__(self, num_layers: int, max_row_tokens: int, leaves: Layers) -> None:
+        super().__init__(num_layers, max_row_tokens, can_stop_early=False)
         self.leaves = leaves
 
     def attend(
@@ -99,11 +99,11 @@ class InjectingContext(PromptContext):
         return super().attend(layer, q_1HTD, k_1KTD, v_1KTD, scale)
 
 
-class ResponseContext(Context):
+class ResponseContext(AttentionContext):
     """Packed responses to one prompt, whose keys and values are given; none are of no tokens."""
 
-    def __init__(self, num_layers: int, longest: int, prompt: Layers, spans: Spans) -> None:
-        super().__init__(num_layers, longest)
+    def __init__(self, num_layers: int, max_row_tokens: int, prompt: Layers, spans: Spans) -> None:
+        super().__init__(num_layers, max_row_tokens)
         self.prompt = prompt
         self.spans = spans
         self._flex: FlexAttention | None = None
@@ -122,11 +122,13 @@ class ResponseContext(Context):
         return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.spans, scale)
 
 
-class PackedContext(Context):
+class PackedContext(AttentionContext):
     """All prompts, then all responses, in one row. For each group: prompt tokens, and spans."""
 
-    def __init__(self, num_layers: int, longest: int, groups: Sequence[tuple[int, Spans]]) -> None:
-        super().__init__(num_layers, longest)
+    def __init__(
+        self, num_layers: int, max_row_tokens: int, groups: Sequence[tuple[int, Spans]]
+    ) -> None:
+        super().__init__(num_layers, max_row_tokens)
         self.groups = groups
         self._flex: FlexAttention | None = None
         self.sizes = [prompt for prompt, _ in groups] + [spans.num_tokens for _, spans in groups]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 BUCKET_NUMBERS = 1 << 24
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_ddp(model: Any) -> Any:
     """Of DDP's wrapper, whose forward prepares a reduction, the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -35,11 +35,11 @@ def reduce_gradients(model: Any) -> None:
     if isinstance(model, DistributedDataParallel):
         _sum_gradients(model.parameters(), model.process_group)
     elif is_sharded(model):
-        _backward_of_nothing(model)
+        _empty_backward(model)
 
 
 @contextmanager
-def unsynchronised(model: Any) -> Iterator[None]:
+def no_gradient_sync(model: Any) -> Iterator[None]:
     """Backwards of a sharded model keep their gradients to themselves here."""
     if not is_sharded(model):
         yield
@@ -56,7 +56,7 @@ def loss_scale(model: Any) -> int:
     return int(_mesh(model).size()) if is_sharded(model) else 1
 
 
-def most_passes(model: Any, num_passes: int) -> int:
+def max_passes_over_ranks(model: Any, num_passes: int) -> int:
     """Of all ranks that share the model's shards, which must call it equally often."""
     if not is_sharded(model):
         return num_passes
@@ -90,7 +90,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     yield from open_buckets.values()
 
 
-def _backward_of_nothing(model: Any) -> None:
+def _empty_backward(model: Any) -> None:
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=_mesh(model).device_type)
     logits = model(input_ids=token_11, use_cache=False).logits
     logits.backward(torch.zeros_like(logits))

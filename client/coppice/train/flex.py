@@ -35,21 +35,27 @@ class Layout:
     The first num_before keys have no query.
     """
 
-    end_S: Tensor
+    last_reader_S: Tensor
     prompt_S: Tensor
-    reads_S: Tensor
+    prompt_read_S: Tensor
     num_before: int
 
     @property
     def visible(self) -> Visible:
         """Prompts lie before all else."""
-        end_S, prompt_S, reads_S = self.end_S, self.prompt_S, self.reads_S
+        last_reader_S, prompt_S, prompt_read_S = (
+            self.last_reader_S,
+            self.prompt_S,
+            self.prompt_read_S,
+        )
         num_before = self.num_before
 
         # FlexAttention counts the parameters, and would count a method's self.
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             place = query + num_before
-            return (key <= place) & ((place < end_S[key]) | (prompt_S[key] == reads_S[place]))
+            return (key <= place) & (
+                (place < last_reader_S[key]) | (prompt_S[key] == prompt_read_S[place])
+            )
 
         return visible
 
@@ -73,9 +79,9 @@ def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> 
         for (_, spans), start in zip(groups, starts[len(groups) :], strict=False)
     ]
     return Layout(
-        end_S=torch.cat([ends, *below]).to(device),
+        last_reader_S=torch.cat([ends, *below]).to(device),
         prompt_S=torch.cat([own, torch.full_like(reads, -1)]).to(device),
-        reads_S=torch.cat([own, reads]).to(device),
+        prompt_read_S=torch.cat([own, reads]).to(device),
         num_before=0,
     )
 
@@ -84,8 +90,8 @@ class FlexAttention:
     """Of one forward: its layers share the mask."""
 
     def __init__(self, layout: Layout) -> None:
-        keys = len(layout.end_S)
-        device = layout.end_S.device
+        keys = len(layout.last_reader_S)
+        device = layout.last_reader_S.device
         self._compiled = device.type == "cuda"
         self._mask: BlockMask = _mask_maker(self._compiled)(
             layout.visible, None, None, keys - layout.num_before, keys, device=device

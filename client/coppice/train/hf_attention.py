@@ -11,12 +11,19 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coppice.train.contexts import Context, PromptDone, UnsupportedModel
+from coppice.train.contexts import AttentionContext, StopForward, UnsupportedModel
 from coppice.train.micro_batches import Inputs
 
 NAME = "coppice"
 # What other attention than softmax over all that came before is told by.
-_OTHER = ("attention_mask", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q")
+_UNSUPPORTED_ARGUMENTS = (
+    "attention_mask",
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "head_mask",
+    "cu_seq_lens_q",
+)
 
 
 @contextmanager
@@ -44,7 +51,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModel("with dropout a prompt computed twice is not the same prompt")
 
 
-def forward(model: Any, inputs: Inputs, context: Context) -> Tensor | None:
+def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | None:
     """logits_TV of the places that predict targets; none where the context ended it before."""
     try:
         logits_1TV = model(
@@ -54,7 +61,7 @@ def forward(model: Any, inputs: Inputs, context: Context) -> Tensor | None:
             logits_to_keep=inputs.logits_to_keep,
             coppice=context,
         ).logits
-    except PromptDone:
+    except StopForward:
         logits_1TV = None
     context.check_seen()
     return None if logits_1TV is None else logits_1TV[0]
@@ -70,29 +77,29 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    coppice: Context | None = None,
+    coppice: AttentionContext | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     if coppice is None:
         raise UnsupportedModel("the model does not hand its keyword arguments on to attention")
     _check_attention(coppice, dropout, sliding_window, {"attention_mask": attention_mask, **rest})
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    coppice.seen.add(layer)
+    coppice.layers_seen.add(layer)
     scale = q_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
     o_1HTD = coppice.attend(layer, q_1HTD, k_1KTD, v_1KTD, scale)
     return o_1HTD.transpose(1, 2).contiguous(), None
 
 
 def _check_attention(
-    context: Context, dropout: float, sliding_window: int | None, rest: dict[str, Any]
+    context: AttentionContext, dropout: float, sliding_window: int | None, rest: dict[str, Any]
 ) -> None:
     if dropout:
         raise UnsupportedModel("with dropout a prompt computed twice is not the same prompt")
-    if sliding_window is not None and sliding_window < context.longest:
+    if sliding_window is not None and sliding_window < context.max_row_tokens:
         raise UnsupportedModel(
-            f"a window of {sliding_window} tokens is shorter than a row of {context.longest}"
+            f"a window of {sliding_window} tokens is shorter than a row of {context.max_row_tokens}"
         )
-    if other := [name for name in _OTHER if rest.get(name) is not None]:
+    if other := [name for name in _UNSUPPORTED_ARGUMENTS if rest.get(name) is not None]:
         raise UnsupportedModel(f"attention with {', '.join(other)} is not supported")
 
 

@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-from coppice.train.model_info import Traits
+from coppice.train.model_info import ModelInfo
 
 # Of what is free: the responses' passes need the rest.
-SHARE = 0.5
+MAX_FREE_SHARE = 0.5
 
 
-def graph_fits(config: Any, num_tokens: int, traits: Traits) -> bool:
-    free = free_bytes(traits.device)
-    return free is None or graph_bytes(config, num_tokens, traits) <= SHARE * free
+def graph_fits(config: Any, num_tokens: int, model_info: ModelInfo) -> bool:
+    free = free_bytes(model_info.device)
+    return free is None or graph_bytes(config, num_tokens, model_info) <= MAX_FREE_SHARE * free
 
 
-def graph_bytes(config: Any, num_tokens: int, traits: Traits) -> int:
+def graph_bytes(config: Any, num_tokens: int, model_info: ModelInfo) -> int:
     """An estimate; a checkpointed layer keeps its input, keys and values."""
-    size = traits.dtype.itemsize
+    size = model_info.dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries = config.num_attention_heads * head_dim
     keys = config.num_key_value_heads * head_dim
-    if traits.checkpointed:
+    if model_info.checkpointed:
         numbers = config.hidden_size + 2 * keys
-        return int(num_tokens * traits.num_layers * numbers * size)
+        return int(num_tokens * model_info.num_layers * numbers * size)
     # Norms and rotary embedding keep their input in float32 and what they make of it.
     wide = 2 * config.hidden_size + queries + keys
     numbers = 5 * config.hidden_size + 4 * queries + 4 * keys + 5 * config.intermediate_size
-    return int(num_tokens * traits.num_layers * (numbers * size + wide * 4))
+    return int(num_tokens * model_info.num_layers * (numbers * size + wide * 4))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -41,11 +41,11 @@ def free_bytes(device: torch.device) -> int | None:
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return None
-    of_machine = _numbers(meminfo)["MemAvailable:"] * 1024
-    return min([of_machine, *left_to_container()])
+    machine_free_bytes = _numbers(meminfo)["MemAvailable:"] * 1024
+    return min([machine_free_bytes, *cgroup_free_bytes()])
 
 
-def left_to_container(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+def cgroup_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Below its limit, with what of the files' pages could be given back; nothing without one."""
     for limit, usage, stat, of_files in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from coppice.train.groups import TrainingGroup
 from coppice.train.packed_row import PackedRow
 from coppice.train.spans import Spans
-from coppice.train.tree import families_of
+from coppice.train.tree import subtrees_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,15 +24,15 @@ class Inputs:
     input_ids: Tensor
     position_ids: Tensor
     targets: Tensor
-    places: Tensor
+    target_positions: Tensor
     spans: Spans
 
     @property
     def logits_to_keep(self) -> int | Tensor:
         """As models take it. They slice for a number, and copy for anything else."""
-        count = len(self.places)
+        count = len(self.target_positions)
         last = torch.arange(count) + self.input_ids.shape[1] - count
-        return max(count, 1) if torch.equal(self.places, last) else self.places
+        return max(count, 1) if torch.equal(self.target_positions, last) else self.target_positions
 
 
 def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...]]:
@@ -58,12 +58,12 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
     return [*passes, tuple(rows)] if rows else passes
 
 
-def plan_families(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
+def plan_subtree_passes(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
     """Rows of each pass, depth first; what begins at the prompt is together with all below it."""
-    families = families_of(group)
-    tokens = [sum(group.lengths[row] for row in family) for family in families]
+    subtrees = subtrees_of(group)
+    tokens = [sum(group.lengths[row] for row in subtree) for subtree in subtrees]
     planned = plan_passes(tokens, pass_tokens)
-    return [tuple(chain.from_iterable(families[i] for i in chosen)) for chosen in planned]
+    return [tuple(chain.from_iterable(subtrees[i] for i in chosen)) for chosen in planned]
 
 
 def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
@@ -72,7 +72,7 @@ def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
         input_ids=prompt.to(device).unsqueeze(0),
         position_ids=torch.arange(len(prompt), device=device).unsqueeze(0),
         targets=torch.zeros(0, dtype=torch.int64, device=device),
-        places=torch.zeros(0, dtype=torch.int64),
+        target_positions=torch.zeros(0, dtype=torch.int64),
         spans=Spans(lengths=(len(prompt),)),
     )
 
@@ -81,21 +81,23 @@ def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.dev
     """Of whole families, each depth first."""
     packed = PackedRow(group, rows)
     return Inputs(
-        input_ids=torch.cat(packed.fed).to(device).unsqueeze(0),
+        input_ids=torch.cat(packed.input_tokens).to(device).unsqueeze(0),
         position_ids=torch.cat(packed.positions).to(device).unsqueeze(0),
         targets=torch.cat([group.responses[row] for row in rows]).to(device),
-        places=torch.cat(packed.places),
+        target_positions=torch.cat(packed.target_positions),
         spans=packed.spans(),
     )
 
 
-def joined(parts: Sequence[Inputs]) -> Inputs:
+def concatenate_inputs(parts: Sequence[Inputs]) -> Inputs:
     """All of them in one row."""
     starts = [0, *accumulate(part.spans.num_tokens for part in parts)]
     return Inputs(
         input_ids=torch.cat([part.input_ids for part in parts], 1),
         position_ids=torch.cat([part.position_ids for part in parts], 1),
         targets=torch.cat([part.targets for part in parts]),
-        places=torch.cat([p.places + start for p, start in zip(parts, starts, strict=False)]),
+        target_positions=torch.cat(
+            [p.target_positions + start for p, start in zip(parts, starts, strict=False)]
+        ),
         spans=Spans(lengths=tuple(part.spans.num_tokens for part in parts)),
     )

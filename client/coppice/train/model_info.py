@@ -9,7 +9,7 @@ from coppice.train.distributed import is_sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class ModelInfo:
     """reentrant: checkpointed in the way that first computes without a graph."""
 
     num_layers: int
@@ -20,7 +20,7 @@ class Traits:
     sharded: bool
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop_early(self) -> bool:
         """Whether a forward may be left by an exception.
 
         A checkpointed layer must end as it will when it is computed again, and the hooks of a
@@ -29,19 +29,19 @@ class Traits:
         return not self.checkpointed and not self.sharded
 
     @property
-    def outputs_only(self) -> bool:
+    def requires_output_backward(self) -> bool:
         """Whether a backward must begin at the model's outputs, not at keys and values."""
         return self.reentrant or self.sharded
 
 
-def traits_of(model: Any) -> Traits:
+def get_model_info(model: Any) -> ModelInfo:
     checkpoints = [
         module._gradient_checkpointing_func
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", False) and module.training
     ]
     parameter = next(model.parameters())
-    return Traits(
+    return ModelInfo(
         num_layers=model.config.num_hidden_layers,
         device=parameter.device,
         dtype=model.dtype,

@@ -21,14 +21,14 @@ class PackedRow:
     """Of each response: the tokens fed, their positions, and the places that predict its tokens."""
 
     def __init__(self, group: TrainingGroup, rows: Sequence[int]) -> None:
-        self.fed: list[Tensor] = []
+        self.input_tokens: list[Tensor] = []
         self.positions: list[Tensor] = []
-        self.places: list[Tensor] = []
+        self.target_positions: list[Tensor] = []
         self._group = group
         self._rows = rows
         self._parents = parents_of(group)
-        self._followed = {self._parents[row] for row in rows}
-        self._num_fed = 0
+        self._rows_with_children = {self._parents[row] for row in rows}
+        self._num_input_tokens = 0
         self._ends: dict[int, int] = {}
         """The place of the last token fed on the way to a response's end."""
         self._tokens: dict[int, int] = {}
@@ -36,12 +36,12 @@ class PackedRow:
         for row in rows:
             parent = self._parents[row]
             if parent is None:
-                self._begin(row)
+                self._append_at_prompt(row)
             else:
-                self._go_on(row, parent)
+                self._append_after_parent(row, parent)
 
     def spans(self) -> Spans:
-        lengths = tuple(map(len, self.fed))
+        lengths = tuple(map(len, self.input_tokens))
         starts = [0, *accumulate(lengths)]
         ends = dict(zip(self._rows, starts[1:], strict=True))
         for row in reversed(self._rows):
@@ -54,27 +54,27 @@ class PackedRow:
         )
         return Spans(lengths=lengths, branches=tuple(branches))
 
-    def _begin(self, row: int) -> None:
+    def _append_at_prompt(self, row: int) -> None:
         """At the prompt, whose last token predicts the response's first."""
         response = self._group.responses[row]
-        places = torch.arange(len(response)) + self._num_fed
-        fed = torch.cat([self._group.prompt[-1:], response])
-        self._lay(row, fed, len(self._group.prompt) - 1, places)
-        self._ends[row] = self._num_fed - 1
+        target_positions = torch.arange(len(response)) + self._num_input_tokens
+        input_tokens = torch.cat([self._group.prompt[-1:], response])
+        self._append(row, input_tokens, len(self._group.prompt) - 1, target_positions)
+        self._ends[row] = self._num_input_tokens - 1
         self._tokens[row] = len(response)
 
-    def _go_on(self, row: int, parent: int) -> None:
+    def _append_after_parent(self, row: int, parent: int) -> None:
         """Where the parent ends, which predicts the segment's first token."""
         segment = self._group.responses[row]
-        places = torch.arange(len(segment)) + self._num_fed - 1
-        places[:1] = self._ends[parent]
-        self._lay(row, segment, len(self._group.prompt) + self._tokens[parent], places)
-        self._ends[row] = self._num_fed - 1 if len(segment) else self._ends[parent]
+        target_positions = torch.arange(len(segment)) + self._num_input_tokens - 1
+        target_positions[:1] = self._ends[parent]
+        self._append(row, segment, len(self._group.prompt) + self._tokens[parent], target_positions)
+        self._ends[row] = self._num_input_tokens - 1 if len(segment) else self._ends[parent]
         self._tokens[row] = self._tokens[parent] + len(segment)
 
-    def _lay(self, row: int, tokens: Tensor, first: int, places: Tensor) -> None:
-        fed = tokens if row in self._followed else tokens[:-1]
-        self.fed.append(fed)
-        self.positions.append(torch.arange(len(fed)) + first)
-        self.places.append(places)
-        self._num_fed += len(fed)
+    def _append(self, row: int, tokens: Tensor, first: int, target_positions: Tensor) -> None:
+        input_tokens = tokens if row in self._rows_with_children else tokens[:-1]
+        self.input_tokens.append(input_tokens)
+        self.positions.append(torch.arange(len(input_tokens)) + first)
+        self.target_positions.append(target_positions)
+        self._num_input_tokens += len(input_tokens)

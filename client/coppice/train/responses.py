@@ -8,35 +8,35 @@ import torch
 from torch import Tensor
 
 from coppice.train.contexts import ResponseContext
-from coppice.train.distributed import most_passes
+from coppice.train.distributed import max_passes_over_ranks
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import forward
-from coppice.train.micro_batches import plan_families, response_inputs
-from coppice.train.model_info import traits_of
+from coppice.train.micro_batches import plan_subtree_passes, response_inputs
+from coppice.train.model_info import get_model_info
 from coppice.train.prompt_kv import Layers
 from coppice.train.rows import RowLogprobs, token_logprobs
-from coppice.train.tree import longest
+from coppice.train.tree import max_row_tokens
 
 # Measured on CPU: passes of 100 tokens cost up to 43 % more, of 8,000 up to 32 % more.
 PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class MicroBatch:
     """Rows computed together. An idle one counts for nothing: another rank needs the call."""
 
     rows: tuple[int, ...]
-    idle: bool
+    is_padding: bool
 
 
-def passes_of(model: Any, group: TrainingGroup, pass_tokens: int) -> list[Pass]:
-    planned = plan_families(group, pass_tokens)
-    num_idle = most_passes(model, len(planned)) - len(planned)
+def plan_micro_batches(model: Any, group: TrainingGroup, pass_tokens: int) -> list[MicroBatch]:
+    planned = plan_subtree_passes(group, pass_tokens)
+    num_idle = max_passes_over_ranks(model, len(planned)) - len(planned)
     if num_idle and not planned:
         raise ValueError("ranks that share a model need groups with at least one token")
     return [
-        *(Pass(rows=rows, idle=False) for rows in planned),
-        *(Pass(rows=planned[0], idle=True) for _ in range(num_idle)),
+        *(MicroBatch(rows=rows, is_padding=False) for rows in planned),
+        *(MicroBatch(rows=planned[0], is_padding=True) for _ in range(num_idle)),
     ]
 
 
@@ -47,21 +47,21 @@ def response_logprobs(
     prompt: Layers,
     temperature: float,
 ) -> RowLogprobs:
-    traits = traits_of(model)
-    inputs = response_inputs(group, rows, traits.device)
-    context = ResponseContext(traits.num_layers, longest(group), prompt, inputs.spans)
+    model_info = get_model_info(model)
+    inputs = response_inputs(group, rows, model_info.device)
+    context = ResponseContext(model_info.num_layers, max_row_tokens(group), prompt, inputs.spans)
     logits_TV = forward(model, inputs, context)
     assert logits_TV is not None, "a response's forward runs to its end"
     logprobs_T = token_logprobs(logits_TV, inputs.targets, temperature)
-    return part_of(group, rows, logprobs_T)
+    return select_rows(group, rows, logprobs_T)
 
 
-def part_of(group: TrainingGroup, rows: Sequence[int], logprobs_T: Tensor) -> RowLogprobs:
+def select_rows(group: TrainingGroup, rows: Sequence[int], logprobs_T: Tensor) -> RowLogprobs:
     lengths = tuple(group.lengths[row] for row in rows)
     return RowLogprobs(logprobs=logprobs_T, rows=tuple(rows), lengths=lengths)
 
 
-def whole(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprobs:
+def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprobs:
     """Of all responses, in their order. What has no token need be in no part."""
     found = {row: part for rows in parts for row, part in zip(rows.rows, rows.split(), strict=True)}
     rows = tuple(range(len(group.responses)))

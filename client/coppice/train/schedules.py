@@ -4,7 +4,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from coppice.train.groups import TrainingGroup
 from coppice.train.memory import graph_fits
-from coppice.train.model_info import Traits
+from coppice.train.model_info import ModelInfo
 
 Schedule: TypeAlias = Literal["kept", "recomputed", "injected", "packed"]
 """
@@ -19,32 +19,32 @@ def choose(
     schedule: Schedule | Literal["auto"],
     config: Any,
     group: TrainingGroup,
-    traits: Traits,
+    model_info: ModelInfo,
     *,
-    given: bool,
+    has_prompt_kv: bool,
     pass_tokens: int,
 ) -> Schedule:
     """ValueError where the one that is asked for cannot be."""
     if schedule != "auto":
-        _check(schedule, traits, given=given)
+        _check(schedule, model_info, has_prompt_kv=has_prompt_kv)
         return schedule
-    if traits.outputs_only and (given or traits.sharded):
+    if model_info.requires_output_backward and (has_prompt_kv or model_info.sharded):
         return "injected"
-    if given:
+    if has_prompt_kv:
         return "recomputed"
     if len(group.prompt) + group.num_tokens <= pass_tokens:
         return "packed"
-    if traits.outputs_only:
+    if model_info.requires_output_backward:
         return "injected"
-    return "kept" if graph_fits(config, len(group.prompt) - 1, traits) else "recomputed"
+    return "kept" if graph_fits(config, len(group.prompt) - 1, model_info) else "recomputed"
 
 
-def _check(schedule: Schedule, traits: Traits, *, given: bool) -> None:
+def _check(schedule: Schedule, model_info: ModelInfo, *, has_prompt_kv: bool) -> None:
     if schedule not in get_args(Schedule):
         raise ValueError(f"no such schedule: {schedule}")
-    if given and schedule in ("kept", "packed"):
+    if has_prompt_kv and schedule in ("kept", "packed"):
         raise ValueError(f"schedule {schedule} computes the prompt itself; leave prompt_kv out")
-    if traits.outputs_only and schedule in ("kept", "recomputed"):
+    if model_info.requires_output_backward and schedule in ("kept", "recomputed"):
         raise ValueError(
             f"schedule {schedule} begins a backward at keys and values, which a sharded model and"
             " reentrant checkpointing do not allow: take injected or packed"

@@ -86,23 +86,23 @@ def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
     return (None,) * len(group.responses)
 
 
-def families_of(group: TrainingGroup) -> list[tuple[int, ...]]:
+def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
     """Of each response that begins at the prompt: itself and all below it, depth first."""
     children: dict[int | None, list[int]] = {}
     for row, parent in enumerate(parents_of(group)):
         children.setdefault(parent, []).append(row)
 
     def below(row: int) -> tuple[int, ...]:
-        family, open_rows = [], [row]
+        subtree, open_rows = [], [row]
         while open_rows:
-            family.append(open_rows.pop())
-            open_rows += reversed(children.get(family[-1], []))
-        return tuple(family)
+            subtree.append(open_rows.pop())
+            open_rows += reversed(children.get(subtree[-1], []))
+        return tuple(subtree)
 
     return [below(root) for root in children[None]]
 
 
-def longest(group: TrainingGroup) -> int:
+def max_row_tokens(group: TrainingGroup) -> int:
     """Tokens of the longest row, prompt included."""
     ends: list[int] = []
     for length, parent in zip(group.lengths, parents_of(group), strict=True):

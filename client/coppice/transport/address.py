@@ -8,19 +8,19 @@ import httpx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     """The credentials are kept out of the URL, because errors and logs name URLs."""
 
     base_url: str
     authorization: str | None = field(repr=False)
 
 
-def address_of(base_url: str, api_key: str | None) -> Address:
+def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
     """Credentials are the key, or those of a URL like http://user:key@host, or none."""
     url = _url_of(base_url)
     if api_key is not None and url.userinfo:
         raise ValueError("give the key as api_key or in base_url, not both")
-    return Address(
+    return ServerAddress(
         base_url=str(url.copy_with(userinfo=b"")),
         authorization=_basic(url) if api_key is None else _bearer(api_key),
     )

@@ -10,13 +10,18 @@ from typing import TypeVar
 import httpx
 
 from coppice.transport.driver import CHUNK_BYTES
-from coppice.transport.httpx_types import reply_of, request_of, translated, translated_stream
-from coppice.transport.messages import Call, FileBody, Reply
+from coppice.transport.httpx_types import (
+    from_httpx_response,
+    to_httpx_request,
+    translate_errors,
+    translate_stream_errors,
+)
+from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
 
 T = TypeVar("T")
 
 
-class AsyncPace:
+class AsyncClock:
     """The real thing."""
 
     def now(self) -> float:
@@ -35,25 +40,25 @@ class AsyncDriver:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: HttpRequest) -> HttpResponse:
         async with _content(call) as content:
-            request = request_of(self._client, call, content)
-            with translated():
-                return reply_of(await self._client.send(request))
+            request = to_httpx_request(self._client, call, content)
+            with translate_errors():
+                return from_httpx_response(await self._client.send(request))
 
-    async def receive(self, call: Call) -> AsyncGenerator[bytes, None]:
-        request = request_of(self._client, call, call.body)
-        with translated():
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        request = to_httpx_request(self._client, call, call.body)
+        with translate_errors():
             response = await self._client.send(request, stream=True)
         async with aclosing(response):
-            with translated_stream():
+            with translate_stream_errors():
                 if not response.is_success:
                     await response.aread()
-                    reply_of(response).check()
+                    from_httpx_response(response).check()
                 async for chunk in response.aiter_bytes():
                     yield chunk
 
-    async def work(self, steps: Generator[None, None, T]) -> T:
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
         try:
             while (finished := await _off_loop(lambda: _step(steps))) is None:
                 pass
@@ -85,7 +90,7 @@ async def _off_loop(function: Callable[[], T]) -> T:
 
 
 @asynccontextmanager
-async def _content(call: Call) -> AsyncIterator[bytes | AsyncGenerator[bytes, None] | None]:
+async def _content(call: HttpRequest) -> AsyncIterator[bytes | AsyncGenerator[bytes, None] | None]:
     if not isinstance(call.body, FileBody):
         yield call.body
         return

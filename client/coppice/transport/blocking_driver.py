@@ -9,13 +9,18 @@ from typing import Any, TypeVar
 import httpx
 
 from coppice.transport.driver import CHUNK_BYTES
-from coppice.transport.httpx_types import reply_of, request_of, translated, translated_stream
-from coppice.transport.messages import Call, FileBody, Reply
+from coppice.transport.httpx_types import (
+    from_httpx_response,
+    to_httpx_request,
+    translate_errors,
+    translate_stream_errors,
+)
+from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
 
 T = TypeVar("T")
 
 
-class BlockingPace:
+class BlockingClock:
     """The real thing."""
 
     def now(self) -> float:
@@ -34,24 +39,24 @@ class BlockingDriver:
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: HttpRequest) -> HttpResponse:
         with _content(call) as content:
-            request = request_of(self._client, call, content)
-            with translated():
-                return reply_of(self._client.send(request))
+            request = to_httpx_request(self._client, call, content)
+            with translate_errors():
+                return from_httpx_response(self._client.send(request))
 
-    async def receive(self, call: Call) -> AsyncGenerator[bytes, None]:
-        request = request_of(self._client, call, call.body)
-        with translated():
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        request = to_httpx_request(self._client, call, call.body)
+        with translate_errors():
             response = self._client.send(request, stream=True)
-        with closing(response), translated_stream():
+        with closing(response), translate_stream_errors():
             if not response.is_success:
                 response.read()
-                reply_of(response).check()
+                from_httpx_response(response).check()
             for chunk in response.iter_bytes():
                 yield chunk
 
-    async def work(self, steps: Generator[None, None, T]) -> T:
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
         with closing(steps):
             while True:
                 try:
@@ -64,7 +69,7 @@ class BlockingDriver:
         self._client.close()
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine of the core over a BlockingDriver: it ends in its first step."""
     try:
         coroutine.send(None)
@@ -74,17 +79,17 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a coroutine over a blocking driver has suspended")
 
 
-def iterate(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
     """The same for a generator; closing this one closes that one."""
     try:
         while True:
             try:
-                item = run(_next(items))
+                item = run_sync(_next(items))
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        run(_close(items))
+        run_sync(_close(items))
 
 
 async def _next(items: AsyncGenerator[T, None]) -> T:
@@ -96,7 +101,7 @@ async def _close(items: AsyncGenerator[T, None]) -> None:
 
 
 @contextmanager
-def _content(call: Call) -> Iterator[bytes | Generator[bytes, None, None] | None]:
+def _content(call: HttpRequest) -> Iterator[bytes | Generator[bytes, None, None] | None]:
     if not isinstance(call.body, FileBody):
         yield call.body
         return

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Pace(Protocol):
+class Clock(Protocol):
     """Contract.
 
     now: seconds of a clock that never goes back.

@@ -12,10 +12,10 @@ from coppice.wire.records import (
     StartRecord,
 )
 
-Key = tuple[str, int, int | str]
+RecordKey = tuple[str, int, int | str]
 
 
-class Replay:
+class RecordDeduplicator:
     """One rollout over any number of connections, each of which begins with its first record.
 
     Progress records are of the moment and not repeated; they count again once the replay has
@@ -25,22 +25,22 @@ class Replay:
     def __init__(self) -> None:
         self.rollout_id: str | None = None
         self.ended = False
-        self._delivered: set[Key] = set()
-        self._behind = 0
-        self._begun = False
+        self._delivered: set[RecordKey] = set()
+        self._num_to_replay = 0
+        self._has_started = False
 
-    def rewind(self) -> None:
+    def on_reconnect(self) -> None:
         """To be called before every connection."""
-        self._behind = len(self._delivered)
-        self._begun = False
+        self._num_to_replay = len(self._delivered)
+        self._has_started = False
 
     def is_new(self, record: Record) -> bool:
         self._check_beginning(record)
         if isinstance(record, ProgressRecord):
-            return self._behind == 0
+            return self._num_to_replay == 0
         key = _key(record)
         if key in self._delivered:
-            self._behind -= 1
+            self._num_to_replay -= 1
             return False
         if isinstance(record, EndRecord):
             self._check_end()
@@ -52,19 +52,19 @@ class Replay:
             known, self.rollout_id = self.rollout_id, record.id
             if known not in (None, record.id):
                 raise RolloutLost(f"rollout {known} is forgotten; {record.id} began in its place")
-            self._begun = True
-        if not self._begun:
+            self._has_started = True
+        if not self._has_started:
             raise BadAnswer("the stream lacks its first record")
 
     def _check_end(self) -> None:
-        if self._behind > 0:
+        if self._num_to_replay > 0:
             raise RolloutLost(f"rollout {self.rollout_id} came again without all of its records")
         self.ended = True
 
 
 def _key(
     record: SampleRecord | SegmentRecord | KvRecord | GroupRecord | StartRecord | EndRecord,
-) -> Key:
+) -> RecordKey:
     match record:
         case SampleRecord():
             return (record.type, record.group, record.sample.index)

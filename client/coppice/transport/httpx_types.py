@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 
 from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
-from coppice.transport.address import address_of
-from coppice.transport.messages import Call, FileBody, Reply
+from coppice.transport.address import parse_address
+from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
 
 # A trainer may wait for any number of rollouts at once; a pool with a limit would starve them. Idle
 # connections go before uvicorn closes them after 5 s, or a request might meet one that just closed.
@@ -17,7 +17,7 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepal
 
 def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
     """The arguments that httpx.Client and httpx.AsyncClient are made with."""
-    address = address_of(base_url, api_key)
+    address = parse_address(base_url, api_key)
     headers = {"User-Agent": "coppice-client"}
     if address.authorization is not None:
         headers["Authorization"] = address.authorization
@@ -29,7 +29,9 @@ def client_options(base_url: str, api_key: str | None, timeout: float | None) ->
     }
 
 
-def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, content: Any) -> httpx.Request:
+def to_httpx_request(
+    client: httpx.Client | httpx.AsyncClient, call: HttpRequest, content: Any
+) -> httpx.Request:
     headers = {"Accept": "application/json", **call.headers}
     if isinstance(call.body, FileBody):
         # With a length httpx does not fall back to chunks, and the server can refuse early.
@@ -44,48 +46,48 @@ def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, content: An
     )
 
 
-def reply_of(response: httpx.Response) -> Reply:
+def from_httpx_response(response: httpx.Response) -> HttpResponse:
     """The response must have been read."""
     headers = {name.lower(): value for name, value in response.headers.items()}
-    return Reply(status=response.status_code, headers=headers, body=response.content)
+    return HttpResponse(status=response.status_code, headers=headers, body=response.content)
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """The only place that knows what httpx raises."""
     try:
         yield
     except httpx.ConnectTimeout as error:
-        raise TimedOut(_words(error), unsent=True) from error
+        raise TimedOut(_error_text(error), unsent=True) from error
     except httpx.TimeoutException as error:
-        raise TimedOut(_words(error)) from error
+        raise TimedOut(_error_text(error)) from error
     except httpx.DecodingError as error:
-        raise BadAnswer(_words(error)) from error
+        raise BadAnswer(_error_text(error)) from error
     except httpx.ConnectError as error:
-        raise ConnectionFailed(_words(error), unsent=True) from error
+        raise ConnectionFailed(_error_text(error), unsent=True) from error
     except httpx.RequestError as error:
-        raise ConnectionFailed(_words(error)) from error
+        raise ConnectionFailed(_error_text(error)) from error
 
 
 @contextmanager
-def translated_stream() -> Iterator[None]:
+def translate_stream_errors() -> Iterator[None]:
     """The same for an answer that has begun."""
     try:
-        with translated():
+        with translate_errors():
             yield
     except ConnectionFailed as error:
         raise StreamBroken(str(error)) from error.__cause__
 
 
-def _timeout(usual: httpx.Timeout, call: Call) -> httpx.Timeout:
-    if call.silence == "usual":
-        read = None if usual.read is None else usual.read + call.held_seconds
+def _timeout(usual: httpx.Timeout, call: HttpRequest) -> httpx.Timeout:
+    if call.read_timeout == "usual":
+        read = None if usual.read is None else usual.read + call.server_wait_seconds
         return httpx.Timeout(connect=usual.connect, read=read, write=usual.write, pool=None)
-    known = [seconds for seconds in (usual.connect, call.silence) if seconds is not None]
+    known = [seconds for seconds in (usual.connect, call.read_timeout) if seconds is not None]
     connect = min(known, default=None)
-    return httpx.Timeout(connect=connect, read=call.silence, write=usual.write, pool=None)
+    return httpx.Timeout(connect=connect, read=call.read_timeout, write=usual.write, pool=None)
 
 
-def _words(error: httpx.RequestError) -> str:
+def _error_text(error: httpx.RequestError) -> str:
     name = type(error).__name__
     return f"{error.request.method} {error.request.url}: {error or name}"

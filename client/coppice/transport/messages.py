@@ -13,7 +13,7 @@ from coppice.wire.problems import Problem
 
 A = TypeVar("A", bound=BaseModel)
 
-_OF_GATEWAYS = (502, 503, 504)
+_GATEWAY_STATUSES = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class FileBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class HttpRequest:
     """A request, without the server's address and without credentials."""
 
     method: str
@@ -35,43 +35,43 @@ class Call:
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | FileBody | None = None
-    silence: float | Literal["usual"] | None = "usual"
+    read_timeout: float | Literal["usual"] | None = "usual"
     """Seconds without a byte from the server after which it is given up; None: never."""
-    held_seconds: float = 0.0
+    server_wait_seconds: float = 0.0
     """Seconds that the server was asked to hold its answer back; they come on top of the usual."""
-    repeatable: bool = False
+    is_idempotent: bool = False
     """Whether doing it twice is as good as doing it once."""
 
 
-def json_call(
+def json_request(
     method: str,
     path: str,
     body: BaseModel,
     *,
     headers: Mapping[str, str] | None = None,
-    silence: float | Literal["usual"] | None = "usual",
-    repeatable: bool = False,
-) -> Call:
-    return Call(
+    read_timeout: float | Literal["usual"] | None = "usual",
+    is_idempotent: bool = False,
+) -> HttpRequest:
+    return HttpRequest(
         method=method,
         path=path,
         headers={"Content-Type": "application/json", **(headers or {})},
         body=body.model_dump_json(exclude_none=True).encode(),
-        silence=silence,
-        repeatable=repeatable,
+        read_timeout=read_timeout,
+        is_idempotent=is_idempotent,
     )
 
 
-def file_call(
+def file_request(
     path: str,
     file: Path,
     digest: bytes,
     *,
     params: Mapping[str, str] | None = None,
-    silence: float | None = None,
-) -> Call:
+    read_timeout: float | None = None,
+) -> HttpRequest:
     """A file that is PUT somewhere, with its SHA-256; the same one again changes nothing."""
-    return Call(
+    return HttpRequest(
         method="PUT",
         path=path,
         params=params or {},
@@ -81,13 +81,13 @@ def file_call(
             "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
         },
         body=FileBody(path=file, num_bytes=file.stat().st_size),
-        silence=silence,
-        repeatable=True,
+        read_timeout=read_timeout,
+        is_idempotent=True,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class HttpResponse:
     """A whole answer. Names of headers are in lower case."""
 
     status: int
@@ -112,7 +112,7 @@ class Reply:
         if self.status == 307:
             raise Redirected("sent on too often", location=self.headers.get("location"))
         if not self.headers.get("content-type", "").startswith("application/problem+json"):
-            kind = GatewayFailed if self.status in _OF_GATEWAYS else BadAnswer
+            kind = GatewayFailed if self.status in _GATEWAY_STATUSES else BadAnswer
             excerpt = self.body[:200].decode(errors="replace")
             raise kind(f"status {self.status} without a problem document: {excerpt}")
         raise error_of(self._problem())

@@ -8,18 +8,18 @@ from coppice.errors import BadAnswer, StreamBroken
 from coppice.wire.records import RECORD, EndRecord, Record
 
 
-class RecordReader:
+class NdjsonReader:
     """One stream. A record counts once its line break has come."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._buffer = bytearray()
         self.ended = False
 
     def feed(self, chunk: bytes) -> Iterator[Record]:
-        self._rest += chunk
+        self._buffer += chunk
         if b"\n" not in chunk:
             return
-        *lines, self._rest = self._rest.split(b"\n")
+        *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             record = _record_of(line) if line.strip() else None
             if record is not None and not self.ended:

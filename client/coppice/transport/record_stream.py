@@ -4,35 +4,37 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from coppice.errors import CoppiceError
-from coppice.transport.deduplicator import Replay
+from coppice.transport.deduplicator import RecordDeduplicator
 from coppice.transport.driver import Driver
-from coppice.transport.messages import Call
-from coppice.transport.ndjson import RecordReader
-from coppice.transport.request_sender import Courier
+from coppice.transport.messages import HttpRequest
+from coppice.transport.ndjson import NdjsonReader
+from coppice.transport.request_sender import RequestSender
 from coppice.wire.records import Record
 
 NDJSON = "application/x-ndjson"
 
 
-async def records_of(courier: Courier, call: Call, replay: Replay) -> AsyncGenerator[Record, None]:
+async def stream_records(
+    sender: RequestSender, call: HttpRequest, deduplicator: RecordDeduplicator
+) -> AsyncGenerator[Record, None]:
     """The server answers the same call with the same records from the first one on."""
-    trouble = courier.trouble(call)
-    while not replay.ended:
-        replay.rewind()
+    retry_state = sender.retry_state(call)
+    while not deduplicator.ended:
+        deduplicator.on_reconnect()
         try:
-            async with aclosing(_connection(courier.driver, call)) as records:
+            async with aclosing(_read_connection(sender.driver, call)) as records:
                 async for record in records:
-                    if replay.is_new(record):
-                        trouble.over()
+                    if deduplicator.is_new(record):
+                        retry_state.reset()
                         yield record
         except CoppiceError as error:
             # Nothing is missing once the last record is there, however the connection ends.
-            if not replay.ended and not await trouble.endured(error):
+            if not deduplicator.ended and not await retry_state.wait_before_retry(error):
                 raise
 
 
-async def _connection(driver: Driver, call: Call) -> AsyncGenerator[Record, None]:
-    reader = RecordReader()
+async def _read_connection(driver: Driver, call: HttpRequest) -> AsyncGenerator[Record, None]:
+    reader = NdjsonReader()
     async with aclosing(driver.receive(call)) as chunks:
         async for chunk in chunks:
             for record in reader.feed(chunk):

@@ -13,41 +13,41 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from coppice.errors import Redirected
 
-MAX_HOPS = 2
+MAX_REDIRECTS = 2
 """What has moved may move once more while it is asked for."""
 
 
-class Trust:
+class RedirectPolicy:
     """`replicas`: names, `*.` and the end of names, addresses, or networks."""
 
     def __init__(self, base_url: str, replicas: Iterable[str] = ()) -> None:
         base = urlsplit(base_url)
         self._scheme = base.scheme
-        self._hosts = [base.hostname or "", *(_checked(entry) for entry in replicas)]
+        self._hosts = [base.hostname or "", *(_validate_host(entry) for entry in replicas)]
 
-    def base_of(self, location: str | None, path: str) -> str:
+    def redirect_base_url(self, location: str | None, path: str) -> str:
         """The address that `path` is to be asked for at; Redirected if it is not to be trusted."""
         if location is None:
             raise Redirected("sent on without an address")
         try:
-            there = urlsplit(location)
-            host = there.hostname
+            target = urlsplit(location)
+            host = target.hostname
         except ValueError:
             raise Redirected("sent on to what is no address") from None
-        if there.scheme != self._scheme or host is None or "@" in there.netloc:
+        if target.scheme != self._scheme or host is None or "@" in target.netloc:
             raise Redirected(f"sent on to an address that is no plain {self._scheme}:// one")
         if not any(_matches(host, trusted) for trusted in self._hosts):
             raise Redirected(
                 f"sent on to {host}, which may not have the key; name it in `replicas` if it may"
             )
-        return _without(there, path)
+        return _strip_path(target, path)
 
 
-def _without(there: SplitResult, path: str) -> str:
-    wanted, found = unquote(path.partition("?")[0]), unquote(there.path)
+def _strip_path(target: SplitResult, path: str) -> str:
+    wanted, found = unquote(path.partition("?")[0]), unquote(target.path)
     if not found.endswith(wanted):
         raise Redirected("sent on to another path than was asked for")
-    return f"{there.scheme}://{there.netloc}{found.removesuffix(wanted)}"
+    return f"{target.scheme}://{target.netloc}{found.removesuffix(wanted)}"
 
 
 def _matches(host: str, trusted: str) -> bool:
@@ -60,7 +60,7 @@ def _matches(host: str, trusted: str) -> bool:
     return False
 
 
-def _checked(entry: str) -> str:
+def _validate_host(entry: str) -> str:
     if not entry or "*" in entry.removeprefix("*.") or "://" in entry:
         raise ValueError(f"no host, *.domain or network: {entry!r}")
     return entry.lower()

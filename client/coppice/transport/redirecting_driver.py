@@ -7,45 +7,45 @@ from typing import TypeVar
 
 from coppice.errors import Redirected
 from coppice.transport.driver import Driver
-from coppice.transport.messages import Call, Reply
-from coppice.transport.redirect_policy import MAX_HOPS, Trust
+from coppice.transport.messages import HttpRequest, HttpResponse
+from coppice.transport.redirect_policy import MAX_REDIRECTS, RedirectPolicy
 
 T = TypeVar("T")
 
 
-class Following:
+class RedirectingDriver:
     """Every call begins at the address that the client was made with: what moved may move again."""
 
-    def __init__(self, driver: Driver, trust: Trust) -> None:
+    def __init__(self, driver: Driver, redirect_policy: RedirectPolicy) -> None:
         self._driver = driver
-        self._trust = trust
+        self._redirect_policy = redirect_policy
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: HttpRequest) -> HttpResponse:
         reply = await self._driver.send(call)
-        for _ in range(MAX_HOPS):
+        for _ in range(MAX_REDIRECTS):
             if reply.status != 307:
                 break
-            reply = await self._driver.send(self._moved(call, reply.headers.get("location")))
+            reply = await self._driver.send(self._redirected(call, reply.headers.get("location")))
         return reply
 
-    async def receive(self, call: Call) -> AsyncGenerator[bytes, None]:
-        at = call
-        for hop in range(MAX_HOPS + 1):
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        current = call
+        for hop in range(MAX_REDIRECTS + 1):
             try:
-                async with aclosing(self._driver.receive(at)) as chunks:
+                async with aclosing(self._driver.receive(current)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except Redirected as redirected:
-                if hop == MAX_HOPS:
+                if hop == MAX_REDIRECTS:
                     raise
-                at = self._moved(call, redirected.location)
+                current = self._redirected(call, redirected.location)
 
-    async def work(self, steps: Generator[None, None, T]) -> T:
-        return await self._driver.work(steps)
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
+        return await self._driver.run_steps(steps)
 
     async def close(self) -> None:
         await self._driver.close()
 
-    def _moved(self, call: Call, location: str | None) -> Call:
-        return replace(call, base_url=self._trust.base_of(location, call.path))
+    def _redirected(self, call: HttpRequest, location: str | None) -> HttpRequest:
+        return replace(call, base_url=self._redirect_policy.redirect_base_url(location, call.path))

@@ -4,51 +4,58 @@ from contextlib import suppress
 
 from coppice.errors import CoppiceError
 from coppice.retry import Retry
-from coppice.transport.clock import Pace
+from coppice.transport.clock import Clock
 from coppice.transport.driver import Driver
-from coppice.transport.messages import Call, Reply
-from coppice.transport.retry_state import Trouble
+from coppice.transport.messages import HttpRequest, HttpResponse
+from coppice.transport.retry_state import RetryState
 
 
-class Courier:
+class RequestSender:
     """Owner of the driver. Keeps nothing from one call to the next."""
 
-    def __init__(self, driver: Driver, pace: Pace, retry: Retry) -> None:
+    def __init__(self, driver: Driver, clock: Clock, retry: Retry) -> None:
         self.driver = driver
-        self.pace = pace
+        self.clock = clock
         self.retry = retry
 
-    def trouble(
+    def retry_state(
         self,
-        call: Call,
+        call: HttpRequest,
         *,
-        until: float | None = None,
-        final: tuple[type[CoppiceError], ...] = (),
-    ) -> Trouble:
-        return Trouble(self.retry, self.pace, repeatable=call.repeatable, until=until, final=final)
+        deadline: float | None = None,
+        non_retryable: tuple[type[CoppiceError], ...] = (),
+    ) -> RetryState:
+        return RetryState(
+            self.retry,
+            self.clock,
+            is_idempotent=call.is_idempotent,
+            deadline=deadline,
+            non_retryable=non_retryable,
+        )
 
     async def send(
         self,
-        call: Call,
+        call: HttpRequest,
         *,
-        until: float | None = None,
-        final: tuple[type[CoppiceError], ...] = (),
-    ) -> Reply:
+        deadline: float | None = None,
+        non_retryable: tuple[type[CoppiceError], ...] = (),
+    ) -> HttpResponse:
         """A reply that succeeded, or the last attempt's exception.
 
-        No attempt begins after `until`, and none follows an exception of the `final` kinds.
+        No attempt begins after `deadline`, and none follows an exception of the `non_retryable`
+        kinds.
         """
-        trouble = self.trouble(call, until=until, final=final)
+        retry_state = self.retry_state(call, deadline=deadline, non_retryable=non_retryable)
         while True:
             try:
                 reply = await self.driver.send(call)
                 reply.check()
                 return reply
             except CoppiceError as error:
-                if not await trouble.endured(error):
+                if not await retry_state.wait_before_retry(error):
                     raise
 
-    async def leave(self, call: Call) -> None:
+    async def send_best_effort(self, call: HttpRequest) -> None:
         """Sends it once, for somebody who is leaving and hears no answer."""
         # httpx raises RuntimeError where the client was closed before its generator was.
         with suppress(CoppiceError, RuntimeError):

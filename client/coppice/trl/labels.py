@@ -4,7 +4,7 @@ import itertools
 import uuid
 
 
-class Labels:
+class VersionLabels:
     """Two runs on one server never publish under the same label."""
 
     def __init__(self) -> None:

@@ -13,11 +13,14 @@ from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
 from coppice.options import RolloutOptions
 from coppice.results import Group
-from coppice.trl.labels import Labels
+from coppice.trl.labels import VersionLabels
 from coppice.wire.rollouts import Policy
 
 # Of an argument of GRPOConfig, the values that change nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {"min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+_IGNORED_VALUES: dict[str, tuple[object, ...]] = {
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+}
 
 
 class RolloutFunc:
@@ -28,18 +31,18 @@ class RolloutFunc:
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
-        self._labels = Labels()
+        self._labels = VersionLabels()
         self._step: int | None = None
-        self._from: RolloutOptions = {}
+        self._target_options: RolloutOptions = {}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         self._publish(trainer)
         rows = [_token_ids(prompt, trainer) for prompt in prompts]
         runs = [(row, len(list(same))) for row, same in groupby(rows)]
-        options = {**_sampling(trainer), **self._from}
+        options = {**_sampling(trainer), **self._target_options}
         pending = [self._rollouts.submit([row], n=n, **options) for row, n in runs]
         groups = [waiting.wait().groups[0] for waiting in pending]
-        samples = [sample for group in groups for sample in _whole(group).samples]
+        samples = [sample for group in groups for sample in _check_complete(group).samples]
         return {
             "prompt_ids": rows,
             "completion_ids": [sample.token_ids.tolist() for sample in samples],
@@ -62,15 +65,15 @@ class RolloutFunc:
                 self._publish_adapter(label, model, state)
             else:
                 self._rollouts.publish_weights(label, state)
-                self._from = {"policy": Policy(exact_version=label)}
-        [self._from] = broadcast_object_list([self._from], from_process=0)
+                self._target_options = {"policy": Policy(exact_version=label)}
+        [self._target_options] = broadcast_object_list([self._target_options], from_process=0)
         self._step = step
 
     def _publish_adapter(self, label: str, model: Any, state: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             model.save_pretrained(folder, state_dict=state)
             self._rollouts.publish_adapter(self._labels.run, label, folder)
-        self._from = {"adapter": f"{self._labels.run}@{label}"}
+        self._target_options = {"adapter": f"{self._labels.run}@{label}"}
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
@@ -80,12 +83,12 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:
     """As TRL makes tokens of its own prompts."""
-    words = trainer.processing_class
+    tokenizer = trainer.processing_class
     if isinstance(prompt, str):
-        return list(words(text=prompt)["input_ids"])
+        return list(tokenizer(text=prompt)["input_ids"])
     options = getattr(trainer, "chat_template_kwargs", None) or {}
     return list(
-        words.apply_chat_template(
+        tokenizer.apply_chat_template(
             prompt,
             tools=getattr(trainer, "tools", None) or None,
             add_generation_prompt=True,
@@ -97,7 +100,7 @@ def _token_ids(prompt: Any, trainer: Any) -> list[int]:
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in _IGNORED_VALUES.items():
         if (value := getattr(trainer.args, name)) not in neutral:
             raise Unsupported(f"{name}={value} is not sampled with: use top_p or top_k")
     return {
@@ -108,7 +111,7 @@ def _sampling(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _whole(group: Group) -> Group:
+def _check_complete(group: Group) -> Group:
     """TRL knows no groups with fewer samples than were asked for."""
     if group.outcome != "done":
         raise Incomplete(f"a group ended as {group.outcome}; its samples are not all there")

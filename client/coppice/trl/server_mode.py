@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from coppice.client import Rollouts
-from coppice.trl.labels import Labels
+from coppice.trl.labels import VersionLabels
 
 
 def install() -> None:
@@ -29,7 +29,7 @@ def _over_http(base: Any) -> Any:
         def init_communicator(self, device: Any = 0) -> None:
             """Without a group of ranks there is nothing to join."""
             self._rollouts = Rollouts(self.base_url)
-            self._labels = Labels()
+            self._labels = VersionLabels()
 
         def update_named_params(
             self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]

@@ -11,8 +11,8 @@ from verl.workers.rollout.base import BaseRollout
 
 from coppice.errors import Unsupported
 from coppice.verl.checkpoint import WIRE_FORMAT
-from coppice.verl.publisher import Publisher, Weights, drain
-from coppice.verl.server_list import Target
+from coppice.verl.publisher import Publisher, Weights, consume
+from coppice.verl.server_list import ServerList
 
 _MERGE = "set actor_rollout_ref.model.lora.merge=True, and whole weights are sent"
 
@@ -28,7 +28,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         self.replica_rank = rank // per_replica if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank == 0
-        self._publisher = Publisher(Target.of(self.config.engine_kwargs))
+        self._publisher = Publisher(ServerList.of(self.config.engine_kwargs))
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -54,4 +54,4 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         if self.is_leader_rank:
             await self._publisher.publish(weights, global_steps)
         else:
-            await drain(weights)
+            await consume(weights)

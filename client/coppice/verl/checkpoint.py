@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from coppice.verl.publisher import Publisher, Weights, drain
-from coppice.verl.server_list import Target
+from coppice.verl.publisher import Publisher, Weights, consume
+from coppice.verl.server_list import ServerList
 
 WIRE_FORMAT = "coppice"
 
@@ -28,7 +28,7 @@ class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         key_file: str | None = None,
         is_master: bool = False,
     ) -> None:
-        self._publisher = Publisher(Target.given(urls, key_file)) if is_master else None
+        self._publisher = Publisher(ServerList.given(urls, key_file)) if is_master else None
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -49,7 +49,7 @@ class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
         """Returns when all servers sample from them."""
         if self._publisher is None:
-            await drain(weights)
+            await consume(weights)
         else:
             await self._publisher.publish(weights, global_steps)
 

@@ -13,15 +13,15 @@ from coppice.options import RolloutOptions
 from coppice.results import Group
 from coppice.samples import Sample
 from coppice.verl.labels import global_steps
-from coppice.verl.request_gate import Gate
-from coppice.verl.sampling_options import Lengths, options_of
+from coppice.verl.request_gate import RequestGate
+from coppice.verl.sampling_options import LengthLimits, options_of
 
 _REASONS = {"stop": "completed", "length": "completed"}
 ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class GenerationOutput:
     """With the names of verl's TokenOutput."""
 
     token_ids: list[int]
@@ -33,21 +33,21 @@ class Drawn:
 class Generation:
     """Lives on one event loop and closes its client's connections with `close`."""
 
-    def __init__(self, rollouts: AsyncRollouts, lengths: Lengths) -> None:
+    def __init__(self, rollouts: AsyncRollouts, length_limits: LengthLimits) -> None:
         self._rollouts = rollouts
-        self._lengths = lengths
-        self._gate = Gate()
+        self._length_limits = length_limits
+        self._gate = RequestGate()
         self._running: dict[AsyncPending, str] = {}
 
-    async def draw(
-        self, request_id: str, prompt: Sequence[int], asked: Mapping[str, Any], priority: int = 0
-    ) -> Drawn:
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any], priority: int = 0
+    ) -> GenerationOutput:
         """Aborted, it is what has been drawn so far; of a shut gate, nothing."""
-        options = options_of(asked, self._lengths, len(prompt))
+        options = options_of(params, self._length_limits, len(prompt))
         options["priority"] = priority
-        if not await self._gate.enter():
-            return Drawn(token_ids=[], log_probs=None, stop_reason=ABORTED)
-        pending = await self._started(request_id, prompt, options)
+        if not await self._gate.admit():
+            return GenerationOutput(token_ids=[], log_probs=None, stop_reason=ABORTED)
+        pending = await self._submit(request_id, prompt, options)
         try:
             result = await pending.wait()
         except BaseException:
@@ -56,16 +56,16 @@ class Generation:
             raise
         finally:
             del self._running[pending]
-        return _drawn(result.groups[0], with_logprobs=bool(asked.get("logprobs")))
+        return _to_output(result.groups[0], with_logprobs=bool(params.get("logprobs")))
 
-    async def _started(
+    async def _submit(
         self, request_id: str, prompt: Sequence[int], options: RolloutOptions
     ) -> AsyncPending:
         try:
             pending = await self._rollouts.submit([list(prompt)], **options)
             self._running[pending] = request_id
         finally:
-            self._gate.entered()
+            self._gate.admitted()
         return pending
 
     async def abort_all(self, *, reject: bool) -> list[str]:
@@ -82,11 +82,11 @@ class Generation:
         await self._rollouts.aclose()
 
 
-def _drawn(group: Group, *, with_logprobs: bool) -> Drawn:
+def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
     [sample] = group.samples
     if sample.finish_reason == "error":
         raise Incomplete("the engine failed at this sample")
-    return Drawn(
+    return GenerationOutput(
         token_ids=sample.token_ids.tolist(),
         log_probs=sample.logprobs.tolist() if with_logprobs else None,
         stop_reason=_REASONS.get(sample.finish_reason, ABORTED),

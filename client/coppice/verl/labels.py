@@ -7,7 +7,7 @@ import uuid
 _LABEL = re.compile(r"verl-[0-9a-f]{8}-\d+\.(\d+)")
 
 
-class Labels:
+class VersionLabels:
     """No two runs on a server use the same label, nor does one run that goes back a step."""
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coppice.client import AsyncRollouts
-from coppice.verl.labels import Labels
-from coppice.verl.server_list import Target
+from coppice.verl.labels import VersionLabels
+from coppice.verl.server_list import ServerList
 from coppice.weights.tensor import tensors_of
 from coppice.weights.writer import write_safetensors
 
@@ -17,23 +17,24 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 
 
 class Publisher:
-    """For the one process of a trainer that sends. The others `drain`: gathering takes them all."""
+    """For the one process of a trainer that sends. The others `consume`: gathering takes them
+    all."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._labels = Labels()
+    def __init__(self, server_list: ServerList) -> None:
+        self._server_list = server_list
+        self._labels = VersionLabels()
 
     async def publish(self, weights: Weights, global_steps: int | None) -> str:
         """The version, which every server samples from when this returns."""
         state: dict[str, Any] = {}
-        async for name, tensor in _each(weights):
+        async for name, tensor in _iterate(weights):
             # Gathered parameters are gone after their turn.
             state[name] = tensor.detach().to("cpu", copy=True)
         label = self._labels.next(global_steps)
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "model.safetensors"
             await asyncio.to_thread(deque, write_safetensors(path, tensors_of(state)), 0)
-            sending = (self._send(url, label, path) for url in self._target.urls)
+            sending = (self._send(url, label, path) for url in self._server_list.urls)
             # One that fails leaves the others time to end.
             for failed in await asyncio.gather(*sending, return_exceptions=True):
                 if isinstance(failed, BaseException):
@@ -41,16 +42,16 @@ class Publisher:
         return label
 
     async def _send(self, url: str, label: str, path: Path) -> None:
-        async with AsyncRollouts(url, api_key=self._target.key()) as rollouts:
+        async with AsyncRollouts(url, api_key=self._server_list.key()) as rollouts:
             await rollouts.publish_weights(label, path)
 
 
-async def drain(weights: Weights) -> None:
-    async for _ in _each(weights):
+async def consume(weights: Weights) -> None:
+    async for _ in _iterate(weights):
         pass
 
 
-async def _each(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
+async def _iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
     if isinstance(weights, AsyncIterator):
         async for item in weights:
             yield item

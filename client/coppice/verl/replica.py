@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from coppice.errors import Unsupported
 from coppice.verl.server import CoppiceServer
-from coppice.verl.server_list import Target
+from coppice.verl.server_list import ServerList
 
 
 class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
@@ -25,7 +25,7 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
             raise Unsupported(
                 "adapters are not sent by themselves: set actor_rollout_ref.model.lora.merge=True"
             )
-        self._target = Target.of(self.config.engine_kwargs)
+        self._server_list = ServerList.of(self.config.engine_kwargs)
 
     async def init_standalone(self) -> None:
         """verl's own worker stands in for the rollout when weights are updated; it gets none."""
@@ -55,8 +55,8 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
             max_concurrency=self.max_concurrency,
         )
         server = options.remote(
-            self._target.url(self.replica_rank),
-            self._target.key(),
+            self._server_list.url(self.replica_rank),
+            self._server_list.key(),
             self.config.prompt_length,
             self.config.response_length,
         )

@@ -3,42 +3,42 @@
 import asyncio
 
 
-class Gate:
+class RequestGate:
     """Lives on one event loop. Open at first."""
 
     def __init__(self) -> None:
         self._open = True
         self._rejecting = False
-        self._turned = asyncio.Event()
-        self._starting = 0
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._state_changed = asyncio.Event()
+        self._num_starting = 0
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
 
-    async def enter(self) -> bool:
-        """Waits while it is shut; False if whoever comes is turned away. `entered` must follow."""
+    async def admit(self) -> bool:
+        """Waits while it is shut; False if whoever comes is turned away. `admitted` must follow."""
         while not self._open:
             if self._rejecting:
                 return False
-            await self._turned.wait()
-        self._starting += 1
-        self._settled.clear()
+            await self._state_changed.wait()
+        self._num_starting += 1
+        self._none_starting.clear()
         return True
 
-    def entered(self) -> None:
+    def admitted(self) -> None:
         """Whoever entered can be found now, or has failed."""
-        self._starting -= 1
-        if self._starting == 0:
-            self._settled.set()
+        self._num_starting -= 1
+        if self._num_starting == 0:
+            self._none_starting.set()
 
     async def shut(self, *, reject: bool) -> None:
         """Nobody is on the way in any more when this returns."""
-        self._turn(is_open=False, rejecting=reject)
-        await self._settled.wait()
+        self._set_state(is_open=False, rejecting=reject)
+        await self._none_starting.wait()
 
     def open(self) -> None:
-        self._turn(is_open=True, rejecting=False)
+        self._set_state(is_open=True, rejecting=False)
 
-    def _turn(self, *, is_open: bool, rejecting: bool) -> None:
+    def _set_state(self, *, is_open: bool, rejecting: bool) -> None:
         self._open, self._rejecting = is_open, rejecting
-        turned, self._turned = self._turned, asyncio.Event()
-        turned.set()
+        state_changed, self._state_changed = self._state_changed, asyncio.Event()
+        state_changed.set()

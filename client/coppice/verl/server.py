@@ -12,7 +12,7 @@ from verl.workers.rollout.replica import TokenOutput
 from coppice.client import AsyncRollouts
 from coppice.errors import Unsupported
 from coppice.verl.generation import Generation
-from coppice.verl.sampling_options import Lengths
+from coppice.verl.sampling_options import LengthLimits
 
 log = logging.getLogger("coppice")
 
@@ -32,12 +32,12 @@ class CoppiceServer:
         await rollouts.wait_until_ready(seconds)
         engine = (await rollouts.status()).engine
         assert engine is not None, "a server that is ready has an engine"
-        lengths = Lengths(
+        length_limits = LengthLimits(
             prompt=self._prompt_length,
             response=self._response_length,
             context=engine.max_context_tokens,
         )
-        self._generation = Generation(rollouts, lengths)
+        self._generation = Generation(rollouts, length_limits)
         return urlsplit(self._url).netloc.rpartition("@")[2]
 
     async def generate(
@@ -54,8 +54,8 @@ class CoppiceServer:
         if image_data or video_data or audio_data:
             raise Unsupported("only text models are served: leave images, videos and audio out")
         prompt = normalize_token_ids(prompt_ids)
-        drawn = await self._generation.draw(request_id, prompt, sampling_params, priority)
-        return TokenOutput(**asdict(drawn))
+        output = await self._generation.generate(request_id, prompt, sampling_params, priority)
+        return TokenOutput(**asdict(output))
 
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False

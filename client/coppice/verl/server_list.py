@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServerList:
     """A key is in a file, since verl prints its configuration."""
 
     urls: tuple[str, ...]

@@ -7,12 +7,12 @@ from collections.abc import Generator
 from pathlib import Path
 
 from coppice.weights.delta import Lineage
-from coppice.weights.delta_writer import NoDelta, write_delta
+from coppice.weights.delta_writer import NotComparable, write_delta
 from coppice.weights.tensor import Tensor
 from coppice.weights.writer import write_safetensors
 
 
-class Kept:
+class BaseFile:
     """Owner of a file in the temporary directory; it goes with the last who knows this object, so
     that one who replaces it takes nothing away from one who is still reading."""
 
@@ -31,11 +31,11 @@ class Kept:
     def write(self, tensors: list[Tensor]) -> Generator[None, None, None]:
         self.digest = yield from write_safetensors(self.path, tensors)
 
-    def write_delta(self, base: "Kept", target: Path) -> Generator[None, None, int | None]:
+    def write_delta(self, base: "BaseFile", target: Path) -> Generator[None, None, int | None]:
         """How long the delta is; none: there is none, or none that would be shorter."""
         lineage = Lineage(base.digest.hex(), self.digest.hex())
         try:
             num_bytes = yield from write_delta(base.path, self.path, lineage, target)
-        except NoDelta:
+        except NotComparable:
             return None
         return num_bytes if num_bytes < self.num_bytes else None

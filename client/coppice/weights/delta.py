@@ -18,14 +18,14 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from coppice.weights.ordered_map import ahead
+from coppice.weights.ordered_map import map_in_order
 from coppice.weights.safetensors_index import (
-    Span,
-    Stored,
-    StoredFile,
+    ByteSpan,
+    SafetensorsFile,
+    TensorEntry,
+    block_spans,
     read_exactly,
-    read_stored,
-    spans_of,
+    read_safetensors_index,
 )
 from coppice.wire.difference import LENGTH_BYTES, DifferenceError, decode_block
 
@@ -62,24 +62,24 @@ def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
 
     `target` is never longer than the base.
     """
-    before, change = read_stored(base), _read_delta(delta)
-    _refuse_strangers(before, change)
+    before, change = read_safetensors_index(base), _read_delta(delta)
+    _check_tensors(before, change)
     digest = hashlib.sha256(before.head)
     target.write(before.head)
     with (
         FileIO(base) as old,
         FileIO(delta) as changes,
-        closing(ahead(_run, _pieces(before, change, old, changes))) as pieces,
+        closing(map_in_order(_read_block, _block_readers(before, change, old, changes))) as blocks,
     ):
-        for piece in pieces:
-            digest.update(piece)
-            target.write(piece)
+        for block in blocks:
+            digest.update(block)
+            target.write(block)
     return digest.hexdigest()
 
 
-def _read_delta(delta: Path) -> StoredFile:
+def _read_delta(delta: Path) -> SafetensorsFile:
     try:
-        file = read_stored(delta)
+        file = read_safetensors_index(delta)
     except ValueError as error:
         raise DeltaRefused("it is no safetensors file") from error
     if file.metadata.get("format") != FORMAT:
@@ -87,7 +87,7 @@ def _read_delta(delta: Path) -> StoredFile:
     return file
 
 
-def _refuse_strangers(base: StoredFile, change: StoredFile) -> None:
+def _check_tensors(base: SafetensorsFile, change: SafetensorsFile) -> None:
     for name, tensor in change.tensors.items():
         known = base.tensors.get(name)
         if known is None:
@@ -96,51 +96,57 @@ def _refuse_strangers(base: StoredFile, change: StoredFile) -> None:
             raise DeltaRefused(f"{name[:120]!a} has another type or shape in its base")
 
 
-def _is_whole(tensor: Stored, known: Stored) -> bool:
+def _is_whole(tensor: TensorEntry, known: TensorEntry) -> bool:
     return (tensor.code, tensor.shape) == (known.code, known.shape)
 
 
-def _is_difference(tensor: Stored, known: Stored) -> bool:
+def _is_difference(tensor: TensorEntry, known: TensorEntry) -> bool:
     return tensor.code == DIFFERENCE and known.code in VALUE_BYTES
 
 
-Piece = Callable[[], bytes | memoryview]
+BlockReader = Callable[[], bytes | memoryview]
 
 
-def _run(piece: Piece) -> bytes | memoryview:
-    return piece()
+def _read_block(block: BlockReader) -> bytes | memoryview:
+    return block()
 
 
-def _pieces(base: StoredFile, change: StoredFile, old: FileIO, changes: FileIO) -> Iterator[Piece]:
+def _block_readers(
+    base: SafetensorsFile, change: SafetensorsFile, old: FileIO, changes: FileIO
+) -> Iterator[BlockReader]:
     """Of the result, in order: what makes each."""
     for name, tensor in base.tensors.items():
         changed = change.tensors.get(name)
         if changed is None:
-            yield from (_copied(old, span) for span in spans_of(tensor))
+            yield from (_copy_block(old, span) for span in block_spans(tensor))
         elif _is_whole(changed, tensor):
-            yield from (_copied(changes, span) for span in spans_of(changed))
+            yield from (_copy_block(changes, span) for span in block_spans(changed))
         else:
-            yield from _moved(tensor, changed, old, changes)
+            yield from _patched_blocks(tensor, changed, old, changes)
 
 
-def _copied(file: FileIO, span: Span) -> Piece:
+def _copy_block(file: FileIO, span: ByteSpan) -> BlockReader:
     return lambda: read_exactly(file, span)
 
 
-def _moved(tensor: Stored, changed: Stored, old: FileIO, changes: FileIO) -> Iterator[Piece]:
+def _patched_blocks(
+    tensor: TensorEntry, changed: TensorEntry, old: FileIO, changes: FileIO
+) -> Iterator[BlockReader]:
     at = changed.start
-    for span in spans_of(tensor):
+    for span in block_spans(tensor):
         start = at + LENGTH_BYTES
         if start <= changed.end:
-            at = start + int.from_bytes(read_exactly(changes, Span(at, start)), "little")
+            at = start + int.from_bytes(read_exactly(changes, ByteSpan(at, start)), "little")
         if start > changed.end or at > changed.end:
             raise DeltaRefused(f"the difference of {tensor.name[:120]!a} ends too early")
-        yield _decoded(tensor, span, Span(start, at), old, changes)
+        yield _decode_block(tensor, span, ByteSpan(start, at), old, changes)
     if at != changed.end:
         raise DeltaRefused(f"the difference of {tensor.name[:120]!a} goes on after its end")
 
 
-def _decoded(tensor: Stored, span: Span, packed: Span, old: FileIO, changes: FileIO) -> Piece:
+def _decode_block(
+    tensor: TensorEntry, span: ByteSpan, packed: ByteSpan, old: FileIO, changes: FileIO
+) -> BlockReader:
     def decode() -> bytes | memoryview:
         before = read_exactly(old, span)
         if packed.start == packed.end:

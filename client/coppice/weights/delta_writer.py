@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 from coppice.weights.delta import DIFFERENCE, FORMAT, VALUE_BYTES, Lineage
-from coppice.weights.ordered_map import ahead
+from coppice.weights.ordered_map import map_in_order
 from coppice.weights.safetensors_index import (
-    Span,
-    Stored,
-    StoredFile,
+    ByteSpan,
+    SafetensorsFile,
+    TensorEntry,
+    block_spans,
     read_exactly,
-    read_stored,
-    spans_of,
+    read_safetensors_index,
 )
 from coppice.wire.difference import LENGTH_BYTES, encode_block
 
-WORTH = 0.9
+MAX_DELTA_RATIO = 0.9
 """A difference is sent if it is at most this share of its tensor: it costs time at both ends."""
 
 
-class NoDelta(ValueError):
+class NotComparable(ValueError):
     """The two files differ in more than values."""
 
 
@@ -31,23 +31,23 @@ def write_delta(
     base: Path, new: Path, lineage: Lineage, target: Path
 ) -> Generator[None, None, int]:
     """In steps of one block; returns how long it is. NoDelta if the two differ in their heads."""
-    before, after = read_stored(base), read_stored(new)
+    before, after = read_safetensors_index(base), read_safetensors_index(new)
     if before.head != after.head:
-        raise NoDelta("the tensors differ in name, type, shape or order")
-    room = _room(after)
+        raise NotComparable("the tensors differ in name, type, shape or order")
+    header_room = _header_room(after)
     entries: dict[str, object] = {"__metadata__": _metadata(lineage)}
     with FileIO(base) as old, FileIO(new) as fresh, target.open("wb") as out:
-        out.seek(8 + room)
+        out.seek(8 + header_room)
         with closing(_differences(after, old, fresh)) as differences:
             for tensor in after.tensors.values():
                 start = out.tell()
                 code = yield from _write_change(tensor, differences, fresh, out)
                 if code is not None:
-                    entries[tensor.name] = _entry(tensor, code, start, out.tell(), 8 + room)
+                    entries[tensor.name] = _entry(tensor, code, start, out.tell(), 8 + header_room)
         num_bytes = out.tell()
         out.truncate()
         out.seek(0)
-        out.write(_head(entries, room))
+        out.write(_head(entries, header_room))
     return num_bytes
 
 
@@ -55,7 +55,7 @@ def _metadata(lineage: Lineage) -> dict[str, str]:
     return {"format": FORMAT, "base_sha256": lineage.base, "sha256": lineage.result}
 
 
-def _room(file: StoredFile) -> int:
+def _header_room(file: SafetensorsFile) -> int:
     """For the head of any delta to it, in whole words of 8 bytes."""
     longest: dict[str, object] = {"__metadata__": _metadata(Lineage("0" * 64, "0" * 64))}
     for tensor in file.tensors.values():
@@ -64,27 +64,27 @@ def _room(file: StoredFile) -> int:
     return len(_text(longest)) // 8 * 8 + 8
 
 
-def _head(entries: dict[str, object], room: int) -> bytes:
+def _head(entries: dict[str, object], header_room: int) -> bytes:
     text = _text(entries)
-    assert len(text) <= room, "the head outgrows its room"
-    return room.to_bytes(8, "little") + text.ljust(room)
+    assert len(text) <= header_room, "the head outgrows its room"
+    return header_room.to_bytes(8, "little") + text.ljust(header_room)
 
 
 def _text(entries: dict[str, object]) -> bytes:
     return json.dumps(entries, separators=(",", ":")).encode()
 
 
-def _entry(tensor: Stored, code: str, start: int, end: int, base: int) -> dict[str, object]:
+def _entry(tensor: TensorEntry, code: str, start: int, end: int, base: int) -> dict[str, object]:
     shape = (end - start,) if code == DIFFERENCE else tensor.shape
     return {"dtype": code, "shape": shape, "data_offsets": (start - base, end - base)}
 
 
 def _differences(
-    file: StoredFile, old: FileIO, fresh: FileIO
+    file: SafetensorsFile, old: FileIO, fresh: FileIO
 ) -> Generator[bytes | None, None, None]:
     """Of every block of every tensor in turn; none: it has not changed."""
 
-    def difference(job: tuple[Stored, Span]) -> bytes | None:
+    def difference(job: tuple[TensorEntry, ByteSpan]) -> bytes | None:
         tensor, span = job
         before, after = read_exactly(old, span), read_exactly(fresh, span)
         if before == after:
@@ -92,16 +92,16 @@ def _differences(
         item_bytes = VALUE_BYTES.get(tensor.code)
         return after if item_bytes is None else encode_block(before, after, item_bytes)
 
-    jobs = ((tensor, span) for tensor in file.tensors.values() for span in spans_of(tensor))
-    yield from ahead(difference, jobs)
+    jobs = ((tensor, span) for tensor in file.tensors.values() for span in block_spans(tensor))
+    yield from map_in_order(difference, jobs)
 
 
 def _write_change(
-    tensor: Stored, differences: Iterator[bytes | None], fresh: FileIO, out: BinaryIO
+    tensor: TensorEntry, differences: Iterator[bytes | None], fresh: FileIO, out: BinaryIO
 ) -> Generator[None, None, str | None]:
     """The type that the tensor has in the delta; none: it is not in it, for nothing has changed."""
     start, unchanged = out.tell(), True
-    for _ in spans_of(tensor):
+    for _ in block_spans(tensor):
         difference = next(differences)
         unchanged = unchanged and difference is None
         packed = difference or b""
@@ -110,10 +110,10 @@ def _write_change(
     if unchanged:
         out.seek(start)
         return None
-    if tensor.code in VALUE_BYTES and out.tell() - start <= WORTH * tensor.num_bytes:
+    if tensor.code in VALUE_BYTES and out.tell() - start <= MAX_DELTA_RATIO * tensor.num_bytes:
         return DIFFERENCE
     out.seek(start)
-    for span in spans_of(tensor):
+    for span in block_spans(tensor):
         out.write(read_exactly(fresh, span))
         yield
     return tensor.code

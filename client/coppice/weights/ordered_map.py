@@ -12,17 +12,17 @@ R = TypeVar("R")
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
-def ahead(function: Callable[[T], R], jobs: Iterable[T]) -> Generator[R, None, None]:
+def map_in_order(function: Callable[[T], R], jobs: Iterable[T]) -> Generator[R, None, None]:
     """When it is closed no thread is running any more."""
-    waiting: deque[Future[R]] = deque()
+    futures: deque[Future[R]] = deque()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights") as threads:
         try:
             for job in jobs:
-                waiting.append(threads.submit(function, job))
-                if len(waiting) > NUM_THREADS:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                futures.append(threads.submit(function, job))
+                if len(futures) > NUM_THREADS:
+                    yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
         finally:
-            for future in waiting:
+            for future in futures:
                 future.cancel()

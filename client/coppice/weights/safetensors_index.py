@@ -17,7 +17,7 @@ LENGTH_BYTES = 8  # of the header's length, which begins a safetensors file
 MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes start to end (end excluded) of a file."""
 
     start: int
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class TensorEntry:
     """A tensor, and its bytes in the file."""
 
     name: str
@@ -40,22 +40,22 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
+class SafetensorsFile:
     """`head`: everything before the first tensor. Tensors follow it without a gap, in order."""
 
     path: Path
     head: bytes
     metadata: Mapping[str, str]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorEntry]
 
 
-def read_stored(path: Path) -> StoredFile:
+def read_safetensors_index(path: Path) -> SafetensorsFile:
     """ValueError for what is no whole safetensors file: the library looks for gaps and overlaps."""
     head = read_head(path)
     entries = json.loads(head[LENGTH_BYTES:])
     metadata = entries.pop("__metadata__", {})
     tensors = [
-        Stored(
+        TensorEntry(
             name=name,
             code=entry["dtype"],
             shape=tuple(entry["shape"]),
@@ -65,7 +65,9 @@ def read_stored(path: Path) -> StoredFile:
         for name, entry in entries.items()
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    return StoredFile(path=path, head=head, metadata=metadata, tensors={t.name: t for t in tensors})
+    return SafetensorsFile(
+        path=path, head=head, metadata=metadata, tensors={t.name: t for t in tensors}
+    )
 
 
 def read_head(path: Path) -> bytes:
@@ -91,13 +93,13 @@ def _check_format(head: bytes, num_bytes: int) -> None:
             pass
 
 
-def spans_of(tensor: Stored) -> Iterator[Span]:
+def block_spans(tensor: TensorEntry) -> Iterator[ByteSpan]:
     """Its bytes, in stretches of BLOCK_BYTES; the last may be shorter."""
     for start in range(tensor.start, tensor.end, BLOCK_BYTES):
-        yield Span(start, min(start + BLOCK_BYTES, tensor.end))
+        yield ByteSpan(start, min(start + BLOCK_BYTES, tensor.end))
 
 
-def read_exactly(file: FileIO, span: Span) -> bytes:
+def read_exactly(file: FileIO, span: ByteSpan) -> bytes:
     """From any thread: the file's own position plays no part. ValueError if it has been cut."""
     parts, at = [], span.start
     while at < span.end:

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.weights.safetensors_index import Span, Stored, read_exactly, read_stored
+from coppice.weights.safetensors_index import (
+    ByteSpan,
+    TensorEntry,
+    read_exactly,
+    read_safetensors_index,
+)
 
 StateDict = Mapping[str, Any]
 """Names to numpy arrays or torch tensors."""
@@ -68,25 +73,25 @@ def tensors_of(state: StateDict) -> list[Tensor]:
     return tensors
 
 
-def stored_tensors(paths: Iterable[Path]) -> list[Tensor]:
+def tensors_from_files(paths: Iterable[Path]) -> list[Tensor]:
     """Of files of a checkpoint, in their order."""
-    files = [(path, read_stored(path)) for path in paths]
-    return [_of_file(path, stored) for path, file in files for stored in file.tensors.values()]
+    files = [(path, read_safetensors_index(path)) for path in paths]
+    return [_of_file(path, entry) for path, file in files for entry in file.tensors.values()]
 
 
-def _of_file(path: Path, stored: Stored) -> Tensor:
+def _of_file(path: Path, entry: TensorEntry) -> Tensor:
     def load() -> NDArray[np.uint8]:
         with FileIO(path) as file:
-            data = read_exactly(file, Span(stored.start, stored.end))
+            data = read_exactly(file, ByteSpan(entry.start, entry.end))
         return np.frombuffer(data, np.uint8)
 
     return Tensor(
-        name=stored.name,
-        code=stored.code,
-        shape=stored.shape,
-        item_bytes=stored.num_bytes // max(1, math.prod(stored.shape)),
-        num_bytes=stored.num_bytes,
-        memory=(path, stored.start),
+        name=entry.name,
+        code=entry.code,
+        shape=entry.shape,
+        item_bytes=entry.num_bytes // max(1, math.prod(entry.shape)),
+        num_bytes=entry.num_bytes,
+        memory=(path, entry.start),
         load=load,
     )
 

@@ -21,14 +21,14 @@ def joined_spans(parts: Iterable[tuple[Sequence[VersionSpan], int]]) -> list[Ver
     for spans, num_tokens in parts:
         for span in spans:
             start = span.start + offset
-            if joined and joined[-1].end == start and _alike(joined[-1], span):
+            if joined and joined[-1].end == start and _same_version(joined[-1], span):
                 start = joined.pop().start
             joined.append(_moved(span, start, span.end + offset))
         offset += num_tokens
     return joined
 
 
-def _alike(one: VersionSpan, other: VersionSpan) -> bool:
+def _same_version(one: VersionSpan, other: VersionSpan) -> bool:
     return (one.version, one.adapter) == (other.version, other.adapter)
 
 

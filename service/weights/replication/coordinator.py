@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from coppice.wire.weights import ActivationAnswer, ActivationMode
-from service.cluster.membership import Fleet
-from service.cluster.registry import DirectoryLost, Order, Replica, Sight
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable, Replica
 from service.http.errors import VersionConflict
 from service.weights.replication.follower import Follower
 from service.weights.versions import Versions
@@ -24,10 +24,10 @@ Activate = Callable[[str, ActivationMode, bool], Awaitable[ActivationAnswer]]
 log = logging.getLogger(__name__)
 
 
-class Publication:
+class ActivationCoordinator:
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ClusterMembership,
         versions: Versions,
         follower: Follower,
         *,
@@ -41,81 +41,87 @@ class Publication:
         self._activate = activate
         self._seconds = seconds
         self._clock = clock
-        self._over = False
-        self._bounds: set[asyncio.Timeout] = set()
+        self._stopped = False
+        self._timeouts: set[asyncio.Timeout] = set()
 
     def stop(self) -> None:
         """Nobody is waited for any more, and nothing is brought."""
-        self._over = True
-        for bound in self._bounds:
-            if not bound.expired():
-                bound.reschedule(0)
+        self._stopped = True
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(0)
 
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
         """`behind` of the answer are the replicas that do not serve it yet."""
         deadline = self._clock() + self._seconds
-        await self._until(lambda replica: True, deadline)
-        await self._hold(label, deadline)
+        await self._wait_until(lambda replica: True, deadline)
+        await self._ensure_present(label, deadline)
         self._versions.check_activation(label, allow_rollback=allow_rollback)
-        await self._until(lambda replica: label in replica.staged, deadline, failing=label)
+        await self._wait_until(
+            lambda replica: label in replica.staged, deadline, failed_version=label
+        )
         answer = await self._activate(label, mode, allow_rollback)
-        order = await self._order(label, mode, allow_rollback)
-        self._follower.carried_out(order)
-        behind = await self._until(
-            lambda replica: replica.epoch >= order.epoch, deadline, failing=label
+        target = await self._set_target(label, mode, allow_rollback)
+        self._follower.on_target_applied(target)
+        behind = await self._wait_until(
+            lambda replica: replica.epoch >= target.epoch, deadline, failed_version=label
         )
         return answer.model_copy(update={"behind": sorted(replica.id for replica in behind)})
 
-    async def _hold(self, label: str, deadline: float) -> None:
-        seconds = 0.0 if self._over else max(0.0, deadline - self._clock())
-        bound = asyncio.timeout(seconds)
-        self._bounds.add(bound)
+    async def _ensure_present(self, label: str, deadline: float) -> None:
+        seconds = 0.0 if self._stopped else max(0.0, deadline - self._clock())
+        timeout = asyncio.timeout(seconds)
+        self._timeouts.add(timeout)
         try:
-            async with bound:
-                await self._follower.hold(label)
+            async with timeout:
+                await self._follower.ensure_present(label)
         except TimeoutError:
             raise VersionConflict("it could not be brought here in time") from None
         finally:
-            self._bounds.discard(bound)
+            self._timeouts.discard(timeout)
 
-    async def _order(self, label: str, mode: ActivationMode, allow_rollback: bool) -> Order:
+    async def _set_target(
+        self, label: str, mode: ActivationMode, allow_rollback: bool
+    ) -> ActivationTarget:
         """A second activation of what is ordered is the same order. Without a directory it is
         ordered when that is back."""
-        before = self._fleet.sight.order
+        before = self._fleet.view.target
         if before is not None and before.version == label:
             return before
-        epoch = max(self._follower.standing.epoch, 0 if before is None else before.epoch) + 1
-        order = Order(epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback)
+        epoch = max(self._follower.replica_status.epoch, 0 if before is None else before.epoch) + 1
+        target = ActivationTarget(
+            epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback
+        )
         try:
-            stands = await self._fleet.directory.order(order)
-        except DirectoryLost:
+            current_target = await self._fleet.registry.target(target)
+        except RegistryUnavailable:
             log.warning("%s is not ordered yet: the directory does not answer", label)
-            return order
-        if stands != order:
-            raise VersionConflict(f"{stands.version!r} was activated by others meanwhile")
-        return order
+            return target
+        if current_target != target:
+            raise VersionConflict(f"{current_target.version!r} was activated by others meanwhile")
+        return target
 
-    async def _until(
-        self, done: Callable[[Replica], bool], deadline: float, *, failing: str | None = None
+    async def _wait_until(
+        self, done: Callable[[Replica], bool], deadline: float, *, failed_version: str | None = None
     ) -> list[Replica]:
         """Who is not done, when all that can be are, or when time is up."""
         while True:
             try:
                 # A server that stops has left the directory, and must not list itself again.
-                sight = self._fleet.sight if self._over else await self._fleet.seen()
-            except DirectoryLost:
+                view = self._fleet.view if self._stopped else await self._fleet.refresh()
+            except RegistryUnavailable:
                 return []
-            late = [replica for replica in self._others(sight) if not done(replica)]
-            time_is_up = self._over or self._clock() >= deadline
-            if time_is_up or all(replica.failed == failing for replica in late):
-                return late
+            pending = [replica for replica in self._others(view) if not done(replica)]
+            time_is_up = self._stopped or self._clock() >= deadline
+            if time_is_up or all(replica.failed == failed_version for replica in pending):
+                return pending
             await asyncio.sleep(POLL_SECONDS)
 
-    def _others(self, sight: Sight) -> list[Replica]:
+    def _others(self, view: ClusterView) -> list[Replica]:
         return [
             replica
-            for replica in sight.replicas.values()
-            if replica.id != self._fleet.me and replica.state == "serving"
+            for replica in view.replicas.values()
+            if replica.id != self._fleet.own_id and replica.state == "serving"
         ]

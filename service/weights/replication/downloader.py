@@ -17,103 +17,103 @@ import httpx
 from service.cluster.registry import Manifest, ManifestFile, Replica
 from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
-from service.weights.checkpoint_store import SINGLE, Checkpoints, checked_name
+from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
 from service.weights.replication.manifests import digest_header, same_files
 from service.weights.replication.peers import Peers
-from service.weights.stager import Publisher
+from service.weights.stager import WeightStager
 from service.weights.versions import Version
 
-Way = Literal["path", "delta", "whole", "failed"]
-CONNECT_SECONDS = 5.0
-SILENCE_SECONDS = 30.0
+FetchMethod = Literal["path", "delta", "whole", "failed"]
+CONNECT_TIMEOUT_SECONDS = 5.0
+READ_TIMEOUT_SECONDS = 30.0
 BLOCK_BYTES = 2**20  # to come within SILENCE_SECONDS as well
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
 
-class PullFailed(Exception):
+class DownloadFailed(Exception):
     """It could not be had just now; why, without an address."""
 
 
-class Pull:
-    """`came` is told of every version how it came, or that it did not."""
+class WeightsDownloader:
+    """`on_fetched` is told of every version how it came, or that it did not."""
 
     def __init__(
         self,
-        publisher: Publisher,
-        checkpoints: Checkpoints,
+        stager: WeightStager,
+        checkpoints: CheckpointStore,
         peers: Peers,
         *,
         max_file_bytes: int,
-        came: Callable[[Way], None],
+        on_fetched: Callable[[FetchMethod], None],
     ) -> None:
-        self._publisher = publisher
+        self._stager = stager
         self._checkpoints = checkpoints
         self._peers = peers
         self._max_file_bytes = max_file_bytes
-        self._came = came
+        self._on_fetched = on_fetched
 
-    async def bring(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
+    async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
         """Staged. PullFailed leaves nothing behind but files of a sharded version, which are taken
         up again."""
         try:
             _check(manifest, self._max_file_bytes)
-            return await self._bring(manifest, replicas)
-        except (ServiceError, PullFailed) as error:
-            self._came("failed")
-            raise PullFailed(str(error)) from error
+            return await self._download(manifest, replicas)
+        except (ServiceError, DownloadFailed) as error:
+            self._on_fetched("failed")
+            raise DownloadFailed(str(error)) from error
 
-    async def _bring(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
+    async def _download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
         if manifest.path is not None:
-            return await self._from_path(manifest, manifest.path)
+            return await self._stage_from_path(manifest, manifest.path)
         holders = [r for r in replicas if manifest.version in r.holds]
         known = [r for r in holders if self._peers.allows(r.url)]
         if not known:
             why = "is at an address of weights.peers" if holders else "has its files"
-            raise PullFailed(f"no other replica {why}")
+            raise DownloadFailed(f"no other replica {why}")
         random.shuffle(known)  # not all from the one that everybody names first
-        failure = PullFailed("")
+        failure = DownloadFailed("")
         for replica in known:
             try:
-                return await self._from(replica, manifest)
+                return await self._download_from(replica, manifest)
             except WeightsRefused:
                 raise  # they are the weights that were published: nobody has others
-            except (httpx.HTTPError, OSError, ServiceError, PullFailed) as error:
+            except (httpx.HTTPError, OSError, ServiceError, DownloadFailed) as error:
                 log.warning("%s from %s: %s", manifest.version, replica.id, error)
-                failure = PullFailed(f"from {replica.id}: {_words(error)}")
+                failure = DownloadFailed(f"from {replica.id}: {_error_text(error)}")
         raise failure
 
-    async def _from_path(self, manifest: Manifest, path: str) -> Version:
-        place = self._checkpoints.allowed(path)
-        if not await asyncio.to_thread(same_files, manifest, place):
+    async def _stage_from_path(self, manifest: Manifest, path: str) -> Version:
+        resolved = self._checkpoints.resolve_allowed(path)
+        if not await asyncio.to_thread(same_files, manifest, resolved):
             raise DigestMismatch("the files are not those that were published")
-        staged = await self._publisher.stage_path(
+        staged = await self._stager.stage_path(
             manifest.version, path, sequence=manifest.sequence, announced=True
         )
-        self._came("path")
+        self._on_fetched("path")
         return staged
 
-    async def _from(self, replica: Replica, manifest: Manifest) -> Version:
+    async def _download_from(self, replica: Replica, manifest: Manifest) -> Version:
         async with httpx.AsyncClient(
             base_url=replica.url.rstrip("/"),
             headers=self._peers.headers(),
-            timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(READ_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS),
             follow_redirects=False,
             trust_env=False,
         ) as peer:
-            if manifest.delta is not None and self._publisher.is_base(manifest.base):
+            if manifest.delta is not None and self._stager.is_base(manifest.base):
                 try:
-                    return await self._changes(peer, manifest, manifest.delta)
-                except (ServiceError, PullFailed) as error:
+                    return await self._download_delta(peer, manifest, manifest.delta)
+                except (ServiceError, DownloadFailed) as error:
                     log.warning("%s as a delta: %s", manifest.version, error)
-            return await self._whole(peer, manifest)
+            return await self._download_files(peer, manifest)
 
-    async def _changes(
+    async def _download_delta(
         self, peer: httpx.AsyncClient, manifest: Manifest, delta: ManifestFile
     ) -> Version:
         assert manifest.base is not None, "checked by the caller"
-        version, _ = await self._publisher.upload_delta(
+        version, _ = await self._stager.upload_delta(
             manifest.version,
             manifest.base,
             _chunks(peer, manifest.version, delta),
@@ -121,14 +121,14 @@ class Pull:
             digest=digest_header(delta.sha256),
             announced=True,
         )
-        self._came("delta")
+        self._on_fetched("delta")
         return version
 
-    async def _whole(self, peer: httpx.AsyncClient, manifest: Manifest) -> Version:
-        sharded = [file.name for file in manifest.files] != [SINGLE]
+    async def _download_files(self, peer: httpx.AsyncClient, manifest: Manifest) -> Version:
+        sharded = [file.name for file in manifest.files] != [SINGLE_FILE]
         version = None
         for file in manifest.files:
-            version, _ = await self._publisher.upload(
+            version, _ = await self._stager.upload(
                 manifest.version,
                 file.name,
                 _chunks(peer, manifest.version, file),
@@ -138,14 +138,14 @@ class Pull:
                 announced=True,
             )
         if version is None or version.state == "incomplete":
-            raise PullFailed("the manifest does not name all files")
-        self._came("whole")
+            raise DownloadFailed("the manifest does not name all files")
+        self._on_fetched("whole")
         return version
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Others read them: an address is not for them."""
-    ours = isinstance(error, ServiceError | PullFailed)
+    ours = isinstance(error, ServiceError | DownloadFailed)
     return str(error) if ours else type(error).__name__
 
 
@@ -153,11 +153,11 @@ def _check(manifest: Manifest, max_file_bytes: int) -> None:
     """Names become names of files, and others than our own releases can write to a directory."""
     label(manifest.version)
     for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
-        checked_name(file.name)
+        validate_file_name(file.name)
         if not _SHA256.fullmatch(file.sha256):
-            raise PullFailed("the manifest holds what is no SHA-256")
+            raise DownloadFailed("the manifest holds what is no SHA-256")
         if file.num_bytes > max_file_bytes:
-            raise PullFailed("a file is larger than weights.max_upload_bytes")
+            raise DownloadFailed("a file is larger than weights.max_upload_bytes")
 
 
 async def _chunks(
@@ -165,22 +165,24 @@ async def _chunks(
     version: str,
     file: ManifestFile,
     *,
-    block_seconds: float = SILENCE_SECONDS,
+    block_seconds: float = READ_TIMEOUT_SECONDS,
 ) -> AsyncIterator[bytes]:
     """Never more than the manifest says, nor for ever: a replica that sends a little time and again
     would keep this version from coming from another one."""
     path = f"/v1/weights/{version}/files/{file.name}"
     async with peer.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
         if answer.status_code != 200:
-            raise PullFailed(f"it answered {answer.status_code}")
+            raise DownloadFailed(f"it answered {answer.status_code}")
         num_bytes, block_bytes, began = 0, 0, time.monotonic()
         async for chunk in answer.aiter_raw():
             num_bytes += len(chunk)
             block_bytes += len(chunk)
             if num_bytes > file.num_bytes:
-                raise PullFailed("it sent more than the manifest says")
+                raise DownloadFailed("it sent more than the manifest says")
             if block_bytes < BLOCK_BYTES and time.monotonic() - began > block_seconds:
-                raise PullFailed(f"it sent less than {BLOCK_BYTES} bytes in {block_seconds:g} s")
+                raise DownloadFailed(
+                    f"it sent less than {BLOCK_BYTES} bytes in {block_seconds:g} s"
+                )
             yield chunk
             if block_bytes >= BLOCK_BYTES:
                 block_bytes, began = 0, time.monotonic()

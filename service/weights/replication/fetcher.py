@@ -9,47 +9,47 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from service.cluster.membership import Fleet
-from service.cluster.registry import Manifest, Sight
-from service.weights.replication.downloader import Pull, PullFailed
-from service.weights.replication.load_history import Attempts
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ClusterView, Manifest
+from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
+from service.weights.replication.load_history import LoadHistory
 from service.weights.versions import Versions
 
 log = logging.getLogger(__name__)
 
-Failure = str | None
+FailureReason = str | None
 
 
-class Bringing:
-    """Owner of the pulls that run; leaving `running` ends them. `staged` is told that one is here,
-    `withdrawn` says what a look shows no more.
+class Fetcher:
+    """Owner of the pulls that run; leaving `running` ends them. `on_staged` is told that one is
+    here, `withdrawn` says what a look shows no more.
 
     Every sight of the directory is looked at.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ClusterMembership,
         versions: Versions,
-        pull: Pull,
-        attempts: Attempts,
+        downloader: WeightsDownloader,
+        load_history: LoadHistory,
         *,
-        withdrawn: Callable[[Sight, str], bool],
-        staged: Callable[[], None],
+        withdrawn: Callable[[ClusterView, str], bool],
+        on_staged: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._versions = versions
-        self._pull = pull
-        self._attempts = attempts
+        self._downloader = downloader
+        self._load_history = load_history
         self._withdrawn = withdrawn
-        self._staged = staged
-        self._coming: dict[str, asyncio.Task[Failure]] = {}
+        self._on_staged = on_staged
+        self._in_progress: dict[str, asyncio.Task[FailureReason]] = {}
         self._open = False
-        fleet.watchers.append(self.look)
+        fleet.view_listeners.append(self.on_view)
 
     @property
-    def coming(self) -> Collection[str]:
-        return self._coming.keys()
+    def in_progress(self) -> Collection[str]:
+        return self._in_progress.keys()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,82 +58,84 @@ class Bringing:
             yield
         finally:
             self._open = False
-            tasks = list(self._coming.values())
+            tasks = list(self._in_progress.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def hold(self, label: str) -> None:
+    async def ensure_present(self, label: str) -> None:
         """Here when it returns, if others have it and this one lacks it. PullFailed."""
-        manifest = self._fleet.sight.manifests.get(label)
-        if manifest is None or not self._lacks(manifest):
+        manifest = self._fleet.view.manifests.get(label)
+        if manifest is None or not self._is_missing(manifest):
             return
         if not self._open:
-            raise PullFailed("this replica stops")
+            raise DownloadFailed("this replica stops")
         task = self._start(manifest)
         await asyncio.wait({task})
         failure = "this replica stops" if task.cancelled() else task.result()
         if failure is not None:
-            raise PullFailed(failure)
+            raise DownloadFailed(failure)
 
-    def look(self, sight: Sight) -> None:
+    def on_view(self, view: ClusterView) -> None:
         """Begins what is wanted and is not coming already."""
-        for manifest in self._wanted(sight) if self._open else ():
+        for manifest in self._versions_to_fetch(view) if self._open else ():
             self._start(manifest)
 
-    def _wanted(self, sight: Sight) -> list[Manifest]:
+    def _versions_to_fetch(self, view: ClusterView) -> list[Manifest]:
         """What is ordered; only when that is here, what is newer. Not what was passed over, nor yet
         what came as the changes of one that is still coming."""
         due = [
             manifest
-            for manifest in sight.manifests.values()
-            if self._lacks(manifest)
-            and self._attempts.is_due(manifest.version)
-            and not self._withdrawn(sight, manifest.version)
+            for manifest in view.manifests.values()
+            if self._is_missing(manifest)
+            and self._load_history.is_due(manifest.version)
+            and not self._withdrawn(view, manifest.version)
         ]
-        order = sight.order
-        ordered = None if order is None else sight.manifests.get(order.version)
+        target = view.target
+        ordered = None if target is None else view.manifests.get(target.version)
         if ordered is not None and ordered in due:
             return [ordered]
-        passed = max(self._versions.active.sequence, 0 if ordered is None else ordered.sequence)
+        min_sequence = max(
+            self._versions.active.sequence, 0 if ordered is None else ordered.sequence
+        )
         newer = sorted(
-            (manifest for manifest in due if manifest.sequence > passed),
+            (manifest for manifest in due if manifest.sequence > min_sequence),
             key=lambda manifest: manifest.sequence,
         )
-        later = {manifest.version for manifest in newer} | self._coming.keys()
+        later = {manifest.version for manifest in newer} | self._in_progress.keys()
         return [manifest for manifest in newer if manifest.base not in later]
 
-    def _lacks(self, manifest: Manifest) -> bool:
+    def _is_missing(self, manifest: Manifest) -> bool:
         version = self._versions.find(manifest.version)
         return version is None or version.state == "incomplete"
 
-    def _start(self, manifest: Manifest) -> asyncio.Task[Failure]:
+    def _start(self, manifest: Manifest) -> asyncio.Task[FailureReason]:
         label = manifest.version
-        if label not in self._coming:
-            task = asyncio.create_task(self._supervised(manifest), name=f"bring-{label}")
-            self._coming[label] = task
-            task.add_done_callback(lambda _: self._coming.pop(label))
-        return self._coming[label]
+        if label not in self._in_progress:
+            task = asyncio.create_task(self._fetch_safely(manifest), name=f"bring-{label}")
+            self._in_progress[label] = task
+            task.add_done_callback(lambda _: self._in_progress.pop(label))
+        return self._in_progress[label]
 
-    async def _supervised(self, manifest: Manifest) -> Failure:
+    async def _fetch_safely(self, manifest: Manifest) -> FailureReason:
         """Whatever is wrong with one, it is tried again, and the others come."""
         try:
-            failure = await self._bring(manifest)
+            failure = await self._download(manifest)
         except Exception:
             log.exception("bringing %s failed", manifest.version)
             failure = "a fault of ours"
         if failure is None:
-            self._attempts.well(manifest.version)
-            self._staged()
+            self._load_history.on_success(manifest.version)
+            self._on_staged()
         else:
-            self._attempts.failed(manifest.version, failure)
+            self._load_history.failed(manifest.version, failure)
         return failure
 
-    async def _bring(self, manifest: Manifest) -> Failure:
-        replicas = self._fleet.sight.replicas.values()
-        others = [replica for replica in replicas if replica.id != self._fleet.me]
+    async def _download(self, manifest: Manifest) -> FailureReason:
+        replicas = self._fleet.view.replicas.values()
+        others = [replica for replica in replicas if replica.id != self._fleet.own_id]
         try:
-            await self._pull.bring(manifest, others)
-        except PullFailed as failure:
+            await self._downloader.download(manifest, others)
+        except DownloadFailed as failure:
             return str(failure)
         return None

@@ -11,26 +11,31 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from coppice.wire.weights import ActivationMode
-from service.cluster.membership import Fleet
+from service.cluster.membership import ClusterMembership
 from service.cluster.registry import (
-    DirectoryLost,
-    Order,
-    Sight,
+    ActivationTarget,
+    ClusterView,
+    RegistryUnavailable,
 )
 from service.http.errors import ServiceError, VersionConflict, WeightsRefused
-from service.weights.replication.announcer import Telling
-from service.weights.replication.downloader import Pull, PullFailed
-from service.weights.replication.fetcher import Bringing
-from service.weights.replication.load_history import Attempts
-from service.weights.replication.manifests import is_another, is_gone, is_published, same_files
-from service.weights.replication.replica_status import Standing
-from service.weights.stager import Publisher
+from service.weights.replication.announcer import Announcer
+from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
+from service.weights.replication.fetcher import Fetcher
+from service.weights.replication.load_history import LoadHistory
+from service.weights.replication.manifests import (
+    conflicts_with_manifest,
+    is_published,
+    same_files,
+    was_withdrawn,
+)
+from service.weights.replication.replica_status import ReplicaStatus
+from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 
-EXPECTING_SECONDS = 60.0
-EXPECTING_PERIOD_SECONDS = 0.5
+FAST_POLL_SECONDS = 60.0
+FAST_POLL_INTERVAL_SECONDS = 0.5
 POLL_SECONDS = 0.2
-FAULT_SECONDS = 1.0
+ERROR_PAUSE_SECONDS = 1.0
 
 Activate = Callable[[str, ActivationMode], Awaitable[object]]
 
@@ -46,59 +51,61 @@ class Follower:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ClusterMembership,
         versions: Versions,
-        publisher: Publisher,
-        pull: Pull,
-        standing: Standing,
+        stager: WeightStager,
+        downloader: WeightsDownloader,
+        replica_status: ReplicaStatus,
         *,
         activate: Activate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._versions = versions
-        self._publisher = publisher
-        self.standing = standing
+        self._stager = stager
+        self.replica_status = replica_status
         self._activate = activate
         self._clock = clock
-        self._telling = Telling(fleet, versions)
-        self._attempts = Attempts(standing, changed=fleet.soon, clock=clock)
-        self._bringing = Bringing(
+        self._announcer = Announcer(fleet, versions)
+        self._load_history = LoadHistory(
+            replica_status, on_change=fleet.request_heartbeat, clock=clock
+        )
+        self._fetcher = Fetcher(
             fleet,
             versions,
-            pull,
-            self._attempts,
-            withdrawn=self._telling.is_withdrawn,
-            staged=self._expect,
+            downloader,
+            self._load_history,
+            withdrawn=self._announcer.is_withdrawn,
+            on_staged=self._poll_fast,
         )
-        self._order: Order | None = None
-        self._expecting_until = -float("inf")
-        self._turn = asyncio.Lock()
-        self._begun = asyncio.Event()
-        self._seen = asyncio.Event()
-        fleet.watchers.append(lambda sight: self._seen.set())
+        self._last_target: ActivationTarget | None = None
+        self._poll_fast_until = -float("inf")
+        self._step_lock = asyncio.Lock()
+        self._engine_started = asyncio.Event()
+        self._view_changed = asyncio.Event()
+        fleet.view_listeners.append(lambda view: self._view_changed.set())
 
     async def run(self) -> None:
         """Nothing is brought or served before there is an engine to check it."""
-        await self._begun.wait()
-        async with self._bringing.running():
+        await self._engine_started.wait()
+        async with self._fetcher.running():
             await self._follow()
 
     async def _follow(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._longest_wait()):
-                    await self._seen.wait()
+                async with asyncio.timeout(self._poll_interval()):
+                    await self._view_changed.wait()
             except TimeoutError:
-                self._fleet.soon()
+                self._fleet.request_heartbeat()
                 continue
-            self._seen.clear()
-            await self._supervised_step(self._fleet.sight)
+            self._view_changed.clear()
+            await self._step_safely(self._fleet.view)
 
     async def catch_up(self, seconds: float) -> None:
         """Serves what is ordered before anybody is served; but not for ever without a directory.
         The engine has started."""
-        self._begun.set()
+        self._engine_started.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._catch_up()
@@ -106,131 +113,135 @@ class Follower:
 
     async def _catch_up(self) -> None:
         while True:
-            with suppress(DirectoryLost):
-                sight = await self._fleet.seen()
-                await self._supervised_step(sight)
-                if self._has_caught_up(sight):
+            with suppress(RegistryUnavailable):
+                view = await self._fleet.refresh()
+                await self._step_safely(view)
+                if self._has_caught_up(view):
                     return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _supervised_step(self, sight: Sight) -> None:
+    async def _step_safely(self, view: ClusterView) -> None:
         """Whatever is wrong with one step, another one follows."""
         try:
-            await self._step(sight)
+            await self._step(view)
         except Exception:
             log.exception("a look at the fleet's weights failed")
-            await asyncio.sleep(FAULT_SECONDS)
+            await asyncio.sleep(ERROR_PAUSE_SECONDS)
 
-    async def _step(self, sight: Sight) -> None:
-        async with self._turn:
-            with suppress(DirectoryLost):
-                await self._tell(sight)
-            sight = self._fleet.sight  # there may be a newer one now
-            await self._drop_vanished(sight)
-            self._bringing.look(sight)  # what was dropped may have been published anew
-            if sight.order is not None and self._is_new(sight.order):
-                await self._carry_out(sight.order, sight)
+    async def _step(self, view: ClusterView) -> None:
+        async with self._step_lock:
+            with suppress(RegistryUnavailable):
+                await self._sync(view)
+            view = self._fleet.view  # there may be a newer one now
+            await self._delete_withdrawn(view)
+            self._fetcher.on_view(view)  # what was dropped may have been published anew
+            if view.target is not None and self._is_newer_target(view.target):
+                await self._apply_target(view.target, view)
 
     async def announce(self, version: Version) -> bool:
         """Whether the others know now. VersionConflict if they know another by its name."""
-        told = await self._telling.announce(version)
-        if told:
-            self._expect()
-        return told
+        announced = await self._announcer.announce(version)
+        if announced:
+            self._poll_fast()
+        return announced
 
-    async def dropped(self, label: str) -> None:
-        await self._telling.dropped(label)
+    async def on_deleted(self, label: str) -> None:
+        await self._announcer.on_deleted(label)
 
-    async def hold(self, label: str) -> None:
+    async def ensure_present(self, label: str) -> None:
         """Brings a version that others have and this one lacks. VersionConflict if that fails."""
         try:
-            await self._bringing.hold(label)
-        except PullFailed as failure:
+            await self._fetcher.ensure_present(label)
+        except DownloadFailed as failure:
             raise VersionConflict(f"it could not be brought here: {failure}") from failure
 
     async def check_unchanged(self, label: str) -> None:
         """What lies in a shared directory is compared once more, or replicas that load it one after
         the other could serve different weights by one name. WeightsRefused."""
-        manifest, version = self._fleet.sight.manifests.get(label), self._versions.find(label)
+        manifest, version = self._fleet.view.manifests.get(label), self._versions.find(label)
         if manifest is None or version is None or version.owned:
             return
         if not await asyncio.to_thread(same_files, manifest, version.path):
             raise WeightsRefused("the files are not those that were published")
 
-    def carried_out(self, order: Order) -> None:
-        self._order = order
-        self.standing.epoch = order.epoch
-        self.standing.failed = self.standing.error = None
-        self._expecting_until = -float("inf")
-        self._fleet.soon()
+    def on_target_applied(self, target: ActivationTarget) -> None:
+        self._last_target = target
+        self.replica_status.epoch = target.epoch
+        self.replica_status.failed = self.replica_status.error = None
+        self._poll_fast_until = -float("inf")
+        self._fleet.request_heartbeat()
 
-    async def _tell(self, sight: Sight) -> None:
+    async def _sync(self, view: ClusterView) -> None:
         """What the directory lacks."""
-        await self._telling.tell(sight, self._tell_of)
-        ours = self._order
-        if ours is not None and (sight.order is None or sight.order.epoch < ours.epoch):
-            await self._fleet.directory.order(ours)
+        await self._announcer.sync(view, self._announce_one)
+        own_target = self._last_target
+        if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
+            await self._fleet.registry.target(own_target)
 
-    async def _tell_of(self, version: Version) -> bool:
+    async def _announce_one(self, version: Version) -> bool:
         """Whether there is no more to tell of it."""
-        if not self._attempts.is_due(version.label):
+        if not self._load_history.is_due(version.label):
             return False
         try:
             announced = await self.announce(version)
         except VersionConflict as conflict:
-            self._attempts.failed(version.label, str(conflict))
+            self._load_history.failed(version.label, str(conflict))
             return True
         if self._versions.find(version.label) is not None:
             self._versions.announced(version.label, announced)
         return announced
 
-    async def _drop_vanished(self, sight: Sight) -> None:
+    async def _delete_withdrawn(self, view: ClusterView) -> None:
         """Somebody has deleted it, and perhaps sent another by its name."""
-        if not sight.known or not self._fleet.settled or self._telling.forgotten:
+        if not view.known or not self._fleet.is_settled or self._announcer.needs_reannounce:
             return
-        gone = {v.label for v in self._versions.all() if is_gone(v, sight)}
-        for label in gone - set(self._bringing.coming):
-            if self._telling.is_older(sight, label):
+        withdrawn_labels = {v.label for v in self._versions.all() if was_withdrawn(v, view)}
+        for label in withdrawn_labels - set(self._fetcher.in_progress):
+            if self._announcer.predates_announcement(view, label):
                 continue
             with suppress(ServiceError):
-                await self._publisher.delete(label, tell=False)
-                self._attempts.well(label)  # what had failed was what is gone
+                await self._stager.delete(label, sync=False)
+                self._load_history.on_success(label)  # what had failed was what is gone
 
-    async def _carry_out(self, order: Order, sight: Sight) -> None:
-        version = self._versions.find(order.version)
-        if order.version in self._bringing.coming or not self._attempts.is_due(order.version):
+    async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
+        version = self._versions.find(target.version)
+        if target.version in self._fetcher.in_progress or not self._load_history.is_due(
+            target.version
+        ):
             return
         if version is None or version.state == "incomplete":
-            self._attempts.failed(order.version, "nobody has told of its files")
+            self._load_history.failed(target.version, "nobody has told of its files")
             return
-        if is_published(version) and (not version.announced or is_another(version, sight)):
-            self._attempts.failed(order.version, "others have other weights by this name")
+        if is_published(version) and (
+            not version.announced or conflicts_with_manifest(version, view)
+        ):
+            self._load_history.failed(target.version, "others have other weights by this name")
             return
         try:
-            await self._activate(order.version, order.mode)
+            await self._activate(target.version, target.mode)
         except ServiceError as error:
-            self._attempts.failed(order.version, str(error))
+            self._load_history.failed(target.version, str(error))
         else:
-            self._attempts.well(order.version)
-            self.carried_out(order)
+            self._load_history.on_success(target.version)
+            self.on_target_applied(target)
 
-    def _is_new(self, order: Order) -> bool:
+    def _is_newer_target(self, target: ActivationTarget) -> bool:
         """Of two that were given apart from one another and have one epoch, the directory's stands:
         who gave the other one follows it."""
-        if order.epoch == self.standing.epoch and self._order is not None:
-            return order.version != self._order.version
-        return order.epoch > self.standing.epoch
+        if target.epoch == self.replica_status.epoch and self._last_target is not None:
+            return target.version != self._last_target.version
+        return target.epoch > self.replica_status.epoch
 
-    def _has_caught_up(self, sight: Sight) -> bool:
-        if sight.order is None:
+    def _has_caught_up(self, view: ClusterView) -> bool:
+        if view.target is None:
             # Where there are others, they may only not have told of it yet.
-            return self._fleet.settled
-        return not self._is_new(sight.order)
+            return self._fleet.is_settled
+        return not self._is_newer_target(view.target)
 
-    def _expect(self) -> None:
-        self._expecting_until = self._clock() + EXPECTING_SECONDS
-        self._fleet.soon()
+    def _poll_fast(self) -> None:
+        self._poll_fast_until = self._clock() + FAST_POLL_SECONDS
+        self._fleet.request_heartbeat()
 
-    def _longest_wait(self) -> float | None:
-        expecting = self._clock() < self._expecting_until
-        return EXPECTING_PERIOD_SECONDS if expecting else None
+    def _poll_interval(self) -> float | None:
+        is_polling_fast = self._clock() < self._poll_fast_until
+        return FAST_POLL_INTERVAL_SECONDS if is_polling_fast else None

@@ -4,25 +4,25 @@ import logging
 import time
 from collections.abc import Callable
 
-from service.weights.replication.replica_status import Standing
+from service.weights.replication.replica_status import ReplicaStatus
 
 RETRY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
-class Attempts:
-    """Writes the failure of this replica's standing. `changed`: the others are to hear of it."""
+class LoadHistory:
+    """Writes the failure of this replica's standing. `on_change`: the others are to hear of it."""
 
     def __init__(
         self,
-        standing: Standing,
+        replica_status: ReplicaStatus,
         *,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._standing = standing
-        self._changed = changed
+        self._replica_status = replica_status
+        self._on_change = on_change
         self._clock = clock
         self._retry_at: dict[str, float] = {}
 
@@ -30,13 +30,13 @@ class Attempts:
         """What has failed is not tried again at once."""
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
-    def failed(self, label: str, why: str) -> None:
-        log.warning("%s is not served here: %s", label, why)
-        self._standing.failed, self._standing.error = label, why
+    def failed(self, label: str, reason: str) -> None:
+        log.warning("%s is not served here: %s", label, reason)
+        self._replica_status.failed, self._replica_status.error = label, reason
         self._retry_at[label] = self._clock() + RETRY_SECONDS
-        self._changed()
+        self._on_change()
 
-    def well(self, label: str) -> None:
+    def on_success(self, label: str) -> None:
         self._retry_at.pop(label, None)
-        if self._standing.failed == label:
-            self._standing.failed = self._standing.error = None
+        if self._replica_status.failed == label:
+            self._replica_status.failed = self._replica_status.error = None

@@ -4,7 +4,7 @@ import base64
 import hashlib
 from pathlib import Path
 
-from service.cluster.registry import Manifest, ManifestFile, Sight
+from service.cluster.registry import ClusterView, Manifest, ManifestFile
 from service.weights.checkpoint_store import INDEX
 from service.weights.versions import Version
 
@@ -14,9 +14,9 @@ DELTA = "delta.safetensors"
 
 def manifest_of(version: Version) -> Manifest:
     """Blocks for as long as it takes to hash what lies in somebody else's directory."""
-    home = version.path
-    digests = dict(version.digests) if version.owned else _digests(home)
-    sizes = {name: _file(home, name).stat().st_size for name in digests}
+    folder = version.path
+    digests = dict(version.digests) if version.owned else _digests(folder)
+    sizes = {name: _file(folder, name).stat().st_size for name in digests}
     files = tuple(
         ManifestFile(name=name, sha256=digests[name], num_bytes=sizes[name])
         for name in sorted(digests, key=lambda name: (name != INDEX, name))
@@ -31,7 +31,7 @@ def manifest_of(version: Version) -> Manifest:
         files=files,
         base=version.base,
         delta=delta,
-        path=None if version.owned else str(home),
+        path=None if version.owned else str(folder),
     )
 
 
@@ -48,18 +48,18 @@ def is_published(version: Version) -> bool:
     return version.state != "incomplete" and (version.owned or version.sequence > 0)
 
 
-def is_gone(version: Version, sight: Sight) -> bool:
+def was_withdrawn(version: Version, view: ClusterView) -> bool:
     """Whether the directory, which knew of it, does not any more, or knows another by its name."""
     if version.state == "active" or not version.announced:
         return False
-    vanished = version.state != "superseded" and version.label not in sight.manifests
-    return vanished or (version.state != "incomplete" and is_another(version, sight))
+    vanished = version.state != "superseded" and version.label not in view.manifests
+    return vanished or (version.state != "incomplete" and conflicts_with_manifest(version, view))
 
 
-def is_another(version: Version, sight: Sight) -> bool:
+def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
     """Whether the directory tells of other files by its name. Of a shared directory's that is seen
     when they are compared."""
-    manifest = sight.manifests.get(version.label)
+    manifest = view.manifests.get(version.label)
     if manifest is None or not version.owned:
         return False
     return {file.name: file.sha256 for file in manifest.files} != dict(version.digests)
@@ -78,8 +78,8 @@ def _digests(path: Path) -> dict[str, str]:
     return {file.name: _sha256(file) for file in files}
 
 
-def _file(home: Path, name: str) -> Path:
-    return home if home.is_file() else home / name
+def _file(folder: Path, name: str) -> Path:
+    return folder if folder.is_file() else folder / name
 
 
 def _sha256(path: Path) -> str:

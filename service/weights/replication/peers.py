@@ -19,7 +19,7 @@ _ALLOWED = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
+class AllowedPeer:
     """`host`: a name; with a leading dot, every name below it; or a network of addresses. `port`:
     none is any."""
 
@@ -27,7 +27,7 @@ class Allowed:
     host: str | ipaddress.IPv4Network | ipaddress.IPv6Network
     port: int | None
 
-    def covers(self, scheme: str, host: str, port: int) -> bool:
+    def matches(self, scheme: str, host: str, port: int) -> bool:
         if scheme != self.scheme or self.port not in (None, port):
             return False
         if not isinstance(self.host, str):
@@ -36,20 +36,20 @@ class Allowed:
         return host.endswith(self.host) if self.host.startswith(".") else host == self.host
 
 
-def parse_allowed(text: str) -> Allowed:
+def parse_allowed(text: str) -> AllowedPeer:
     """`http://10.0.0.0/8:8000`, `http://*.replicas:8000`, `https://one.example`. ValueError."""
     found = _ALLOWED.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not like http://10.0.0.0/8:8000 or http://*.replicas:8000")
-    scheme, below, host, bits, port = found.groups()
+    scheme, wildcard, host, bits, port = found.groups()
     number = _PORTS[scheme] if port is None else None if port == ":*" else int(port[1:])
-    bare = host.strip("[]").lower()
-    if below is not None:
-        return Allowed(scheme=scheme, host=f".{bare}", port=number)
-    if bits is not None or _address(bare) is not None:
-        network = ipaddress.ip_network(bare + (bits or ""))
-        return Allowed(scheme=scheme, host=network, port=number)
-    return Allowed(scheme=scheme, host=bare, port=number)
+    hostname_or_address = host.strip("[]").lower()
+    if wildcard is not None:
+        return AllowedPeer(scheme=scheme, host=f".{hostname_or_address}", port=number)
+    if bits is not None or _address(hostname_or_address) is not None:
+        network = ipaddress.ip_network(hostname_or_address + (bits or ""))
+        return AllowedPeer(scheme=scheme, host=network, port=number)
+    return AllowedPeer(scheme=scheme, host=hostname_or_address, port=number)
 
 
 class Peers:
@@ -68,7 +68,7 @@ class Peers:
         if host is None or parts.scheme not in _PORTS or "@" in parts.netloc:
             return False
         port = _PORTS[parts.scheme] if port is None else port
-        return any(allowed.covers(parts.scheme, host, port) for allowed in self._allowed)
+        return any(allowed.matches(parts.scheme, host, port) for allowed in self._allowed)
 
     def headers(self) -> dict[str, str]:
         """Read anew each time: keys are rotated."""

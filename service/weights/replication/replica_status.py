@@ -7,14 +7,14 @@ from service.weights.versions import Versions
 
 
 @dataclass(slots=True)
-class Standing:
+class ReplicaStatus:
     """`epoch` is that of the last order carried out; `failed` what could not be served, and why."""
 
     epoch: int = 0
     failed: str | None = None
     error: str | None = None
 
-    def shown(self, replica: Replica, versions: Versions) -> Replica:
+    def apply_to(self, replica: Replica, versions: Versions) -> Replica:
         whole = [version for version in versions.all() if version.state != "incomplete"]
         return replace(
             replica,

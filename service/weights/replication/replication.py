@@ -10,85 +10,89 @@ from coppice.wire.weights import (
     ReplicaWeights,
     VersionsAnswer,
 )
-from service.cluster.membership import Fleet
-from service.cluster.registry import Replica, Sight
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ClusterView, Replica
 from service.config.settings import WeightsSettings
-from service.weights.checkpoint_store import Checkpoints
-from service.weights.replication.coordinator import Publication
-from service.weights.replication.downloader import Pull, Way
+from service.weights.checkpoint_store import CheckpointStore
+from service.weights.replication.coordinator import ActivationCoordinator
+from service.weights.replication.downloader import FetchMethod, WeightsDownloader
 from service.weights.replication.follower import Follower
 from service.weights.replication.peers import Peers
-from service.weights.replication.replica_status import Standing
-from service.weights.stager import Publisher
+from service.weights.replication.replica_status import ReplicaStatus
+from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 
 Activate = Callable[[str, ActivationMode, bool], Awaitable[ActivationAnswer]]
 
 
-class FleetWeights:
-    """A server that is `alone` has nobody to tell: nothing of this runs."""
+class WeightReplication:
+    """A server that is `is_standalone` has nobody to tell: nothing of this runs."""
 
     def __init__(
         self,
         settings: WeightsSettings,
-        fleet: Fleet,
+        fleet: ClusterMembership,
         versions: Versions,
-        publisher: Publisher,
-        checkpoints: Checkpoints,
-        standing: Standing,
+        stager: WeightStager,
+        checkpoints: CheckpointStore,
+        replica_status: ReplicaStatus,
         *,
-        alone: bool,
+        is_standalone: bool,
         activate: Activate,
-        came: Callable[[Way], None],
+        on_fetched: Callable[[FetchMethod], None],
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._versions = versions
-        self._standing = standing
-        self._alone = alone
+        self._replica_status = replica_status
+        self._is_standalone = is_standalone
         self._activate = activate
         peers = Peers(settings.peers, settings.peer_key_file)
-        pull = Pull(
-            publisher, checkpoints, peers, max_file_bytes=settings.max_upload_bytes, came=came
+        downloader = WeightsDownloader(
+            stager,
+            checkpoints,
+            peers,
+            max_file_bytes=settings.max_upload_bytes,
+            on_fetched=on_fetched,
         )
         self._follower = Follower(
             fleet,
             versions,
-            publisher,
-            pull,
-            standing,
+            stager,
+            downloader,
+            replica_status,
             activate=lambda label, mode: self._activate_unchanged(label, mode, True),
         )
-        self._publication = Publication(
+        self._coordinator = ActivationCoordinator(
             fleet,
             versions,
             self._follower,
             activate=self._activate_unchanged,
             seconds=settings.fleet_seconds,
         )
-        fleet.watchers.append(self._saw)
+        fleet.view_listeners.append(self._on_view)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        following = None if self._alone else asyncio.create_task(self._follower.run())
+        follower_task = None if self._is_standalone else asyncio.create_task(self._follower.run())
         try:
             yield
         finally:
-            self._publication.stop()
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+            self._coordinator.stop()
+            if follower_task is not None:
+                follower_task.cancel()
+                await asyncio.gather(follower_task, return_exceptions=True)
 
     async def catch_up(self) -> None:
-        if not self._alone:
+        if not self._is_standalone:
             await self._follower.catch_up(self._settings.catch_up_seconds)
 
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        if self._alone:
+        if self._is_standalone:
             return await self._activate(label, mode, allow_rollback)
-        return await self._publication.activate(label, mode, allow_rollback=allow_rollback)
+        return await self._coordinator.activate(label, mode, allow_rollback=allow_rollback)
 
     async def _activate_unchanged(
         self, label: str, mode: ActivationMode, allow_rollback: bool
@@ -97,19 +101,19 @@ class FleetWeights:
         return await self._activate(label, mode, allow_rollback)
 
     async def announce(self, version: Version) -> bool:
-        return self._alone or await self._follower.announce(version)
+        return self._is_standalone or await self._follower.announce(version)
 
-    async def dropped(self, label: str) -> None:
-        if not self._alone:
-            await self._follower.dropped(label)
+    async def on_deleted(self, label: str) -> None:
+        if not self._is_standalone:
+            await self._follower.on_deleted(label)
 
     def answer(self) -> VersionsAnswer:
-        order = self._fleet.sight.order
+        target = self._fleet.view.target
         return VersionsAnswer(
             active=self._versions.active.label,
-            ordered=None if order is None else order.version,
+            ordered=None if target is None else target.version,
             versions=[version.answer() for version in self._versions.all()],
-            replicas=[self._shown(replica) for replica in self._replicas()],
+            replicas=[self._replica_weights(replica) for replica in self._replicas()],
         )
 
     def skew(self) -> int:
@@ -118,34 +122,34 @@ class FleetWeights:
         return max(sequences, default=0) - min(sequences, default=0)
 
     def num_behind(self) -> int:
-        return sum(self._behind(replica) > 0 for replica in self._replicas())
+        return sum(self._versions_behind(replica) > 0 for replica in self._replicas())
 
     def num_failed(self) -> int:
         return sum(replica.failed is not None for replica in self._replicas())
 
     def _replicas(self) -> list[Replica]:
-        replicas = self._fleet.sight.replicas
+        replicas = self._fleet.view.replicas
         return [replicas[replica_id] for replica_id in sorted(replicas)]
 
-    def _shown(self, replica: Replica) -> ReplicaWeights:
+    def _replica_weights(self, replica: Replica) -> ReplicaWeights:
         return ReplicaWeights(
             replica=replica.id,
             state=replica.state,
             version=replica.version,
             sequence=replica.sequence,
-            behind=self._behind(replica),
+            behind=self._versions_behind(replica),
             staged=list(replica.staged),
             failed=replica.failed,
             error=replica.error,
         )
 
-    def _behind(self, replica: Replica) -> int:
+    def _versions_behind(self, replica: Replica) -> int:
         """By how much the version that is ordered is newer than the one that it serves."""
-        sight = self._fleet.sight
-        if sight.order is None:
+        view = self._fleet.view
+        if view.target is None:
             return 0
-        ordered = self._versions.sequence_of(sight.order.version)
+        ordered = self._versions.sequence_of(view.target.version)
         return 0 if ordered is None else max(0, ordered - replica.sequence)
 
-    def _saw(self, sight: Sight) -> None:
-        self._versions.hear_of({m.version: m.sequence for m in sight.manifests.values()})
+    def _on_view(self, view: ClusterView) -> None:
+        self._versions.learn_sequences({m.version: m.sequence for m in view.manifests.values()})

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.kv_types import ExportSlot, Load
-from service.kv_reuse.layout import Part, Span, joined, spans_of
-from service.kv_reuse.splice_load import ends_of, load_of
+from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
+from service.kv_reuse.splice_load import build_load, prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED
 from tests.engine.live import Answer, LiveEngine
@@ -16,8 +16,8 @@ BLOCK = 32
 NAMES = (f"place-{i}" for i in itertools.count())
 
 
-def spans(parts: Sequence[Part], *, first_tokens: int) -> list[Span]:
-    return spans_of(parts, first_tokens=first_tokens, block=BLOCK)
+def spans(parts: Sequence[PromptSpan], *, first_tokens: int) -> list[TokenRun]:
+    return token_runs(parts, first_tokens=first_tokens, block=BLOCK)
 
 
 @dataclass
@@ -37,18 +37,18 @@ class Chains:
             assert self.arena.words(slot) == COMMITTED
 
     def load(
-        self, parts: Sequence[Part], *, chain: str, first_tokens: int, n: int = 1
+        self, parts: Sequence[PromptSpan], *, chain: str, first_tokens: int, n: int = 1
     ) -> Load | None:
         """None where all of it is computed."""
         cut = spans(parts, first_tokens=first_tokens)
         kept = {i: self.segments[tuple(p.token_ids)] for i, p in enumerate(parts) if p.name}
-        if not ends_of(cut):
+        if not prefill_lengths(cut):
             return None
-        return load_of(cut, kept, chain=chain, num_requests=len(ends_of(cut)) + n)
+        return build_load(cut, kept, chain=chain, num_requests=len(prefill_lengths(cut)) + n)
 
     def submit(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PromptSpan],
         load: Load | None,
         *,
         first_tokens: int,
@@ -57,13 +57,13 @@ class Chains:
     ) -> list[str]:
         """The links, and then the samples that the load was made for: those are named."""
         prompt = joined(parts)
-        for end in ends_of(spans(parts, first_tokens=first_tokens)):
+        for end in prefill_lengths(spans(parts, first_tokens=first_tokens)):
             self.engine.submit(prompt[:end], load=load, max_tokens=1)
         asked: dict[str, Any] = {"max_tokens": 20} | sampling
         return [self.engine.submit(prompt, load=load, **asked) for _ in range(n)]
 
     def sample(
-        self, parts: Sequence[Part], *, first_tokens: int, chain: str = "chain", n: int = 1
+        self, parts: Sequence[PromptSpan], *, first_tokens: int, chain: str = "chain", n: int = 1
     ) -> list[Answer]:
         load = self.load(parts, chain=chain, first_tokens=first_tokens, n=n)
         return self.engine.finish(*self.submit(parts, load, first_tokens=first_tokens, n=n))

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.kv_types import ExportSlot, Load
-from service.kv_reuse.anchor_selection import candidates_of, choose, compared
-from service.kv_reuse.anchors import Anchor, Context
-from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.anchor_selection import find_candidates, pairs_to_compare, select_anchors
+from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.kv_distance import distance
-from service.kv_reuse.layout import Part, joined
-from service.kv_reuse.prediction import pieces_of
+from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.template import shape_of
+from service.kv_reuse.template import template_of
 from service.prompt_kv.allocator import Extent
 from tests.arena import TestArena
 from tests.engine.kv.exporting import COMMITTED
@@ -28,19 +28,19 @@ class Predicting:
     engine: LiveEngine
     arena: TestArena
     anchors: list[Anchor] = field(default_factory=list)
-    alone: dict[tuple[int, ...], Kept] = field(default_factory=dict)
+    alone: dict[tuple[int, ...], CacheEntry] = field(default_factory=dict)
 
-    def keep(self, *prompts: Sequence[Part]) -> None:
+    def keep(self, *prompts: Sequence[PromptSpan]) -> None:
         """Computed, one after the other."""
         for parts in prompts:
-            shape, prompt = shape_of(parts), joined(parts)
-            context, bases = Context(SCOPE, 0, shape.context), self._bases(parts)
-            real = self._written(prompt, shape.num_tokens)
-            self.anchors.append(Anchor(context=context, shape=shape, real=real, bases=bases))
+            template, prompt = template_of(parts), joined(parts)
+            context, bases = AnchorContext(SCOPE, 0, template.context), self._bases(parts)
+            real = self._written(prompt, template.num_tokens)
+            self.anchors.append(Anchor(context=context, template=template, real=real, bases=bases))
 
     def load(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PromptSpan],
         *,
         chain: str,
         n: int = 1,
@@ -48,12 +48,12 @@ class Predicting:
         taken: bool = True,
     ) -> Load:
         """Not `taken` whole from an anchor of the same texts: predicted, but for the own text."""
-        shape, bases = shape_of(parts), self._bases(parts)
-        found = candidates_of(shape, self.anchors)
+        template, bases = template_of(parts), self._bases(parts)
+        found = find_candidates(template, self.anchors)
         assert found is not None, "too few anchors"
         if not taken:
             found[1:] = [
-                replace(one, same=None, anchors=self.anchors, compared_by=i - 1 + i % 2)
+                replace(one, exact_match=None, anchors=self.anchors, compared_section=i - 1 + i % 2)
                 for i, one in enumerate(found[1:], start=1)
             ]
         view = self.arena.bytes.data
@@ -61,15 +61,21 @@ class Predicting:
             (index, anchor): distance(
                 view, self.arena.form, bases[index].slot, anchor.bases[index].slot
             )
-            for index, anchor in compared(shape, found)
+            for index, anchor in pairs_to_compare(template, found)
         }
-        choice = choose(shape, found, distances, threshold)
+        choice = select_anchors(template, found, distances, threshold)
         assert choice is not None, "not shareable"
-        pieces = pieces_of(shape, bases, found, choice)
+        pieces = load_pieces(template, bases, found, choice)
         return Load(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
 
     def submit(
-        self, parts: Sequence[Part], load: Load, *, n: int = 1, salt: str | None = None, **how: Any
+        self,
+        parts: Sequence[PromptSpan],
+        load: Load,
+        *,
+        n: int = 1,
+        salt: str | None = None,
+        **how: Any,
     ) -> list[str]:
         asked: dict[str, Any] = {"max_tokens": 12} | how
         return [
@@ -77,18 +83,20 @@ class Predicting:
             for i in range(n)
         ]
 
-    def sample(self, parts: Sequence[Part], *, chain: str, n: int = 1, **how: Any) -> list[Answer]:
+    def sample(
+        self, parts: Sequence[PromptSpan], *, chain: str, n: int = 1, **how: Any
+    ) -> list[Answer]:
         load = self.load(parts, chain=chain, n=n)
         return self.engine.finish(*self.submit(parts, load, n=n, **how))
 
     def slot(self, num_tokens: int) -> ExportSlot:
         return replace(self.arena.slot(num_tokens), name=next(NAMES))
 
-    def _bases(self, parts: Sequence[Part]) -> dict[int, Kept]:
-        shape, prompt = shape_of(parts), joined(parts)
+    def _bases(self, parts: Sequence[PromptSpan]) -> dict[int, CacheEntry]:
+        template, prompt = template_of(parts), joined(parts)
         texts = {part.name: list(part.token_ids) for part in parts}
-        found: dict[int, Kept] = {}
-        for index, stretch in enumerate(shape.stretches):
+        found: dict[int, CacheEntry] = {}
+        for index, stretch in enumerate(template.sections):
             if stretch.name is None:
                 continue
             text = texts[stretch.name]
@@ -98,8 +106,10 @@ class Predicting:
             found[index] = self.alone[tuple(text)]
         return found
 
-    def _written(self, prompt: Sequence[int], num_tokens: int) -> Kept:
+    def _written(self, prompt: Sequence[int], num_tokens: int) -> CacheEntry:
         slot = self.slot(num_tokens)
         self.engine.finish(self.engine.submit(prompt, export=slot, max_tokens=1))
         assert self.arena.words(slot) == COMMITTED
-        return Kept(slot=slot, extent=Extent(0, 0), key=Key(SCOPE, 0, "", b""), written=True)
+        return CacheEntry(
+            slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""), is_written=True
+        )

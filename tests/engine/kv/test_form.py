@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kv_types import KvFormat
-from service.prompt_kv.layout import Layouts
+from service.prompt_kv.layout import LayoutFactory
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -60,7 +60,7 @@ def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
         dtype="bfloat16",
         rope={},
     )
-    assert Layouts("model", told).of([0] * 77, "v1").data_bytes == form.num_bytes(77)
+    assert LayoutFactory("model", told).of([0] * 77, "v1").data_bytes == form.num_bytes(77)
 
 
 def test_layers_of_a_draft_model_are_left_out() -> None:

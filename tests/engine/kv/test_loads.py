@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.kv_reuse.layout import Part, joined
-from service.kv_reuse.splice_load import ends_of
+from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.splice_load import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv.chains import Chains, spans
 from tests.engine.kv.exporting import (
@@ -42,26 +42,30 @@ A, B, C = tokens(1, 70), tokens(2, 75), tokens(3, 70)
 D, E = tokens(10, 64), tokens(11, 64)
 OWN, MIDDLE, END = tokens(4, 50), tokens(5, 3), tokens(6, 9)
 PROMPTS = {
-    "one hole": [Part(token_ids=OWN), Part(token_ids=A, name="a"), Part(token_ids=END)],
+    "one hole": [
+        PromptSpan(token_ids=OWN),
+        PromptSpan(token_ids=A, name="a"),
+        PromptSpan(token_ids=END),
+    ],
     "three holes": [
-        Part(token_ids=OWN),
-        Part(token_ids=A, name="a"),
-        Part(token_ids=MIDDLE),
-        Part(token_ids=B, name="b"),
-        Part(token_ids=C, name="c"),
-        Part(token_ids=END),
+        PromptSpan(token_ids=OWN),
+        PromptSpan(token_ids=A, name="a"),
+        PromptSpan(token_ids=MIDDLE),
+        PromptSpan(token_ids=B, name="b"),
+        PromptSpan(token_ids=C, name="c"),
+        PromptSpan(token_ids=END),
     ],
     "two that touch": [
-        Part(token_ids=tokens(12, 32)),
-        Part(token_ids=D, name="d"),
-        Part(token_ids=E, name="e"),
-        Part(token_ids=END),
+        PromptSpan(token_ids=tokens(12, 32)),
+        PromptSpan(token_ids=D, name="d"),
+        PromptSpan(token_ids=E, name="e"),
+        PromptSpan(token_ids=END),
     ],
-    "a segment at the end": [Part(token_ids=MIDDLE), Part(token_ids=C, name="c")],
+    "a segment at the end": [PromptSpan(token_ids=MIDDLE), PromptSpan(token_ids=C, name="c")],
     "a segment first": [
-        Part(token_ids=B, name="b"),
-        Part(token_ids=A, name="a"),
-        Part(token_ids=END),
+        PromptSpan(token_ids=B, name="b"),
+        PromptSpan(token_ids=A, name="a"),
+        PromptSpan(token_ids=END),
     ],
 }
 
@@ -254,7 +258,7 @@ def test_weights_that_change_within_a_chain_leave_none_of_the_old_in_its_samples
     scene.chains.keep(A, B, C)
     load = scene.chains.load(parts, chain="torn by weights", first_tokens=8)
     assert load is not None
-    links = [joined(parts)[:end] for end in ends_of(spans(parts, first_tokens=8))]
+    links = [joined(parts)[:end] for end in prefill_lengths(spans(parts, first_tokens=8))]
     alone = replace(load, num_requests=1)
     scene.engine.finish(*[scene.engine.submit(p, load=alone, max_tokens=1) for p in links[:2]])
     scene.engine.swap(scene.models["v8"])
@@ -281,7 +285,7 @@ def test_a_preempted_sample_loads_again(scene: Scene) -> None:
 
 def test_an_aborted_chain_leaves_nothing(scene: Scene) -> None:
     """Before it is whole, before it is scheduled, and in the middle of what it computes."""
-    parts = [*PROMPTS["one hole"], Part(token_ids=tokens(9, 100))]
+    parts = [*PROMPTS["one hole"], PromptSpan(token_ids=tokens(9, 100))]
     scene.chains.keep(A)
     load = scene.chains.load(parts, chain="aborted", first_tokens=8)
     name = scene.engine.submit(joined(parts), load=load, max_tokens=20)

@@ -16,7 +16,7 @@ from engine.kv_transfer.params import Piece, Pieces, carrying
 from engine.kv_transfer.worker.assemble import runs_of
 from engine.kv_types import Load
 from engine.runtime.guard import features
-from service.kv_reuse.layout import Part, joined
+from service.kv_reuse.layout import PromptSpan, joined
 from tests.arena import TestArena
 from tests.engine.kv.exporting import EXPORTING, kv_format, reference, save_model, true_kv, worst
 from tests.engine.kv.predicting import Predicting
@@ -31,13 +31,13 @@ TEXTS = {"a": (tokens(1, 70), tokens(21, 75)), "b": (tokens(2, 300), tokens(22, 
 NEW = {"a": tokens(31, 66), "b": tokens(32, 290)}
 
 
-def prompt_of(a: Sequence[int], b: Sequence[int], own: Sequence[int] = OWN) -> list[Part]:
+def prompt_of(a: Sequence[int], b: Sequence[int], own: Sequence[int] = OWN) -> list[PromptSpan]:
     return [
-        Part(token_ids=own),
-        Part(token_ids=a, name="a"),
-        Part(token_ids=MIDDLE),
-        Part(token_ids=b, name="b"),
-        Part(token_ids=END),
+        PromptSpan(token_ids=own),
+        PromptSpan(token_ids=a, name="a"),
+        PromptSpan(token_ids=MIDDLE),
+        PromptSpan(token_ids=b, name="b"),
+        PromptSpan(token_ids=END),
     ]
 
 
@@ -53,7 +53,7 @@ class Scene:
     models: dict[str, Path]
     truth: dict[str, Any]
 
-    def meant(self, parts: Sequence[Part], answer: Answer) -> torch.Tensor:
+    def meant(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
         """What the prediction says of the answer's tokens."""
         foreseen = Foreseen(self.truth["v7"])
         anchors = [foreseen.anchor(known) for known in (FIRST, SECOND)]
@@ -61,7 +61,9 @@ class Scene:
         assert found is not None
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
-    def computed(self, parts: Sequence[Part], answer: Answer, model: str = "v7") -> torch.Tensor:
+    def computed(
+        self, parts: Sequence[PromptSpan], answer: Answer, model: str = "v7"
+    ) -> torch.Tensor:
         found = Placed(self.truth[model]).dense(joined(parts), answer.token_ids)
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
@@ -121,7 +123,7 @@ def scene(
 
 @pytest.mark.parametrize(("parts", "taken"), [(FIRST, True), (SECOND, True), (FIRST, False)])
 def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
-    scene: Scene, parts: list[Part], taken: bool
+    scene: Scene, parts: list[PromptSpan], taken: bool
 ) -> None:
     """In one request, all but the last token: taken from that anchor, or predicted from both, where
     the other counts nothing. Nothing is cached under the salt."""
@@ -184,7 +186,7 @@ def test_two_groups_and_an_export_run_side_by_side(scene: Scene) -> None:
     for parts, answers in ((THIRD, predicted[:2]), (other, predicted[2:])):
         for answer in answers:
             assert_close(answer, scene.meant(parts, answer))
-    assert_close(exported, scene.computed([Part(token_ids=prompt)], exported))
+    assert_close(exported, scene.computed([PromptSpan(token_ids=prompt)], exported))
     truth = true_kv(scene.truth["v7"], prompt, len(prompt) - 1)
     assert worst(scene.predicting.arena, slot, truth) < CLOSE
 

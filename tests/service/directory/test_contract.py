@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.redis_registry import RedisDirectory
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import (
-    Directory,
+    ActivationTarget,
+    ClusterRegistry,
     Manifest,
     ManifestConflict,
     ManifestFile,
-    Order,
     Replica,
 )
 from service.cluster.settings import DirectorySettings
@@ -35,107 +35,109 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["embedded", "redis"])
-async def directory(request: pytest.FixtureRequest) -> AsyncIterator[Directory]:
+async def directory(request: pytest.FixtureRequest) -> AsyncIterator[ClusterRegistry]:
     if request.param == "embedded":
-        yield EmbeddedDirectory()
+        yield InMemoryRegistry()
         return
     server: RedisServer = request.getfixturevalue("redis")
     server.flush()
-    known = RedisDirectory(DirectorySettings(redis_url=server.url, call_seconds=5))
+    known = RedisRegistry(DirectorySettings(redis_url=server.url, call_seconds=5))
     yield known
     await known.close()
 
 
-async def test_who_beats_is_seen_with_what_it_last_said(directory: Directory) -> None:
-    await directory.beat(A, seconds=LONG)
+async def test_who_beats_is_seen_with_what_it_last_said(directory: ClusterRegistry) -> None:
+    await directory.beat(A, ttl_seconds=LONG)
     changed = replace(A, state="draining", version="v1", sequence=1, epoch=3, holds=("v1",))
-    await directory.beat(changed, seconds=LONG)
-    sight = await directory.beat(B, seconds=LONG)
-    assert dict(sight.replicas) == {A.id: changed, B.id: B}
+    await directory.beat(changed, ttl_seconds=LONG)
+    view = await directory.beat(B, ttl_seconds=LONG)
+    assert dict(view.replicas) == {A.id: changed, B.id: B}
 
 
-async def test_who_falls_silent_is_seen_no_more(directory: Directory) -> None:
-    await directory.beat(A, seconds=SHORT)
+async def test_who_falls_silent_is_seen_no_more(directory: ClusterRegistry) -> None:
+    await directory.beat(A, ttl_seconds=SHORT)
     await asyncio.sleep(SHORT + 0.05)
-    assert dict((await directory.beat(B, seconds=LONG)).replicas) == {B.id: B}
+    assert dict((await directory.beat(B, ttl_seconds=LONG)).replicas) == {B.id: B}
 
 
-async def test_who_leaves_is_seen_no_more_and_may_leave_again(directory: Directory) -> None:
-    await directory.beat(A, seconds=LONG)
+async def test_who_leaves_is_seen_no_more_and_may_leave_again(directory: ClusterRegistry) -> None:
+    await directory.beat(A, ttl_seconds=LONG)
     await directory.leave(A.id)
     await directory.leave(A.id)
-    assert dict((await directory.beat(B, seconds=LONG)).replicas) == {B.id: B}
+    assert dict((await directory.beat(B, ttl_seconds=LONG)).replicas) == {B.id: B}
 
 
-async def test_a_replica_hears_whether_it_was_still_listed(directory: Directory) -> None:
-    assert not (await directory.beat(A, seconds=LONG)).known
-    assert (await directory.beat(A, seconds=SHORT)).known
+async def test_a_replica_hears_whether_it_was_still_listed(directory: ClusterRegistry) -> None:
+    assert not (await directory.beat(A, ttl_seconds=LONG)).known
+    assert (await directory.beat(A, ttl_seconds=SHORT)).known
     await asyncio.sleep(SHORT + 0.05)
-    assert not (await directory.beat(A, seconds=LONG)).known
+    assert not (await directory.beat(A, ttl_seconds=LONG)).known
 
 
-async def test_a_place_is_one_replicas(directory: Directory) -> None:
+async def test_a_place_is_one_replicas(directory: ClusterRegistry) -> None:
     for replica in (A, B):
-        await directory.beat(replica, seconds=LONG)
-    first = await directory.claim("p", A.id, seconds=LONG, take_over=True)
-    second = await directory.claim("p", B.id, seconds=LONG, take_over=True)
-    again = await directory.claim("p", A.id, seconds=LONG, take_over=True)
-    other = await directory.claim("q", B.id, seconds=LONG, take_over=True)
+        await directory.beat(replica, ttl_seconds=LONG)
+    first = await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=True)
+    second = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=True)
+    again = await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=True)
+    other = await directory.claim("q", B.id, ttl_seconds=LONG, allow_takeover=True)
     assert (first, second, again, other) == (A.id, A.id, A.id, B.id)
 
 
-async def test_of_many_who_claim_at_once_one_has_the_place(directory: Directory) -> None:
+async def test_of_many_who_claim_at_once_one_has_the_place(directory: ClusterRegistry) -> None:
     replicas = [replace(A, id=f"{number:012x}") for number in range(8)]
     for replica in replicas:
-        await directory.beat(replica, seconds=LONG)
-    claims = [directory.claim("p", r.id, seconds=LONG, take_over=True) for r in replicas]
+        await directory.beat(replica, ttl_seconds=LONG)
+    claims = [directory.claim("p", r.id, ttl_seconds=LONG, allow_takeover=True) for r in replicas]
     assert len(set(await asyncio.gather(*claims))) == 1
 
 
-async def test_the_place_of_one_who_is_gone_can_be_taken_over(directory: Directory) -> None:
-    await directory.claim("p", A.id, seconds=LONG, take_over=False)
-    await directory.beat(B, seconds=LONG)
-    kept = await directory.claim("p", B.id, seconds=LONG, take_over=False)
-    taken = await directory.claim("p", B.id, seconds=LONG, take_over=True)
+async def test_the_place_of_one_who_is_gone_can_be_taken_over(directory: ClusterRegistry) -> None:
+    await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
+    await directory.beat(B, ttl_seconds=LONG)
+    kept = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False)
+    taken = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=True)
     assert (kept, taken) == (A.id, B.id)
 
 
-async def test_the_place_of_one_who_fell_silent_can_be_taken_over(directory: Directory) -> None:
-    await directory.beat(A, seconds=SHORT)
-    await directory.claim("p", A.id, seconds=LONG, take_over=False)
+async def test_the_place_of_one_who_fell_silent_can_be_taken_over(
+    directory: ClusterRegistry,
+) -> None:
+    await directory.beat(A, ttl_seconds=SHORT)
+    await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
     await asyncio.sleep(SHORT + 0.05)
-    kept = await directory.claim("p", B.id, seconds=LONG, take_over=False)
-    taken = await directory.claim("p", B.id, seconds=LONG, take_over=True)
+    kept = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False)
+    taken = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=True)
     assert (kept, taken) == (A.id, B.id)
 
 
-async def test_a_place_is_forgotten_after_a_while(directory: Directory) -> None:
-    await directory.beat(A, seconds=LONG)
-    await directory.claim("p", A.id, seconds=SHORT, take_over=False)
+async def test_a_place_is_forgotten_after_a_while(directory: ClusterRegistry) -> None:
+    await directory.beat(A, ttl_seconds=LONG)
+    await directory.claim("p", A.id, ttl_seconds=SHORT, allow_takeover=False)
     await asyncio.sleep(SHORT + 0.05)
-    assert await directory.claim("p", B.id, seconds=LONG, take_over=False) == B.id
+    assert await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False) == B.id
 
 
-async def test_a_place_is_released_by_who_has_it(directory: Directory) -> None:
-    await directory.beat(A, seconds=LONG)
-    await directory.claim("p", A.id, seconds=LONG, take_over=False)
+async def test_a_place_is_released_by_who_has_it(directory: ClusterRegistry) -> None:
+    await directory.beat(A, ttl_seconds=LONG)
+    await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
     await directory.release("p", B.id)
-    kept = await directory.claim("p", B.id, seconds=LONG, take_over=True)
+    kept = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=True)
     await directory.release("p", A.id)
     await directory.release("p", A.id)
-    freed = await directory.claim("p", B.id, seconds=LONG, take_over=False)
+    freed = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False)
     assert (kept, freed) == (A.id, B.id)
 
 
-async def test_a_manifest_is_seen_until_it_is_withdrawn(directory: Directory) -> None:
+async def test_a_manifest_is_seen_until_it_is_withdrawn(directory: ClusterRegistry) -> None:
     delta = replace(V1, version="v2", sequence=2, base="v1", path="/shared/v2")
     for manifest in (V1, V1, delta):
         await directory.publish(manifest)
-    seen = (await directory.beat(A, seconds=LONG)).manifests
+    refresh = (await directory.beat(A, ttl_seconds=LONG)).manifests
     for _ in "ab":
         await directory.withdraw("v1")
-    left = (await directory.beat(A, seconds=LONG)).manifests
-    assert (dict(seen), dict(left)) == ({"v1": V1, "v2": delta}, {"v2": delta})
+    left = (await directory.beat(A, ttl_seconds=LONG)).manifests
+    assert (dict(refresh), dict(left)) == ({"v1": V1, "v2": delta}, {"v2": delta})
 
 
 @pytest.mark.parametrize(
@@ -148,18 +150,18 @@ async def test_a_manifest_is_seen_until_it_is_withdrawn(directory: Directory) ->
     ids=["another sequence", "another label", "other bytes"],
 )
 async def test_a_version_keeps_its_content_and_its_sequence(
-    directory: Directory, other: Manifest
+    directory: ClusterRegistry, other: Manifest
 ) -> None:
     await directory.publish(V1)
     with pytest.raises(ManifestConflict):
         await directory.publish(other)
-    assert dict((await directory.beat(A, seconds=LONG)).manifests) == {"v1": V1}
+    assert dict((await directory.beat(A, ttl_seconds=LONG)).manifests) == {"v1": V1}
 
 
-async def test_of_two_orders_the_later_one_stands(directory: Directory) -> None:
-    first = Order(epoch=1, version="v1")
-    second = Order(epoch=2, version="v0", mode="wait", allow_rollback=True)
-    rival = Order(epoch=2, version="v9")
-    stood = [await directory.order(order) for order in (first, second, rival, first)]
+async def test_of_two_orders_the_later_one_stands(directory: ClusterRegistry) -> None:
+    first = ActivationTarget(epoch=1, version="v1")
+    second = ActivationTarget(epoch=2, version="v0", mode="wait", allow_rollback=True)
+    rival = ActivationTarget(epoch=2, version="v9")
+    stood = [await directory.target(target) for target in (first, second, rival, first)]
     assert stood == [first, second, second, second]
-    assert (await directory.beat(A, seconds=LONG)).order == second
+    assert (await directory.beat(A, ttl_seconds=LONG)).target == second

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from service.cluster.ids import new_handle_id, new_replica_id, new_rollout_id
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.service.keyfile import bearer, write_keys
@@ -26,7 +26,7 @@ ASYNC = {"prefer": "respond-async"}
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[list[Served]]:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     engines = [FakeEngine(instant=False, prompt_kv=True) for _ in "ab"]
     async with fleet(tmp_path, engines, lambda: shared) as replicas:
         yield replicas
@@ -88,7 +88,7 @@ async def test_whoever_follows_gets_the_answer(pair: list[Served]) -> None:
 async def test_a_handle_of_another_replica_is_answered_with_its_address(
     pair: list[Served], method: str, rest: str
 ) -> None:
-    place = f"/v1/kv/{new_handle_id(pair[0].server.fleet.me)}{rest}"
+    place = f"/v1/kv/{new_handle_id(pair[0].server.fleet.own_id)}{rest}"
     answer = await pair[1].http.request(method, place)
     assert (answer.status_code, answer.headers["location"]) == (307, pair[0].url + place)
 
@@ -132,7 +132,7 @@ async def test_a_key_that_was_sent_to_one_replica_starts_nothing_on_another(
 
 async def test_another_callers_key_of_the_same_name_is_another_key(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", one="rollout", two="rollout")
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
     async with fleet(tmp_path, [FakeEngine(), FakeEngine()], lambda: shared, **settings) as pair:
         answers = [
@@ -157,31 +157,31 @@ async def test_a_refused_request_leaves_its_key_to_others(pair: list[Served]) ->
 
 async def test_nobody_is_told_where_to_go_before_the_key_is_known(tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", one="rollout,kv")
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
     async with fleet(tmp_path, [FakeEngine(), FakeEngine()], lambda: shared, **settings) as pair:
-        place = f"/v1/rollouts/{new_rollout_id(pair[0].server.fleet.me)}"
+        place = f"/v1/rollouts/{new_rollout_id(pair[0].server.fleet.own_id)}"
         answer = await pair[1].http.get(place)
     assert answer.status_code == 401
 
 
 async def test_what_a_replica_had_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     async with replica(tmp_path / "b", FakeEngine(), shared) as left:
         async with replica(tmp_path / "a", FakeEngine(), shared) as gone:
             place = await submitted(gone)
-            await left.server.fleet.seen()
+            await left.server.fleet.refresh()
             there = await left.http.get(place)
-        await left.server.fleet.seen()
+        await left.server.fleet.refresh()
         rollout = await left.http.get(place)
-        kv = await left.http.get(f"/v1/kv/{new_handle_id(gone.server.fleet.me)}")
+        kv = await left.http.get(f"/v1/kv/{new_handle_id(gone.server.fleet.own_id)}")
     assert there.status_code == 307
     assert (rollout.status_code, rollout.json()["code"]) == (410, "replica_gone")
     assert (kv.status_code, kv.json()["code"]) == (410, "kv_gone")
 
 
 async def test_the_key_of_a_replica_that_is_gone_starts_a_rollout_anew(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     key = {"idempotency-key": "k"}
     async with replica(tmp_path / "b", FakeEngine(), shared) as left:
         async with replica(tmp_path / "a", FakeEngine(), shared) as gone:
@@ -194,30 +194,30 @@ async def test_the_key_of_a_replica_that_is_gone_starts_a_rollout_anew(tmp_path:
 async def test_a_name_that_no_replica_gave_is_not_found(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         answers = [await served.http.get(f"/v1/rollouts/{name}") for name in ("none", "0.1", "x.y")]
-        mine = await served.http.get(f"/v1/rollouts/{new_rollout_id(served.server.fleet.me)}")
+        mine = await served.http.get(f"/v1/rollouts/{new_rollout_id(served.server.fleet.own_id)}")
         other = await served.http.get(f"/v1/rollouts/{new_rollout_id(new_replica_id())}")
     assert {answer.json()["code"] for answer in (*answers, mine)} == {"rollout_not_found"}
     assert other.json()["code"] == "replica_gone"
 
 
 async def test_the_address_may_have_a_path_of_its_own(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     gateway: dict[str, Any] = {"server": {"advertised_url": "https://gate/replica/a/"}}
     async with (
         serving(FakeEngine(), tmp_path / "a", shared=shared, **gateway) as a,
         replica(tmp_path / "b", FakeEngine(), shared) as b,
     ):
-        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.me)}"
+        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.own_id)}"
         answer = await b.http.get(place, params={"wait": 1})
     assert answer.headers["location"] == f"https://gate/replica/a{place}?wait=1"
 
 
 async def test_a_host_header_leads_nobody_astray(tmp_path: Path) -> None:
-    shared = EmbeddedDirectory()
+    shared = InMemoryRegistry()
     engines = [FakeEngine() for _ in "ab"]
     anyone = {"allowed_hosts": ["*"]}
     async with fleet(tmp_path, engines, lambda: shared, server=anyone) as (a, b):
-        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.me)}"
+        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.own_id)}"
         answer = await b.http.get(place, headers={"host": "evil.example"})
         assert urlsplit(answer.headers["location"]).netloc == urlsplit(a.url).netloc
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from service.cluster.claims import CLAIMS_A_BEAT
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.membership import Fleet
-from service.cluster.redirect import Elsewhere
-from service.cluster.registry import DirectoryLost, Replica, Sight
+from service.cluster.claims import MAX_CLAIMS_PER_HEARTBEAT
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.membership import ClusterMembership
+from service.cluster.redirect import RedirectToReplica
+from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
 from service.cluster.settings import DirectorySettings
 from service.http.errors import DirectoryUnavailable, ReplicaGone
 
@@ -20,7 +20,7 @@ SETTINGS = DirectorySettings(redis_url="redis://nowhere")
 EXPIRE = SETTINGS.expire_seconds
 
 
-class Faulty(EmbeddedDirectory):
+class Faulty(InMemoryRegistry):
     """`silent`: every call ends without an answer; `releasing` happens just before a release."""
 
     def __init__(self, clock: "Clock") -> None:
@@ -36,14 +36,16 @@ class Faulty(EmbeddedDirectory):
     def forget(self) -> None:
         self.__init__(self._clock)  # type: ignore[misc]
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
         self.beats += 1
-        sight: Sight = await self._heard(super().beat(replica, seconds=seconds))
-        return sight
+        view: ClusterView = await self._heard(super().beat(replica, ttl_seconds=ttl_seconds))
+        return view
 
-    async def claim(self, place: str, replica_id: str, *, seconds: float, take_over: bool) -> str:
+    async def claim(
+        self, place: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+    ) -> str:
         holder: str = await self._heard(
-            super().claim(place, replica_id, seconds=seconds, take_over=take_over)
+            super().claim(place, replica_id, ttl_seconds=ttl_seconds, allow_takeover=allow_takeover)
         )
         return holder
 
@@ -56,7 +58,7 @@ class Faulty(EmbeddedDirectory):
         await asyncio.sleep(0)
         if self.silent:
             work.close()
-            raise DirectoryLost("silent")
+            raise RegistryUnavailable("silent")
         return await work
 
 
@@ -73,202 +75,204 @@ class Seen:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.directory = Faulty(self.clock)
+        self.registry = Faulty(self.clock)
         self.failed: list[str] = []
-        self.unshared = 0
-        self.fleet = Fleet(
-            self.directory,
+        self.on_unshared_key = 0
+        self.fleet = ClusterMembership(
+            self.registry,
             SETTINGS,
             describe=lambda: A,
             failed=self.failed.append,
-            unshared=self._unshared,
+            on_unshared_key=self._unshared,
             clock=self.clock,
         )
 
     def _unshared(self) -> None:
-        self.unshared += 1
+        self.on_unshared_key += 1
 
-    async def pass_by(self, seconds: float, *others: Replica) -> None:
+    async def pass_by(self, ttl_seconds: float, *others: Replica) -> None:
         """Heartbeats of everybody for so long."""
-        for _ in range(round(seconds / SETTINGS.heartbeat_seconds)):
+        for _ in range(round(ttl_seconds / SETTINGS.heartbeat_seconds)):
             self.clock.now += SETTINGS.heartbeat_seconds
             for other in others:
-                await EmbeddedDirectory.beat(self.directory, other, seconds=EXPIRE)
+                await InMemoryRegistry.beat(self.registry, other, ttl_seconds=EXPIRE)
             await self.beat()
 
     async def beat(self) -> None:
         self.clock.now += 0.001
         try:
-            await self.fleet.seen()
-        except DirectoryLost:
-            assert self.fleet.lost
+            await self.fleet.refresh()
+        except RegistryUnavailable:
+            assert self.fleet.unavailable
 
     async def asked_for(self, replica: Replica) -> str:
         try:
-            await self.fleet.check_here(replica.id)
-        except (Elsewhere, ReplicaGone, DirectoryUnavailable) as answer:
+            await self.fleet.check_local(replica.id)
+        except (RedirectToReplica, ReplicaGone, DirectoryUnavailable) as answer:
             return getattr(answer, "url", type(answer).__name__)
         return "here"
 
 
 @pytest.fixture
-def seen() -> Seen:
+def refresh() -> Seen:
     return Seen()
 
 
 async def test_who_is_not_listed_is_gone_only_once_all_had_time_to_show_themselves(
-    seen: Seen,
+    refresh: Seen,
 ) -> None:
-    early = await seen.asked_for(B)
-    await seen.pass_by(EXPIRE + 3)
-    assert (early, await seen.asked_for(B)) == ("DirectoryUnavailable", "ReplicaGone")
+    early = await refresh.asked_for(B)
+    await refresh.pass_by(EXPIRE + 3)
+    assert (early, await refresh.asked_for(B)) == ("DirectoryUnavailable", "ReplicaGone")
 
 
-async def test_one_that_came_just_now_is_looked_up(seen: Seen) -> None:
-    await seen.beat()
-    await EmbeddedDirectory.beat(seen.directory, B, seconds=EXPIRE)
-    assert await seen.asked_for(B) == B.url
+async def test_one_that_came_just_now_is_looked_up(refresh: Seen) -> None:
+    await refresh.beat()
+    await InMemoryRegistry.beat(refresh.registry, B, ttl_seconds=EXPIRE)
+    assert await refresh.asked_for(B) == B.url
 
 
-async def test_a_lost_directory_is_not_needed_for_what_is_remembered(seen: Seen) -> None:
-    await seen.pass_by(EXPIRE + 3, B)
-    seen.directory.silent = True
-    await seen.pass_by(10 * EXPIRE)
+async def test_a_lost_directory_is_not_needed_for_what_is_remembered(refresh: Seen) -> None:
+    await refresh.pass_by(EXPIRE + 3, B)
+    refresh.registry.silent = True
+    await refresh.pass_by(10 * EXPIRE)
     other = Replica(id="c" * 12, url="http://c", state="serving", version="v0", sequence=0)
-    assert (seen.fleet.lost, await seen.asked_for(B)) == (True, B.url)
-    assert await seen.asked_for(other) == "DirectoryUnavailable"
-    assert set(seen.failed) == {"beat"}
+    assert (refresh.fleet.unavailable, await refresh.asked_for(B)) == (True, B.url)
+    assert await refresh.asked_for(other) == "DirectoryUnavailable"
+    assert set(refresh.failed) == {"beat"}
 
 
-async def test_after_a_flush_nobody_is_gone_until_it_is_sure(seen: Seen) -> None:
-    await seen.pass_by(EXPIRE + 3, B)
-    seen.directory.forget()
-    await seen.beat()
-    assert (seen.fleet.settled, await seen.asked_for(B)) == (False, B.url)
-    await seen.pass_by(EXPIRE + 3)
-    assert (seen.fleet.settled, await seen.asked_for(B)) == (True, "ReplicaGone")
+async def test_after_a_flush_nobody_is_gone_until_it_is_sure(refresh: Seen) -> None:
+    await refresh.pass_by(EXPIRE + 3, B)
+    refresh.registry.forget()
+    await refresh.beat()
+    assert (refresh.fleet.is_settled, await refresh.asked_for(B)) == (False, B.url)
+    await refresh.pass_by(EXPIRE + 3)
+    assert (refresh.fleet.is_settled, await refresh.asked_for(B)) == (True, "ReplicaGone")
 
 
-async def test_after_a_flush_keys_are_claimed_again(seen: Seen) -> None:
-    await seen.beat()
-    await seen.fleet.claim("p")
-    await seen.fleet.claim("q")
-    seen.fleet.release("q")
-    seen.directory.forget()
-    await seen.beat()
+async def test_after_a_flush_keys_are_claimed_again(refresh: Seen) -> None:
+    await refresh.beat()
+    await refresh.fleet.claim("p")
+    await refresh.fleet.claim("q")
+    refresh.fleet.release("q")
+    refresh.registry.forget()
+    await refresh.beat()
     holders = [
-        await seen.directory.claim(place, B.id, seconds=9, take_over=False) for place in "pq"
+        await refresh.registry.claim(place, B.id, ttl_seconds=9, allow_takeover=False)
+        for place in "pq"
     ]
     assert holders == [A.id, B.id]
 
 
 async def test_a_key_that_is_claimed_again_before_its_release_was_told_stays_here(
-    seen: Seen,
+    refresh: Seen,
 ) -> None:
-    await seen.beat()
-    await seen.fleet.claim("p")
-    seen.fleet.release("p")
-    await seen.fleet.claim("p")
-    await seen.beat()
-    assert await seen.directory.claim("p", B.id, seconds=9, take_over=False) == A.id
+    await refresh.beat()
+    await refresh.fleet.claim("p")
+    refresh.fleet.release("p")
+    await refresh.fleet.claim("p")
+    await refresh.beat()
+    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
 async def test_a_key_that_is_claimed_again_while_its_release_is_told_stays_here(
-    seen: Seen,
+    refresh: Seen,
 ) -> None:
-    await seen.beat()
-    await seen.fleet.claim("p")
-    seen.fleet.release("p")
-    seen.directory.releasing = lambda: seen.fleet.claim("p")
-    await seen.beat()
-    assert await seen.directory.claim("p", B.id, seconds=9, take_over=False) == A.id
+    await refresh.beat()
+    await refresh.fleet.claim("p")
+    refresh.fleet.release("p")
+    refresh.registry.releasing = lambda: refresh.fleet.claim("p")
+    await refresh.beat()
+    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_key_that_is_given_back_is_others_at_once_or_with_the_next_heartbeat(
-    seen: Seen, silent: bool
+    refresh: Seen, silent: bool
 ) -> None:
-    await seen.beat()
-    await seen.fleet.claim("p")
-    seen.directory.silent = silent
-    await seen.fleet.give_back("p")
-    seen.directory.silent = False
+    await refresh.beat()
+    await refresh.fleet.claim("p")
+    refresh.registry.silent = silent
+    await refresh.fleet.release_now("p")
+    refresh.registry.silent = False
     if silent:
-        assert seen.failed == ["release"]
-        await seen.beat()
-    assert await seen.directory.claim("p", B.id, seconds=9, take_over=False) == B.id
+        assert refresh.failed == ["release"]
+        await refresh.beat()
+    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == B.id
 
 
 async def test_many_keys_that_are_released_do_not_make_the_next_heartbeat_late(
-    seen: Seen,
+    refresh: Seen,
 ) -> None:
-    await seen.beat()
-    places = [f"p{number}" for number in range(CLAIMS_A_BEAT + 1)]
+    await refresh.beat()
+    places = [f"p{number}" for number in range(MAX_CLAIMS_PER_HEARTBEAT + 1)]
     for place in places:
-        await seen.fleet.claim(place)
-        seen.fleet.release(place)
+        await refresh.fleet.claim(place)
+        refresh.fleet.release(place)
     left = []
     for _ in "ab":
-        await seen.beat()
-        left.append(seen.directory.num_claims)
+        await refresh.beat()
+        left.append(refresh.registry.num_claims)
     assert left == [1, 0]
 
 
 async def test_a_key_that_could_not_be_asked_for_is_shared_when_the_directory_is_back(
-    seen: Seen,
+    refresh: Seen,
 ) -> None:
-    await seen.beat()
-    seen.directory.silent = True
-    await seen.fleet.claim("p")
-    await seen.beat()
-    await seen.fleet.claim("q")
-    assert (seen.unshared, seen.failed) == (2, ["claim", "beat"])
-    seen.directory.silent = False
-    await seen.beat()
+    await refresh.beat()
+    refresh.registry.silent = True
+    await refresh.fleet.claim("p")
+    await refresh.beat()
+    await refresh.fleet.claim("q")
+    assert (refresh.on_unshared_key, refresh.failed) == (2, ["claim", "beat"])
+    refresh.registry.silent = False
+    await refresh.beat()
     holders = [
-        await seen.directory.claim(place, B.id, seconds=9, take_over=False) for place in "pq"
+        await refresh.registry.claim(place, B.id, ttl_seconds=9, allow_takeover=False)
+        for place in "pq"
     ]
     assert holders == [A.id, A.id]
 
 
-async def test_the_key_of_one_that_may_be_back_is_not_taken_over(seen: Seen) -> None:
-    await seen.directory.claim("p", B.id, seconds=1e6, take_over=False)
-    await seen.beat()
+async def test_the_key_of_one_that_may_be_back_is_not_taken_over(refresh: Seen) -> None:
+    await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
+    await refresh.beat()
     with pytest.raises(DirectoryUnavailable):
-        await seen.fleet.claim("p")
-    await seen.pass_by(EXPIRE + 3)
-    await seen.fleet.claim("p")
-    assert await seen.directory.claim("p", B.id, seconds=9, take_over=False) == A.id
+        await refresh.fleet.claim("p")
+    await refresh.pass_by(EXPIRE + 3)
+    await refresh.fleet.claim("p")
+    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
-async def test_many_who_ask_for_one_that_is_unknown_ask_the_directory_once(seen: Seen) -> None:
-    await seen.pass_by(EXPIRE + 3)
-    before = seen.directory.beats
-    seen.clock.now += 1
+async def test_many_who_ask_for_one_that_is_unknown_ask_the_directory_once(refresh: Seen) -> None:
+    await refresh.pass_by(EXPIRE + 3)
+    before = refresh.registry.beats
+    refresh.clock.now += 1
 
     async def later() -> str:
-        return await seen.asked_for(B)
+        return await refresh.asked_for(B)
 
     answers = await asyncio.gather(*(later() for _ in range(50)))
     assert set(answers) == {"ReplicaGone"}
-    assert seen.directory.beats <= before + 2
+    assert refresh.registry.beats <= before + 2
 
 
-async def test_a_fault_in_a_heartbeat_ends_nothing(seen: Seen) -> None:
+async def test_a_fault_in_a_heartbeat_ends_nothing(refresh: Seen) -> None:
     class Broken(Faulty):
-        async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+        async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
             self.beats += 1
             raise RuntimeError("a bug")
 
-    broken = seen.fleet.directory = Broken(seen.clock)
-    async with seen.fleet.running():
+    broken = refresh.fleet.registry = Broken(refresh.clock)
+    async with refresh.fleet.running():
         while broken.beats < 2:
             await asyncio.sleep(0.01)
-        assert seen.fleet.lost
+        assert refresh.fleet.unavailable
 
 
-async def test_whoever_leaves_is_listed_no_more(seen: Seen) -> None:
-    async with seen.fleet.running():
-        while seen.fleet.lost:
+async def test_whoever_leaves_is_listed_no_more(refresh: Seen) -> None:
+    async with refresh.fleet.running():
+        while refresh.fleet.unavailable:
             await asyncio.sleep(0.001)
-    assert A.id not in (await seen.directory.beat(B, seconds=9)).replicas
+    assert A.id not in (await refresh.registry.beat(B, ttl_seconds=9)).replicas

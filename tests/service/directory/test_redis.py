@@ -14,8 +14,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from service.cluster.redis_registry import RedisDirectory
-from service.cluster.registry import DirectoryLost, Manifest, Order, Replica
+from service.cluster.redis_registry import RedisRegistry
+from service.cluster.registry import ActivationTarget, Manifest, RegistryUnavailable, Replica
 from service.cluster.settings import DirectorySettings
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica, sees
@@ -82,9 +82,9 @@ async def keyed(served: Served, key: str) -> httpx.Response:
     )
 
 
-async def until(served: Served, *, lost: bool) -> None:
+async def until(served: Served, *, unavailable: bool) -> None:
     async with asyncio.timeout(30):
-        while served.server.fleet.lost is not lost:
+        while served.server.fleet.unavailable is not unavailable:
             await asyncio.sleep(0.01)
 
 
@@ -112,7 +112,7 @@ async def test_without_redis_rollouts_go_on_and_what_is_remembered_is_found(
     try:
         answers = [await keyed(a, f"key-{number}") for number in range(20)]
         found = await b.http.get(place, follow_redirects=True)
-        await until(a, lost=True)
+        await until(a, unavailable=True)
         assert await metric(a, "coppice_directory_up") == 0
         assert await metric(a, "coppice_directory_unshared_keys_total") > 0
         asked = await metric(a, 'coppice_directory_failures_total{operation="claim"}')
@@ -174,15 +174,15 @@ async def test_nobody_who_lives_is_called_gone_after_a_flush(
 
 async def test_one_that_is_silent_for_long_is_gone(redis: RedisServer, tmp_path: Path) -> None:
     settings = {"directory": section(redis)}
-    known = RedisDirectory(DirectorySettings(**section(redis)))
+    known = RedisRegistry(DirectorySettings(**section(redis)))
     async with replica(tmp_path / "b", FakeEngine(), None, **settings) as served:
-        await known.beat(ME, seconds=2.0)
+        await known.beat(ME, ttl_seconds=2.0)
         name = f"{ME.id}.x"
         there = await served.http.get(f"/v1/rollouts/{name}")
         async with asyncio.timeout(30):
             while (await served.http.get(f"/v1/rollouts/{name}")).status_code != 410:
                 await asyncio.sleep(0.05)
-        assert served.server.fleet.settled
+        assert served.server.fleet.is_settled
     await known.close()
     assert there.status_code in (307, 503)
 
@@ -213,11 +213,11 @@ async def test_nothing_is_left_in_redis_but_what_expires(
 
 async def test_fleets_with_prefixes_of_their_own_do_not_meet(redis: RedisServer) -> None:
     directories = [
-        RedisDirectory(DirectorySettings(**patient(redis, key_prefix=prefix)))
+        RedisRegistry(DirectorySettings(**patient(redis, key_prefix=prefix)))
         for prefix in ("one", "two")
     ]
     for directory in directories:
-        assert not (await directory.beat(ME, seconds=9)).known
+        assert not (await directory.beat(ME, ttl_seconds=9)).known
         await directory.close()
 
 
@@ -232,16 +232,16 @@ async def test_an_acl_user_of_its_own_is_enough(tmp_path: Path) -> None:
     password.write_text("s3cret\n")
     with redis_server(tmp_path, ACL) as redis:
         named = {"redis_user": "coppice", "redis_password_file": password}
-        known = RedisDirectory(DirectorySettings(**patient(redis, **named)))
-        sight = await known.beat(ME, seconds=9)
-        assert await known.claim("p", ME.id, seconds=9, take_over=True) == ME.id
+        known = RedisRegistry(DirectorySettings(**patient(redis, **named)))
+        view = await known.beat(ME, ttl_seconds=9)
+        assert await known.claim("p", ME.id, ttl_seconds=9, allow_takeover=True) == ME.id
         await known.withdraw("v1")
         await known.close()
-        assert dict(sight.replicas) == {ME.id: ME}
+        assert dict(view.replicas) == {ME.id: ME}
         for wrong in ({}, {"redis_user": "coppice", "redis_password": "wrong"}):
-            refused = RedisDirectory(DirectorySettings(**patient(redis, **wrong)))
-            with pytest.raises(DirectoryLost):
-                await refused.beat(ME, seconds=9)
+            refused = RedisRegistry(DirectorySettings(**patient(redis, **wrong)))
+            with pytest.raises(RegistryUnavailable):
+                await refused.beat(ME, ttl_seconds=9)
             await refused.close()
 
 
@@ -266,20 +266,20 @@ async def test_tls_is_used_and_its_certificate_is_checked(
     lines = [f"tls-port {port}", f"tls-cert-file {file}", f"tls-key-file {key}"]
     with redis_server(tmp_path, [*lines, "tls-auth-clients no"]):
         url = {"redis_url": f"rediss://127.0.0.1:{port}/0", "call_seconds": 5, "expire_seconds": 30}
-        trusting = RedisDirectory(DirectorySettings(**url, tls_ca_file=file))
-        assert not (await trusting.beat(ME, seconds=9)).known
+        trusting = RedisRegistry(DirectorySettings(**url, tls_ca_file=file))
+        assert not (await trusting.beat(ME, ttl_seconds=9)).known
         await trusting.close()
-        wary = RedisDirectory(DirectorySettings(**url))
-        with pytest.raises(DirectoryLost):
-            await wary.beat(ME, seconds=9)
+        wary = RedisRegistry(DirectorySettings(**url))
+        with pytest.raises(RegistryUnavailable):
+            await wary.beat(ME, ttl_seconds=9)
         await wary.close()
 
 
 async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
     redis: RedisServer,
 ) -> None:
-    known = RedisDirectory(DirectorySettings(**patient(redis)))
-    await known.beat(ME, seconds=9)
+    known = RedisRegistry(DirectorySettings(**patient(redis)))
+    await known.beat(ME, ttl_seconds=9)
     entries = {
         "b" * 12: (
             '{"id": "%s", "url": "http://b", "state": "serving", "version": "v0", '
@@ -289,24 +289,27 @@ async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
         "d" * 12: "not JSON",
     }
     redis.put("{coppice}:replicas", entries)
-    sight = await known.beat(ME, seconds=9)
+    view = await known.beat(ME, ttl_seconds=9)
     await known.close()
-    assert set(sight.replicas) == {ME.id, "b" * 12}
+    assert set(view.replicas) == {ME.id, "b" * 12}
 
 
 @pytest.mark.parametrize("unreadable", ["not JSON", "3", '{"epoch": "high", "version": 3}'])
 async def test_an_entry_that_cannot_be_read_stands_in_nobodys_way(
     redis: RedisServer, unreadable: str
 ) -> None:
-    known = RedisDirectory(DirectorySettings(**patient(redis)))
+    known = RedisRegistry(DirectorySettings(**patient(redis)))
     redis.put("{coppice}:manifests", {"other": unreadable})
     redis.put("{coppice}:order", unreadable)
-    manifest, order = Manifest(version="v1", sequence=1, files=()), Order(epoch=1, version="v1")
+    manifest, target = (
+        Manifest(version="v1", sequence=1, files=()),
+        ActivationTarget(epoch=1, version="v1"),
+    )
     await known.publish(manifest)
-    assert await known.order(order) == order
-    sight = await known.beat(ME, seconds=9)
+    assert await known.target(target) == target
+    view = await known.beat(ME, ttl_seconds=9)
     await known.close()
-    assert (dict(sight.manifests), sight.order) == ({"v1": manifest}, order)
+    assert (dict(view.manifests), view.target) == ({"v1": manifest}, target)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestFile, Replica
 
 
@@ -21,7 +21,7 @@ class Mute:
         await self.over.wait()
         writer.close()
 
-    async def shows_itself(self, directory: EmbeddedDirectory) -> None:
+    async def shows_itself(self, directory: InMemoryRegistry) -> None:
         ghost = Replica(
             id="ghost",
             url=self.url,
@@ -33,7 +33,7 @@ class Mute:
             staged=("v9",),
         )
         file = ManifestFile(name="model.safetensors", sha256="0" * 64, num_bytes=1)
-        await directory.beat(ghost, seconds=600)
+        await directory.beat(ghost, ttl_seconds=600)
         await directory.publish(Manifest(version="v9", sequence=9, files=(file,)))
 
 

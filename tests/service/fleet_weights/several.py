@@ -9,8 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save
 
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.registry import DirectoryLost, Manifest, Order, Replica, Sight
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import (
+    ActivationTarget,
+    ClusterView,
+    Manifest,
+    RegistryUnavailable,
+    Replica,
+)
 from service.http.errors import NotReady
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet
@@ -24,24 +30,24 @@ LOOPBACK = "http://127.0.0.0/8:*"
 DIRECTORY = {"heartbeat_seconds": 0.1, "expire_seconds": 30.0}
 
 
-class Faulty(EmbeddedDirectory):
+class Faulty(InMemoryRegistry):
     """`silent`: every call ends without an answer."""
 
     silent = False
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
-        return await self._heard(super().beat(replica, seconds=seconds))
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
+        return await self._heard(super().beat(replica, ttl_seconds=ttl_seconds))
 
     async def publish(self, manifest: Manifest) -> None:
         await self._heard(super().publish(manifest))
 
-    async def order(self, order: Order) -> Order:
-        return await self._heard(super().order(order))
+    async def target(self, target: ActivationTarget) -> ActivationTarget:
+        return await self._heard(super().target(target))
 
     async def _heard(self, work: Coroutine[Any, Any, T]) -> T:
         if self.silent:
             work.close()
-            raise DirectoryLost("silent")
+            raise RegistryUnavailable("silent")
         return await work
 
     @property
@@ -63,9 +69,9 @@ def sections(**weights: Any) -> dict[str, dict[str, Any]]:
 
 @asynccontextmanager
 async def several(
-    tmp_path: Path, num: int, directory: EmbeddedDirectory | None = None, **weights: Any
+    tmp_path: Path, num: int, directory: InMemoryRegistry | None = None, **weights: Any
 ) -> AsyncIterator[tuple[list[Served], list[FakeEngine]]]:
-    shared = directory or EmbeddedDirectory()
+    shared = directory or InMemoryRegistry()
     engines = [FakeEngine() for _ in range(num)]
     async with fleet(tmp_path, engines, lambda: shared, **sections(**weights)) as replicas:
         yield replicas, engines
@@ -79,8 +85,8 @@ async def listed(served: Served) -> Any:
     return (await served.http.get("/v1/weights")).json()
 
 
-async def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
+async def eventually(holds: Callable[[], bool], ttl_seconds: float = 20.0) -> None:
+    async with asyncio.timeout(ttl_seconds):
         while not holds():
             await asyncio.sleep(0.01)
 

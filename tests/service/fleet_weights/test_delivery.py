@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.registry import Manifest, Replica, Sight
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import ClusterView, Manifest, Replica
 from service.weights.replication.load_history import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
@@ -51,7 +51,7 @@ async def test_what_is_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
             assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
 
 
-class Recording(EmbeddedDirectory):
+class Recording(InMemoryRegistry):
     """Knows who gave the files of each version when it was published."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class Recording(EmbeddedDirectory):
         self.listed: dict[str, Replica] = {}
         self.givers: dict[str, list[str]] = {}
 
-    async def beat(self, replica: Replica, *, seconds: float) -> Sight:
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
         self.listed[replica.id] = replica
-        return await super().beat(replica, seconds=seconds)
+        return await super().beat(replica, ttl_seconds=ttl_seconds)
 
     async def publish(self, manifest: Manifest) -> None:
         named = [name for name, each in self.listed.items() if manifest.version in each.holds]
@@ -74,8 +74,8 @@ async def test_who_hears_of_a_version_finds_who_has_its_files(tmp_path: Path) ->
     async with several(tmp_path, 2, directory) as (replicas, _):
         assert (await put(replicas[0], "v1", OLD, sequence=1)).status_code == 201
         assert (await put(replicas[1], "v2", NEW, sequence=2)).status_code == 201
-        assert directory.givers["v1"] == [replicas[0].server.fleet.me]
-        assert replicas[1].server.fleet.me in directory.givers["v2"]
+        assert directory.givers["v1"] == [replicas[0].server.fleet.own_id]
+        assert replicas[1].server.fleet.own_id in directory.givers["v2"]
         await eventually(lambda: replicas[0].server.versions.find("v2") is not None)
         assert [pulls(served, "failed") for served in replicas] == [0, 0]
 
@@ -132,15 +132,15 @@ async def test_a_sharded_version_goes_to_all(tmp_path: Path) -> None:
         for name, content in files.items():
             await replicas[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
         assert (await activate(replicas[0], "v1")).json()["behind"] == []
-        home = engines[1].loaded[-1]
-        assert {path.name: path.read_bytes() for path in home.iterdir()} == files
+        folder = engines[1].loaded[-1]
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
 async def test_what_came_of_a_sharded_version_goes_when_the_version_is_deleted(
     tmp_path: Path,
 ) -> None:
     index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         for name, content in (
             ("model.safetensors.index.json", index),
@@ -148,13 +148,13 @@ async def test_what_came_of_a_sharded_version_goes_when_the_version_is_deleted(
             ("two.safetensors", b"2"),
         ):
             await one[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
-        (one[0].server.checkpoints.home("v1") / "two.safetensors").write_bytes(b"3")
+        (one[0].server.checkpoints.folder("v1") / "two.safetensors").write_bytes(b"3")
         async with replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late:
             await eventually(lambda: pulls(late, "failed") > 0)
-            home = late.server.checkpoints.home("v1")
-            assert {path.name for path in home.iterdir()} >= {"one.safetensors"}
+            folder = late.server.checkpoints.folder("v1")
+            assert {path.name for path in folder.iterdir()} >= {"one.safetensors"}
             assert (await one[0].http.delete("/v1/weights/v1")).status_code == 204
-            await eventually(lambda: not home.exists())
+            await eventually(lambda: not folder.exists())
             assert late.server.versions.find("v1") is None
 
 
@@ -192,9 +192,9 @@ async def test_what_is_deleted_in_one_place_goes_everywhere(tmp_path: Path) -> N
     async with several(tmp_path, 2) as (replicas, _):
         await put(replicas[0], "v1", OLD)
         await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
-        home = replicas[0].server.checkpoints.home("v1")
+        folder = replicas[0].server.checkpoints.folder("v1")
         assert (await replicas[1].http.delete("/v1/weights/v1")).status_code == 204
-        await eventually(lambda: not home.exists())
+        await eventually(lambda: not folder.exists())
         assert all(served.server.versions.find("v1") is None for served in replicas)
 
 
@@ -205,7 +205,7 @@ async def test_a_name_that_was_deleted_may_be_given_to_others(tmp_path: Path) ->
         assert (await replicas[0].http.delete("/v1/weights/v1")).status_code == 204
         assert (await put(replicas[0], "v1", NEW)).status_code == 201
         assert (await activate(replicas[0], "v1")).status_code == 200
-        await eventually(lambda: serves(replicas[1], "v1"), seconds=RETRY_SECONDS / 2)
+        await eventually(lambda: serves(replicas[1], "v1"), ttl_seconds=RETRY_SECONDS / 2)
         assert [loaded(engine) for engine in engines] == [NEW, NEW]
 
 
@@ -223,8 +223,8 @@ async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
             assert [loaded(engine) for engine in engines] == [NEW, NEW]
             redis.flush()
             late = FakeEngine()
-            await replicas[0].server.fleet.seen()  # that it has forgotten the order
-            await eventually(lambda: replicas[0].server.fleet.sight.order is not None)
+            await replicas[0].server.fleet.refresh()  # that it has forgotten the order
+            await eventually(lambda: replicas[0].server.fleet.view.target is not None)
             async with replica(tmp_path / "late", late, None, **shared) as third:
                 await eventually(lambda: serves(third, "v2"))
                 assert loaded(late) == NEW

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.registry import Order
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import ActivationTarget
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.fleet_weights.mute import mute_peer
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_a_late_joiner_catches_up_before_itis_ready(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         for version, content in (("v1", OLD), ("v2", NEW), ("v3", OLD)):
             await put(one[0], version, content)
@@ -45,14 +45,14 @@ async def test_a_late_joiner_catches_up_before_itis_ready(tmp_path: Path) -> Non
 
 
 async def test_a_joiner_brings_nothing_before_its_engine_can_check_it(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
         await activate(one[0], "v1")
         engine = FakeEngine()
         engine.start_gate = asyncio.Event()
         async with replica(tmp_path / "late", engine, directory, False, **sections()) as late:
-            await eventually(lambda: len(one[0].server.fleet.sight.replicas) == 2)
+            await eventually(lambda: len(one[0].server.fleet.view.replicas) == 2)
             await asyncio.sleep(0.5)
             assert late.server.versions.find("v1") is None
             engine.start_gate.set()
@@ -61,7 +61,7 @@ async def test_a_joiner_brings_nothing_before_its_engine_can_check_it(tmp_path: 
 
 
 async def test_a_joiner_that_can_get_nothing_is_not_ready_and_then_says_so(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
         await activate(one[0], "v1")
@@ -88,10 +88,10 @@ async def test_a_joiner_that_can_get_nothing_is_not_ready_and_then_says_so(tmp_p
 async def test_a_joiner_waits_no_longer_than_its_bound_for_one_that_sends_nothing(
     tmp_path: Path,
 ) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with mute_peer() as peer:
         await peer.shows_itself(directory)
-        await directory.order(Order(epoch=1, version="v9"))
+        await directory.target(ActivationTarget(epoch=1, version="v9"))
         short = sections(catch_up_seconds=0.5)
         async with replica(tmp_path / "late", FakeEngine(), directory, False, **short) as late:
             await eventually(lambda: is_ready(late))
@@ -120,7 +120,7 @@ async def test_files_that_were_changed_after_they_were_published_are_refused(
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "model.safetensors").write_bytes(OLD)
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory, source_directories=(shared,)) as (one, _):
         await one[0].http.post("/v1/weights/v1", json={"path": str(shared)})
         (shared / "model.safetensors").write_bytes(NEW)
@@ -133,11 +133,11 @@ async def test_files_that_were_changed_after_they_were_published_are_refused(
 
 
 async def test_bytes_that_were_changed_on_the_way_are_not_taken(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
-        (one[0].server.checkpoints.home("v1") / "model.safetensors").write_bytes(NEW)
+        (one[0].server.checkpoints.folder("v1") / "model.safetensors").write_bytes(NEW)
         async with replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late:
             await eventually(lambda: pulls(late, "failed") > 0)
             assert late.server.versions.find("v1") is None
-            assert not late.server.checkpoints.home("v1").exists()
+            assert not late.server.checkpoints.folder("v1").exists()

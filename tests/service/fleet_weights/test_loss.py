@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LoadFailed
-from service.cluster.in_memory import EmbeddedDirectory
+from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.http.errors import VersionConflict
-from service.weights.replication.downloader import SILENCE_SECONDS
+from service.weights.replication.downloader import READ_TIMEOUT_SECONDS
 from tests.service.fleet_weights.mute import mute_peer
 from tests.service.fleet_weights.several import (
     NEW,
@@ -31,7 +31,7 @@ async def test_a_replica_that_refuses_does_not_hold_the_others_up(tmp_path: Path
         engines[2].refused_weights["v1"] = "a holds NaN"
         await put(replicas[0], "v1", OLD)
         answer = await activate(replicas[0], "v1")
-        lame = replicas[2].server.fleet.me
+        lame = replicas[2].server.fleet.own_id
         assert (answer.status_code, answer.json()["behind"]) == (200, [lame])
         assert serves(replicas[1], "v1") and serves(replicas[2], "v0")
         (shown,) = [r for r in (await listed(replicas[0]))["replicas"] if r["replica"] == lame]
@@ -46,12 +46,12 @@ async def test_a_replica_that_refuses_does_not_hold_the_others_up(tmp_path: Path
 async def test_one_that_does_not_answer_is_waited_for_no_longer_than_the_bound(
     tmp_path: Path,
 ) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 2, directory, fleet_seconds=1.0) as (replicas, _):
         ghost = Replica(
             id="ghost", url="http://127.0.0.1:1", state="serving", version="v0", sequence=0
         )
-        await directory.beat(ghost, seconds=600)
+        await directory.beat(ghost, ttl_seconds=600)
         await put(replicas[0], "v1", OLD)
         async with asyncio.timeout(30):
             assert (await activate(replicas[0], "v1")).json()["behind"][-1:] == ["ghost"]
@@ -59,11 +59,11 @@ async def test_one_that_does_not_answer_is_waited_for_no_longer_than_the_bound(
 
 
 async def test_a_server_that_stops_waits_for_no_replica(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with asyncio.timeout(60):
         async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, engines):
             ghost = Replica(id="ghost", url="", state="serving", version="v0", sequence=0)
-            await directory.beat(ghost, seconds=600)
+            await directory.beat(ghost, ttl_seconds=600)
             await put(one[0], "v1", OLD)
             waiting = asyncio.create_task(
                 one[0].server.activate("v1", "keep", allow_rollback=False)
@@ -71,11 +71,11 @@ async def test_a_server_that_stops_waits_for_no_replica(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)
             assert not waiting.done()
         assert (await waiting).behind == ["ghost"]
-        assert one[0].server.fleet.me not in directory._replicas
+        assert one[0].server.fleet.own_id not in directory._replicas
 
 
 async def test_a_server_that_stops_waits_for_no_version_either(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with asyncio.timeout(15), mute_peer() as peer:
         async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, _):
             await peer.shows_itself(directory)
@@ -86,13 +86,13 @@ async def test_a_server_that_stops_waits_for_no_version_either(tmp_path: Path) -
             assert not waiting.done()
         with pytest.raises(VersionConflict, match="in time"):
             await waiting
-        assert server.fleet.me not in directory._replicas
+        assert server.fleet.own_id not in directory._replicas
 
 
 async def test_a_version_that_does_not_come_is_waited_for_no_longer_than_the_bound(
     tmp_path: Path,
 ) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with (
         asyncio.timeout(15),
         mute_peer() as peer,
@@ -106,14 +106,14 @@ async def test_a_version_that_does_not_come_is_waited_for_no_longer_than_the_bou
 
 
 async def test_a_version_that_does_not_come_does_not_hold_up_another_one(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with (
         mute_peer() as peer,
         several(tmp_path, 2, directory, fleet_seconds=2.0) as (replicas, _),
     ):
         await peer.shows_itself(directory)
         await peer.asked.wait()
-        async with asyncio.timeout(SILENCE_SECONDS / 2):
+        async with asyncio.timeout(READ_TIMEOUT_SECONDS / 2):
             assert (await put(replicas[0], "v1", OLD)).status_code == 201
             assert (await activate(replicas[0], "v1")).status_code == 200
             await eventually(lambda: serves(replicas[1], "v1"))
@@ -125,10 +125,10 @@ async def test_a_load_that_fails_where_it_was_asked_is_ordered_to_nobody(tmp_pat
         await put(replicas[0], "v1", OLD)
         engines[0].load_error = LoadFailed("broke off")
         assert (await activate(replicas[0], "v1")).json()["code"] == "activation_failed"
-        assert replicas[1].server.fleet.sight.order is None
+        assert replicas[1].server.fleet.view.target is None
         engines[0].load_error, engines[1].load_error = None, LoadFailed("broke off")
         answer = await activate(replicas[0], "v1")
-        assert answer.json()["behind"] == [replicas[1].server.fleet.me]
+        assert answer.json()["behind"] == [replicas[1].server.fleet.own_id]
         assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
 
 
@@ -142,7 +142,7 @@ async def test_of_two_versions_of_one_name_the_second_is_not_served(tmp_path: Pa
         await eventually(lambda: replicas[0].server.fleet_weights.num_failed() == 1)
         first = next(at for at in (0, 1) if replicas[at].server.versions.get("v1").announced)
         answer = await activate(replicas[first], "v1")
-        assert answer.json()["behind"] == [replicas[1 - first].server.fleet.me]
+        assert answer.json()["behind"] == [replicas[1 - first].server.fleet.own_id]
         assert not engines[1 - first].loaded
 
 
@@ -201,7 +201,7 @@ async def test_a_directory_that_forgets_all_while_a_version_comes_is_told_again(
             await peer.asked.wait()
             directory.forget()
             for _ in "ab":
-                sight = await one[0].server.fleet.seen()
-            assert sight.known, "it is not to be seen any more"
+                view = await one[0].server.fleet.refresh()
+            assert view.known, "it is not to be seen any more"
             peer.over.set()
             await eventually(lambda: "v1" in directory._manifests)

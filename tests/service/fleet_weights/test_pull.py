@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from service.cluster.registry import Manifest, ManifestFile
-from service.weights.replication.downloader import PullFailed, _chunks
+from service.weights.replication.downloader import DownloadFailed, _chunks
 from service.weights.replication.manifests import same_files
 
 
@@ -35,7 +35,7 @@ async def test_a_replica_that_sends_a_little_time_and_again_is_given_up() -> Non
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         async with asyncio.timeout(10), httpx.AsyncClient(base_url=f"http://{host}:{port}") as peer:
-            with pytest.raises(PullFailed, match=r"less than 1048576 bytes in 0.2 s"):
+            with pytest.raises(DownloadFailed, match=r"less than 1048576 bytes in 0.2 s"):
                 async for _ in _chunks(peer, "v1", file, block_seconds=0.2):
                     pass
         async with asyncio.timeout(10):

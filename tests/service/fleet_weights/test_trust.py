@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.in_memory import EmbeddedDirectory
-from service.cluster.registry import Manifest, ManifestFile, Order, Replica
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import ActivationTarget, Manifest, ManifestFile, Replica
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.fleet_weights.several import (
@@ -41,7 +41,7 @@ BAD_FILES = [
 async def test_what_others_have_written_into_the_directory_leads_nowhere(
     tmp_path: Path, manifest: Manifest
 ) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, engines):
         liar = Replica(
             id="liar",
@@ -51,17 +51,17 @@ async def test_what_others_have_written_into_the_directory_leads_nowhere(
             sequence=0,
             holds=(manifest.version,),
         )
-        await directory.beat(liar, seconds=600)
+        await directory.beat(liar, ttl_seconds=600)
         await directory.publish(manifest)
-        await directory.order(Order(epoch=1, version=manifest.version))
+        await directory.target(ActivationTarget(epoch=1, version=manifest.version))
         await eventually(lambda: one[0].server.fleet_weights.num_failed() == 1)
         assert serves(one[0], "v0") and not engines[0].loaded
-        home = one[0].server.checkpoints.home("x").parent
-        assert {path.name for path in home.rglob("*")} == {".owner"}
+        folder = one[0].server.checkpoints.folder("x").parent
+        assert {path.name for path in folder.rglob("*")} == {".owner"}
 
 
 async def test_a_replica_at_a_strange_address_is_never_asked(tmp_path: Path) -> None:
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with (
         several(tmp_path, 1, directory, peers=("http://10.0.0.0/8:80",)) as (one, _),
         replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late,
@@ -95,7 +95,7 @@ async def test_replicas_with_keys_show_one_another_the_key_of_replicas(tmp_path:
     key = tmp_path / "peer-key"
     key.write_text("wrong\n")
     locked = sections(peer_key_file=key) | {"server": {"keys_file": keys}}
-    directory = EmbeddedDirectory()
+    directory = InMemoryRegistry()
     async with (
         replica(tmp_path / "0", FakeEngine(), directory, **locked) as one,
         replica(tmp_path / "1", FakeEngine(), directory, **locked) as two,
@@ -105,7 +105,7 @@ async def test_replicas_with_keys_show_one_another_the_key_of_replicas(tmp_path:
         await put(one, "v1", OLD)
         await eventually(lambda: one.server.fleet_weights.num_failed() > 0)
         (shown,) = [r for r in (await listed(one))["replicas"] if r["failed"]]
-        assert shown["error"] == f"from {one.server.fleet.me}: it answered 401"
+        assert shown["error"] == f"from {one.server.fleet.own_id}: it answered 401"
         file = "/v1/weights/v1/files/model.safetensors"
         for name, status in (("admin", 403), ("trainer", 403), ("peers", 200)):
             answer = await one.http.get(file, headers=bearer(secrets[name]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.prompt_kv.arena import LEAST_BYTES, PREFIX, Arena, sweep
+from service.prompt_kv.arena import MIN_BYTES, PREFIX, Arena, remove_stale_arenas
 
 ROOT = Path(__file__).parents[3]
 WANTED_BYTES = 4 * 2**20
@@ -38,14 +38,14 @@ def test_every_byte_is_allocated_for_this_user_alone_under_a_name_nobody_can_gue
 
 
 def test_it_takes_at_most_half_of_what_is_free(tmp_path: Path) -> None:
-    arena = Arena.create(tmp_path, WANTED_BYTES, free=lambda _: 3 * 2**20)
+    arena = Arena.create(tmp_path, WANTED_BYTES, get_free_bytes=lambda _: 3 * 2**20)
     assert arena is not None
     assert arena.num_bytes == 3 * 2**19
     arena.close()
 
 
 def test_there_is_none_where_next_to_nothing_is_free(tmp_path: Path) -> None:
-    assert Arena.create(tmp_path, WANTED_BYTES, free=lambda _: LEAST_BYTES) is None
+    assert Arena.create(tmp_path, WANTED_BYTES, get_free_bytes=lambda _: MIN_BYTES) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,7 +62,7 @@ def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", left], cwd=ROOT, env=environment(), check=False)
     (tmp_path / "somebody-elses").touch()
     assert len(list(tmp_path.iterdir())) == 3
-    (swept,) = sweep(tmp_path)
+    (swept,) = remove_stale_arenas(tmp_path)
     assert swept != living.path.name
     assert {file.name for file in tmp_path.iterdir()} == {living.path.name, "somebody-elses"}
     living.close()
@@ -86,7 +86,7 @@ def test_an_arena_that_is_being_made_is_not_swept(
     allocate, swept = os.posix_fallocate, list[str]()
 
     def allocate_slowly(file: int, offset: int, num_bytes: int) -> None:
-        swept.extend(sweep(tmp_path))
+        swept.extend(remove_stale_arenas(tmp_path))
         allocate(file, offset, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate_slowly)
@@ -108,7 +108,7 @@ sparing = half.num_bytes
 half.view[sparing - 1] = 1
 half.close()
 # Somebody else took the room between the question and the allocation.
-late = Arena.create(mount, 2**30, free=lambda _: 2**30)
+late = Arena.create(mount, 2**30, get_free_bytes=lambda _: 2**30)
 for page in range(0, late.num_bytes, 4096):
     late.view[page] = 1
 print(sparing, late.num_bytes)

@@ -13,7 +13,7 @@ from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
 from engine.kv_types import ExportWord
 from engine.protocol import EngineFacts
-from service.prompt_kv.slots import State
+from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.kv.asked import PROMPT, asking, groups, handle
@@ -384,7 +384,7 @@ async def test_books_that_do_not_balance_switch_it_off_and_nothing_else(
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
         kv = served.server.prompt_kv
-        kv._slots._num_bytes[State.LEASED] += 1
+        kv._slots._num_bytes[SlotState.LEASED] += 1
         while kv.status().reason != "internal":
             await asyncio.sleep(0.01)
         answer = (await served.http.post("/v1/rollouts", json=asking())).json()

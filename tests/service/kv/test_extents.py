@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.prompt_kv.allocator import PAGE_BYTES, Extent, Extents
+from service.prompt_kv.allocator import PAGE_BYTES, Extent, ExtentAllocator
 
 NUM_PAGES = 24
 
@@ -17,13 +17,13 @@ class Pages(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.extents = Extents(NUM_PAGES * PAGE_BYTES)
+        self.extents = ExtentAllocator(NUM_PAGES * PAGE_BYTES)
         self.pages: set[int] = set()
 
     @rule(target=taken, num_bytes=st.integers(1, (NUM_PAGES + 1) * PAGE_BYTES))
-    def take(self, num_bytes: int) -> Extent | None:
+    def allocate(self, num_bytes: int) -> Extent | None:
         num_pages = -(-num_bytes // PAGE_BYTES)
-        extent = self.extents.take(num_bytes)
+        extent = self.extents.allocate(num_bytes)
         fits = any(
             self.pages.isdisjoint(range(start, start + num_pages))
             for start in range(NUM_PAGES - num_pages + 1)
@@ -37,9 +37,9 @@ class Pages(RuleBasedStateMachine):
         return extent
 
     @rule(extent=consumes(taken))
-    def give_back(self, extent: Extent | None) -> None:
+    def release(self, extent: Extent | None) -> None:
         if extent is not None:
-            self.extents.give_back(extent)
+            self.extents.release(extent)
             self.pages -= pages_of(extent)
 
     @invariant()
@@ -59,15 +59,15 @@ TestPages = Pages.TestCase
 
 
 def test_what_is_given_back_twice_is_noticed() -> None:
-    extents = Extents(4 * PAGE_BYTES)
-    extent = extents.take(1)
+    extents = ExtentAllocator(4 * PAGE_BYTES)
+    extent = extents.allocate(1)
     assert extent is not None
-    extents.give_back(extent)
+    extents.release(extent)
     with pytest.raises(AssertionError, match="given back twice"):
-        extents.give_back(extent)
+        extents.release(extent)
 
 
 def test_an_arena_without_bytes_has_no_room() -> None:
-    extents = Extents(0)
-    assert extents.take(1) is None
+    extents = ExtentAllocator(0)
+    assert extents.allocate(1) is None
     extents.check()

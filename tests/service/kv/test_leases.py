@@ -46,9 +46,9 @@ class Table(RuleBasedStateMachine):
 
     @rule(handle=handles, seconds=SECONDS)
     def renew(self, handle: str, seconds: float) -> None:
-        before = self.leases.remaining(handle)
+        before = self.leases.remaining_seconds(handle)
         left = self.leases.renew(handle, seconds)
-        if not self.alive(handle):
+        if not self.is_active(handle):
             assert left is None, "nothing rises again"
         elif handle in self.deadlines:
             deadline, last = self.deadlines[handle]
@@ -69,18 +69,18 @@ class Table(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        over = self.leases.over()
-        assert set(over) == {h for h in self.deadlines if not self.alive(h)}
-        for handle in over:
+        expired = self.leases.expired()
+        assert set(expired) == {h for h in self.deadlines if not self.is_active(h)}
+        for handle in expired:
             self.end(handle)
 
     @invariant()
     def everybody_alive_is_known_to_be(self) -> None:
         assert len(self.leases) == len(self.held) + len(self.deadlines)
         for handle in [*self.held, *self.deadlines]:
-            assert self.leases.alive(handle) == self.alive(handle)
+            assert self.leases.is_active(handle) == self.is_active(handle)
 
-    def alive(self, handle: str) -> bool:
+    def is_active(self, handle: str) -> bool:
         return handle in self.held or self.deadlines.get(handle, (0.0, 0.0))[0] > self.now
 
 

@@ -72,9 +72,9 @@ def test_the_agent_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
         str(tmp_path / "arena"),
         str(2**20),
     ]
-    environment = nixl.environment()
+    agent_environment = nixl.agent_environment()
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=agent_environment
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         KvAgent.model_validate_json(process.stdout.readline())
@@ -91,7 +91,7 @@ async def test_without_nixl_a_server_says_so_and_serves(
         answer = await served.http.get(f"/v1/kv/{known.handle}/agent")
     assert [locator.transport for locator in known.locators] == ["shm", "http"]
     assert (answer.status_code, answer.json()["code"]) == (404, "kv_not_found")
-    assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl.MISSING]
+    assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl.NOT_INSTALLED]
 
 
 async def test_an_agent_that_cannot_start_is_done_without(

@@ -4,7 +4,7 @@ from service.prompt_kv.rate_limit import (
     BURST_SECONDS,
     LEAST_PIECE_BYTES,
     PIECE_BYTES,
-    Pace,
+    RateLimiter,
     ReaderRate,
 )
 
@@ -24,24 +24,24 @@ class Time:
 
 def test_bytes_take_the_time_they_are_given() -> None:
     time = Time()
-    pace = Pace(1000.0, clock=time.clock, sleep=time.sleep)
+    pace = RateLimiter(1000.0, clock=time.clock, sleep=time.sleep)
     for _ in range(20):
-        pace.spend(500)
+        pace.acquire(500)
     assert time.now - 100.0 == pytest.approx(10.0)
 
 
 def test_what_was_not_spent_is_not_saved_up() -> None:
     time = Time()
-    pace = Pace(1000.0, clock=time.clock, sleep=time.sleep)
+    pace = RateLimiter(1000.0, clock=time.clock, sleep=time.sleep)
     time.now += 3600
     began = time.now
-    pace.spend(1000)
+    pace.acquire(1000)
     assert time.now - began == pytest.approx(1.0 - BURST_SECONDS)
 
 
 def test_without_a_bound_nobody_waits() -> None:
     time = Time()
-    Pace(None, clock=time.clock, sleep=time.sleep).spend(2**60)
+    RateLimiter(None, clock=time.clock, sleep=time.sleep).acquire(2**60)
     assert time.now == 100.0
 
 
@@ -50,7 +50,7 @@ def test_without_a_bound_nobody_waits() -> None:
     [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, LEAST_PIECE_BYTES)],
 )
 def test_a_piece_is_worth_a_short_time(bytes_per_second: float | None, expected: int) -> None:
-    assert Pace(bytes_per_second).piece_bytes == expected
+    assert RateLimiter(bytes_per_second).piece_bytes == expected
 
 
 def test_a_reader_that_takes_too_little_over_a_window_is_too_slow() -> None:

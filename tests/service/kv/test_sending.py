@@ -9,9 +9,9 @@ import httpx
 import pytest
 import uvloop
 
-from service.http.protocol import HANDOFF
+from service.http.protocol import SEND_BODY_EXTENSION
 from service.prompt_kv.settings import KvSettings
-from service.prompt_kv.socket_sender import Sending
+from service.prompt_kv.socket_sender import SocketSender
 from tests.service.kv.readers import (
     CAPACITY,
     NUM_BYTES,
@@ -35,7 +35,7 @@ class Plain:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         plain = {**scope, "extensions": {}} if scope["type"] == "http" else scope
-        assert HANDOFF not in plain.get("extensions", {})
+        assert SEND_BODY_EXTENSION not in plain.get("extensions", {})
         await self._app(plain, receive, send)
 
 
@@ -51,8 +51,8 @@ async def test_the_thread_sends_what_the_event_loop_would(tmp_path: Path) -> Non
                 assert fast.status_code == slow.status_code
                 assert fast.content == slow.content
                 assert fast.headers["content-length"] == str(len(fast.content))
-        sent = (await served.http.get("/metrics")).text
-        assert "coppice_kv_sent_bytes_total 0.0" not in sent
+        on_sent = (await served.http.get("/metrics")).text
+        assert "coppice_kv_sent_bytes_total 0.0" not in on_sent
 
 
 async def test_a_connection_is_of_use_after_a_transfer(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ async def test_a_reader_that_leaves_leaves_no_pin_behind(tmp_path: Path) -> None
         async with served.http.stream("GET", f"/v1/kv/{known}/data") as answer:
             async for _ in answer.aiter_bytes(1000):
                 break
-        await until(lambda: not served.server.sending.num_transfers)
+        await until(lambda: not served.server.socket_sender.num_transfers)
         await served.http.delete(f"/v1/kv/{known}")
         status = served.server.prompt_kv.status()
         assert status.free_bytes == status.capacity_bytes
@@ -82,7 +82,7 @@ async def test_what_is_being_read_is_not_freed_by_its_release(tmp_path: Path) ->
         known = await large(served)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
         with silent_reader(served, known) as reader:
-            await until(lambda: served.server.sending.num_transfers > 0)
+            await until(lambda: served.server.socket_sender.num_transfers > 0)
             await served.http.delete(f"/v1/kv/{known}")
             status = served.server.prompt_kv.status()
             assert status.quarantined_bytes > NUM_BYTES
@@ -108,26 +108,26 @@ async def test_a_stop_breaks_off_what_is_being_sent(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         with silent_reader(served, known):
-            await until(lambda: served.server.sending.num_transfers > 0)
-            served.server.sending.break_off()
-            await until(lambda: not served.server.sending.num_transfers)
+            await until(lambda: served.server.socket_sender.num_transfers > 0)
+            served.server.socket_sender.abort_all()
+            await until(lambda: not served.server.socket_sender.num_transfers)
 
 
 async def test_a_cancelled_transfer_has_ended_when_it_returns() -> None:
-    sending = Sending(KvSettings(), sent=lambda _: None, ended=lambda _: None)
+    socket_sender = SocketSender(KvSettings(), on_sent=lambda _: None, ended=lambda _: None)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     slots, handles, held = sealed(Clock())
     handles.begin(held)
     with theirs, handles.reading(held) as reading:
         data = memoryview(bytes(2**24))
-        work = asyncio.create_task(sending.send(ours, data, owner="me", reading=reading))
+        work = asyncio.create_task(socket_sender.send(ours, data, owner="me", reading=reading))
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
-    assert (sending.num_transfers, ours.fileno()) == (0, -1)
-    sending.close()
+    assert (socket_sender.num_transfers, ours.fileno()) == (0, -1)
+    socket_sender.close()
 
 
 def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
             assert len({answer.content for answer in answers}) == 1
             assert len(answers[0].content) > NUM_BYTES
             with silent_reader(served, known) as reader:
-                await until(lambda: served.server.sending.num_transfers > 0)
+                await until(lambda: served.server.socket_sender.num_transfers > 0)
                 await asyncio.sleep(0.1)  # its socket is full, and the loop waits for room
                 received = await asyncio.to_thread(read_to_end, reader, len(answers[0].content))
             assert received == answers[0].content

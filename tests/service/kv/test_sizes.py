@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.kv_types import KvFormat
-from service.prompt_kv.layout import Layouts
+from service.prompt_kv.layout import LayoutFactory
 
 OPERATION = Path(__file__).parents[3] / "docs" / "operation.md"
 ROW = re.compile(
@@ -33,7 +33,7 @@ def test_sizes_are_what_the_layout_takes(row: re.Match[str]) -> None:
         dtype="bfloat16",
         rope={"rope_type": "default", "rope_theta": 1e6},
     )
-    layout = Layouts("an/organisation's-model", form).of([0] * 999, "v1")
+    layout = LayoutFactory("an/organisation's-model", form).of([0] * 999, "v1")
     token_bytes = layout.data_bytes // layout.num_tokens
     assert int(row["token"]) == token_bytes // 1024
     assert int(row["samples"]) == round(1000 * 512 * token_bytes / 2**30)

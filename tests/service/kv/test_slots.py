@@ -11,12 +11,12 @@ from service.cluster.ids import new_replica_id
 from service.http.errors import KvGone, KvNotFound
 from service.prompt_kv.allocator import PAGE_BYTES
 from service.prompt_kv.handles import Handle, Handles
-from service.prompt_kv.layout import Layouts
+from service.prompt_kv.layout import LayoutFactory
 from service.prompt_kv.leases import Leases
-from service.prompt_kv.slots import Slot, Slots, State
+from service.prompt_kv.slots import Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
 
-LAYOUTS = Layouts("fake", FORMAT)
+LAYOUTS = LayoutFactory("fake", FORMAT)
 CAPACITY_BYTES = 40 * PAGE_BYTES
 GRACE_SECONDS = 5.0
 REPLICA = new_replica_id()
@@ -32,10 +32,10 @@ class Books(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         clock = self.clock
-        self.table = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+        self.table = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
         self.leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
         self.named = Handles(self.table, self.leases, replica_id=REPLICA)
-        self.alive: set[Handle] = set()
+        self.is_active: set[Handle] = set()
         self.readings: list[tuple[Handle, Any]] = []
         self.until: dict[Handle, float] = {}
 
@@ -54,19 +54,19 @@ class Books(RuleBasedStateMachine):
 
     @rule(target=handles, slot=slots, lease=st.integers(1, 90))
     def seal_and_grant(self, slot: Slot | None, lease: int) -> Handle | None:
-        if slot is None or slot.state is State.QUARANTINED:
+        if slot is None or slot.state is SlotState.QUARANTINED:
             return None
-        if slot.state is State.RESERVED:
+        if slot.state is SlotState.RESERVED:
             self.table.seal(slot, "etag")
         handle = self.named.grant("me", slot, float(lease))
-        self.alive.add(handle)
+        self.is_active.add(handle)
         return handle
 
     @rule(slot=slots)
-    def give_up(self, slot: Slot | None) -> None:
-        if slot is not None and slot.state is State.RESERVED:
-            self.table.give_up(slot, settled=False)
-            assert self.table.num_bytes(State.QUARANTINED) >= slot.extent.num_bytes
+    def discard(self, slot: Slot | None) -> None:
+        if slot is not None and slot.state is SlotState.RESERVED:
+            self.table.discard(slot, settled=False)
+            assert self.table.num_bytes(SlotState.QUARANTINED) >= slot.extent.num_bytes
             self.table.settled(slot)
 
     @rule(handle=handles)
@@ -78,11 +78,11 @@ class Books(RuleBasedStateMachine):
     def release(self, handle: Handle | None) -> None:
         if handle is not None:
             self.named.release(handle.id, "me")
-            self.alive.discard(handle)
+            self.is_active.discard(handle)
 
     @rule(handle=handles)
     def read(self, handle: Handle | None) -> None:
-        if handle is None or handle not in self.alive:
+        if handle is None or handle not in self.is_active:
             return
         reading = self.named.reading(self.named.get(handle.id, "me"))
         reading.__enter__()
@@ -101,17 +101,17 @@ class Books(RuleBasedStateMachine):
         self.now += seconds
         self.note_deadlines()
         self.named.sweep()
-        self.alive = {handle for handle in self.alive if self.leases.alive(handle.id)}
+        self.is_active = {handle for handle in self.is_active if self.leases.is_active(handle.id)}
 
     @invariant()
     def the_books_balance(self) -> None:
         self.table.check()
         self.named.check()
-        assert len(self.named) == len(self.alive)
+        assert len(self.named) == len(self.is_active)
 
     def note_deadlines(self) -> None:
         """A read lasts until the last deadline of its handle that was known."""
-        for handle in self.alive:
+        for handle in self.is_active:
             if (deadline := self.leases.deadline(handle.id)) is not None:
                 self.until[handle] = deadline
 
@@ -122,12 +122,12 @@ class Books(RuleBasedStateMachine):
             assert slot.pins == sum(handle.slot is slot for handle in reading)
         for handle in reading:
             assert handle.slot in self.table._slots
-        for handle in self.alive:
-            assert handle.slot.state is State.LEASED
+        for handle in self.is_active:
+            assert handle.slot.state is SlotState.LEASED
 
     @invariant()
     def who_is_gone_hears_so(self) -> None:
-        for handle in self.alive:
+        for handle in self.is_active:
             assert self.named.get(handle.id, "me") is handle
             with pytest.raises(KvNotFound):
                 self.named.get(handle.id, "you")
@@ -136,14 +136,14 @@ class Books(RuleBasedStateMachine):
         """Everything comes back."""
         for _, reading in self.readings:
             reading.__exit__(None, None, None)
-        for handle in self.alive:
+        for handle in self.is_active:
             self.named.release(handle.id, "me")
         for slot in list(self.table._slots):
-            if slot.state is State.RESERVED:
-                self.table.give_up(slot)
-            elif slot.state is State.LEASED:
-                assert not slot.holders
-                self.table.give_up(slot)
+            if slot.state is SlotState.RESERVED:
+                self.table.discard(slot)
+            elif slot.state is SlotState.LEASED:
+                assert not slot.num_handles
+                self.table.discard(slot)
         self.now += GRACE_SECONDS
         self.table.sweep()
         assert self.table.free_bytes == CAPACITY_BYTES
@@ -162,8 +162,8 @@ class Clock:
         return self.now
 
 
-def sealed(clock: Clock) -> tuple[Slots, Handles, Handle]:
-    slots = Slots(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+def sealed(clock: Clock) -> tuple[SlotTable, Handles, Handle]:
+    slots = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
     leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
     handles = Handles(slots, leases, replica_id=REPLICA)
     slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
@@ -180,7 +180,7 @@ def test_bytes_are_left_alone_for_a_while_after_a_lease_has_run_out() -> None:
     handles.sweep()
     with pytest.raises(KvGone):
         handles.get(handle.id, "me")
-    assert slots.num_bytes(State.QUARANTINED) == handle.slot.extent.num_bytes
+    assert slots.num_bytes(SlotState.QUARANTINED) == handle.slot.extent.num_bytes
     clock.now = 30.0 + GRACE_SECONDS
     slots.sweep()
     assert slots.free_bytes == CAPACITY_BYTES
@@ -228,6 +228,6 @@ def test_a_turn_that_has_begun_keeps_the_bytes_until_its_end() -> None:
 def test_a_forgotten_handle_never_was() -> None:
     _, handles, handle = sealed(Clock())
     handles.release(handle.id, "me")
-    handles._gone.clear()
+    handles._released.clear()
     with pytest.raises(KvNotFound):
         handles.get(handle.id, "me")

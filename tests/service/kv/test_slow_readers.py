@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coppice.prompt_kv.http_client import Download, Endpoint
-from coppice.transport.address import address_of
-from coppice.transport.redirect_policy import Trust
+from coppice.prompt_kv.http_client import Download, KvHttpClient
+from coppice.transport.address import parse_address
+from coppice.transport.redirect_policy import RedirectPolicy
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv.asked import handle
 from tests.service.kv.readers import (
@@ -31,8 +31,8 @@ async def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
         known = await large(served)
         with silent_reader(served, known):
-            await until(lambda: served.server.sending.num_transfers > 0)
-            await until(lambda: not served.server.sending.num_transfers)
+            await until(lambda: served.server.socket_sender.num_transfers > 0)
+            await until(lambda: not served.server.socket_sender.num_transfers)
 
 
 async def test_readers_that_do_not_read_keep_no_other_key_waiting(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ async def test_readers_that_do_not_read_keep_no_other_key_waiting(tmp_path: Path
         with ExitStack() as stack:
             for _ in range(4):
                 stack.enter_context(silent_reader(served, slow, keys["slow"]))
-            await until(lambda: served.server.sending.num_transfers == 4)
+            await until(lambda: served.server.socket_sender.num_transfers == 4)
             async with asyncio.timeout(10):
                 path, headers = f"/v1/kv/{quick}/data", bearer(keys["quick"])
                 answer = await served.http.get(path, headers=headers)
@@ -55,7 +55,7 @@ async def test_readers_that_do_not_read_keep_their_own_key_going(tmp_path: Path)
     async with serving(exporting(), tmp_path, kv={**CAPACITY, "max_transfers": 1}) as served:
         known = await large(served)
         with silent_reader(served, known), silent_reader(served, known):
-            await until(lambda: served.server.sending.num_transfers == 2)
+            await until(lambda: served.server.socket_sender.num_transfers == 2)
             async with asyncio.timeout(10):
                 answer = await served.http.get(f"/v1/kv/{known}/data")
         assert len(answer.content) > NUM_BYTES
@@ -66,9 +66,9 @@ async def test_a_slow_reader_gives_the_memory_back_when_its_lease_ends(tmp_path:
     async with serving(exporting(), tmp_path, kv=kv) as served:
         known = await large(served, lease_seconds=1.0)
         with silent_reader(served, known):
-            await until(lambda: served.server.sending.num_transfers > 0)
+            await until(lambda: served.server.socket_sender.num_transfers > 0)
             await until(lambda: arena_is_free(served))
-            assert served.server.sending.num_transfers == 1
+            assert served.server.socket_sender.num_transfers == 1
             served.server.prompt_kv.check()
 
 
@@ -77,7 +77,7 @@ async def test_a_read_goes_on_while_its_lease_is_renewed(tmp_path: Path) -> None
         known = await large(served, lease_seconds=1.0)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
         with silent_reader(served, known) as reader:
-            await until(lambda: served.server.sending.num_transfers > 0)
+            await until(lambda: served.server.socket_sender.num_transfers > 0)
             await served.http.post(f"/v1/kv/{known}/lease", json={"seconds": 60})
             await asyncio.sleep(1.5)
             assert await asyncio.to_thread(read_to_end, reader, len(whole)) == whole
@@ -98,13 +98,13 @@ async def test_a_reader_below_the_least_rate_continues_with_a_range(tmp_path: Pa
     async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
         known = await handle(served, [*range(256)] * 64)
         download = Download(
-            Endpoint(address_of(served.url, None), 60.0, Trust(served.url)),
+            KvHttpClient(parse_address(served.url, None), 60.0, RedirectPolicy(served.url)),
             f"/v1/kv/{known.handle}/data",
             known.num_bytes,
         )
         room = memoryview(bytearray(known.num_bytes))
         await asyncio.to_thread(download.readinto, room[:1000])
-        await until(lambda: not served.server.sending.num_transfers)
+        await until(lambda: not served.server.socket_sender.num_transfers)
         await asyncio.to_thread(download.readinto, room[1000:])
         download.close()
         whole = (await served.http.get(f"/v1/kv/{known.handle}/data")).content
@@ -130,11 +130,11 @@ async def test_more_downloads_than_may_be_open_are_refused(
         with ExitStack() as stack:
             for name in holders:
                 stack.enter_context(silent_reader(served, known[name], keys[name]))
-            await until(lambda: served.server.sending.num_transfers == len(holders))
+            await until(lambda: served.server.socket_sender.num_transfers == len(holders))
             path, headers = f"/v1/kv/{known['quick']}/data", bearer(keys["quick"])
             answer = await served.http.get(path, headers=headers)
             assert (answer.status_code, answer.json()["code"]) == expected
             assert int(answer.headers["retry-after"]) > 0
             assert (await served.http.head(path, headers=headers)).status_code == 200
-        await until(lambda: not served.server.sending.num_transfers)
+        await until(lambda: not served.server.socket_sender.num_transfers)
         assert (await served.http.get(path, headers=headers)).status_code == 200

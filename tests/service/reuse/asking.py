@@ -51,13 +51,13 @@ async def reusing(
     kv = {"segments_bytes": segments_bytes, "directory": tmp_path}
     async with serving(engine, tmp_path, kv=kv, **sections) as served:
         yield served
-        segments = served.server.segments
+        segments = served.server.kv_reuse
         store = segments.store
         store.check()
         segments.anchors.check()
         anchors = [a for there in segments.anchors._contexts.values() for a in there]
-        held = {*store._segments.values(), *(kept for a in anchors for kept in a.kept())}
-        taken = sum(kept.extent.num_bytes for kept in held)
+        held = {*store._entries.values(), *(cached for a in anchors for cached in a.cached())}
+        taken = sum(cached.extent.num_bytes for cached in held)
         assert store.num_bytes == taken, "a chain's room was not given back"
 
 

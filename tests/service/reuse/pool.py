@@ -7,90 +7,92 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.kv_types import ExportWord
-from service.kv_reuse.anchors import Anchor, Anchors
-from service.kv_reuse.cache_entry import Kept
-from service.kv_reuse.layout import Part
+from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.cache_entry import CacheEntry
+from service.kv_reuse.layout import PromptSpan
 from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentStore
-from service.kv_reuse.template import Shape, shape_of
+from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.template import PromptTemplate, template_of
 from tests.fake_engine import FakeEngine
 
 SCOPE = Scope("key", None)
 
 
-def prompt_of(*texts: int, own: int = 1, length: int = 60) -> list[Part]:
+def prompt_of(*texts: int, own: int = 1, length: int = 60) -> list[PromptSpan]:
     """Each text is a token over and over, behind 40 tokens of an own one."""
-    named = [Part(token_ids=[text] * length, name=f"text-{i}") for i, text in enumerate(texts)]
-    return [Part(token_ids=[own] * 40), *named, Part(token_ids=[2] * 4)]
+    named = [
+        PromptSpan(token_ids=[text] * length, name=f"text-{i}") for i, text in enumerate(texts)
+    ]
+    return [PromptSpan(token_ids=[own] * 40), *named, PromptSpan(token_ids=[2] * 4)]
 
 
 @dataclass
 class Pool:
-    store: SegmentStore
-    anchors: Anchors
+    store: SegmentCache
+    anchors: AnchorStore
     epoch: int = 0
 
-    def bases(self, parts: list[Part], scope: Scope = SCOPE) -> dict[int, Kept]:
+    def bases(self, parts: list[PromptSpan], scope: Scope = SCOPE) -> dict[int, CacheEntry]:
         named = {i: part for i, part in enumerate(parts) if part.name is not None}
         found = {}
         for index, part in named.items():
-            got = self.store.segment(scope, part)
+            got = self.store.get_or_reserve(scope, part)
             assert got is not None, "no room for a segment"
             found[index], ours = got
             if ours:
                 self.commit(found[index])
         return found
 
-    def begun(self, parts: list[Part], scope: Scope = SCOPE) -> Anchor | None:
+    def begun(self, parts: list[PromptSpan], scope: Scope = SCOPE) -> Anchor | None:
         bases = self.bases(parts, scope)
-        anchor = self.anchors.begin(scope, shape_of(parts), bases)
-        for kept in bases.values():
-            self.store.unpin(kept, settled=True)
+        anchor = self.anchors.begin(scope, template_of(parts), bases)
+        for cached in bases.values():
+            self.store.unpin(cached, settled=True)
         return anchor
 
-    def made(self, parts: list[Part], scope: Scope = SCOPE) -> Anchor:
+    def made(self, parts: list[PromptSpan], scope: Scope = SCOPE) -> Anchor:
         anchor = self.begun(parts, scope)
         assert anchor is not None, "no room"
         self.commit(anchor.real)
         self.anchors.end(anchor)
         return anchor
 
-    def of(self, parts: list[Part], scope: Scope = SCOPE) -> list[Anchor]:
-        return self.anchors.of(scope, shape_of(parts))
+    def find(self, parts: list[PromptSpan], scope: Scope = SCOPE) -> list[Anchor]:
+        return self.anchors.find(scope, template_of(parts))
 
-    def commit(self, kept: Kept) -> None:
-        at = kept.slot.words_offset
+    def commit(self, cached: CacheEntry) -> None:
+        at = cached.slot.words_offset
         self.store.view[at : at + 8] = ExportWord.COMMITTED.to_bytes(8, "little")
-        kept.written = True
-        kept.ended.set()
+        cached.is_written = True
+        cached.ended.set()
 
     def check(self) -> None:
         """All that is taken is a segment's or an anchor's, and everybody else has let go."""
         self.store.check()
         self.anchors.check()
         anchors = [anchor for there in self.anchors._contexts.values() for anchor in there]
-        pinned = [kept for anchor in anchors for kept in anchor.kept()]
-        held = {*self.store._segments.values(), *pinned}
-        assert self.store.num_bytes == sum(kept.extent.num_bytes for kept in held)
-        assert all(kept.pins == pinned.count(kept) for kept in held)
+        pinned = [cached for anchor in anchors for cached in anchor.cached()]
+        held = {*self.store._entries.values(), *pinned}
+        assert self.store.num_bytes == sum(cached.extent.num_bytes for cached in held)
+        assert all(cached.pins == pinned.count(cached) for cached in held)
 
 
 @contextmanager
 def a_pool(directory: Path, num_bytes: int = 2**24) -> Iterator[Pool]:
     pool: Any = None
     engine = FakeEngine(prompt_kv=True)
-    store = SegmentStore(
+    store = SegmentCache(
         engine,
         directory=directory,
         capacity_bytes=num_bytes,
         epoch=lambda: 0 if pool is None else cast(Pool, pool).epoch,
     )
     store.open()
-    pool = Pool(store, Anchors(store))
+    pool = Pool(store, AnchorStore(store))
     yield pool
     assert store._arena is not None
     store._arena.close()
 
 
-def shape(*texts: int, **how: int) -> Shape:
-    return shape_of(prompt_of(*texts, **how))
+def template(*texts: int, **how: int) -> PromptTemplate:
+    return template_of(prompt_of(*texts, **how))

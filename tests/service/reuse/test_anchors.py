@@ -8,7 +8,7 @@ import pytest
 
 from engine.kv_types import ExportWord
 from engine.protocol import SampleRequest
-from service.kv_reuse.anchors import MOST_ANCHORS
+from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment
@@ -37,7 +37,7 @@ async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Pa
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, predicted())
-        assert served.server.segments.anchors.num_anchors == 1
+        assert served.server.kv_reuse.anchors.num_anchors == 1
     first, tool, tale, second = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
     assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
@@ -113,7 +113,7 @@ async def test_the_same_prompt_is_taken_from_its_anchor_and_exact(tmp_path: Path
     async with reusing(engine, tmp_path) as served:
         await answered(served, predicted())
         group = await answered(served, predicted())
-        assert served.server.segments.anchors.num_anchors == 1
+        assert served.server.kv_reuse.anchors.num_anchors == 1
     load = last(engine).load
     assert load is not None and load.exact_tokens == NUM_TOKENS - 1
     assert len({piece.source for piece in load.pieces}) == 1
@@ -152,7 +152,7 @@ async def test_anchors_of_which_none_is_nearer_are_not_shareable(tmp_path: Path)
         await two_anchors(served)
         middle = predicted(7, (6 + 60) // 2)
         told = [await answered(served, middle) for _ in range(2)]
-        assert served.server.segments.anchors.num_anchors == 3
+        assert served.server.kv_reuse.anchors.num_anchors == 3
         anything = {"mode": "anchors", "threshold": 1.0}
         between = predicted((50 + 7) // 2 + 1, (6 + 60) // 2, reuse=anything)
         told.append(await answered(served, between))
@@ -174,7 +174,7 @@ async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) ->
         elsewhere = await answered(served, predicted(7, 8, own=[3] * 40), **one)
         await served.http.put("/v1/weights/v1", content=b"x", headers=admin)
         await served.http.post("/v1/weights/v1/activate", json={}, headers=admin)
-        assert served.server.segments.anchors.num_anchors == 0
+        assert served.server.kv_reuse.anchors.num_anchors == 0
         later = await answered(served, predicted(7, 8), **one)
     assert mine["exact"] is False
     told = [group["reuse"]["reason"] for group in (theirs, elsewhere, later)]
@@ -222,7 +222,7 @@ async def test_an_anchor_that_was_not_written_is_none(tmp_path: Path) -> None:
         engine.export_word = ExportWord.FAILED
         await answered(served, predicted())
         await asyncio.sleep(0.01)
-        assert served.server.segments.anchors.num_anchors == 0
+        assert served.server.kv_reuse.anchors.num_anchors == 0
         engine.export_word = ExportWord.COMMITTED
         await two_anchors(served)
         assert (await answered(served, predicted(7, 8)))["exact"] is False
@@ -237,7 +237,7 @@ async def test_groups_of_the_same_texts_make_one_anchor(tmp_path: Path) -> None:
             engine.step()
             await asyncio.sleep(0.001)
         assert [(await group)["reuse"]["reason"] for group in groups] == ["no_anchor"] * 3
-        assert served.server.segments.anchors.num_anchors == 1
+        assert served.server.kv_reuse.anchors.num_anchors == 1
     writers = [request for request in engine.submitted if request.export is not None]
     assert len(writers) == 3, "two segments and a prompt"
 
@@ -261,7 +261,7 @@ async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_step
         group = await asking
         assert not engine.running
         await asyncio.sleep(0.01)
-        assert served.server.segments.anchors.num_anchors == 2
+        assert served.server.kv_reuse.anchors.num_anchors == 2
     assert group["outcome"] == "cancelled"
     assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
 
@@ -273,13 +273,13 @@ async def test_anchors_that_are_dropped_meanwhile_stay_until_it_has_loaded(tmp_p
         engine.instant = False
         asking = asyncio.create_task(answered(served, predicted(7, 8)))
         await running_samples(served, 2)
-        anchors = served.server.segments.anchors
+        anchors = served.server.kv_reuse.anchors
         anchors.forget([anchor for there in anchors._contexts.values() for anchor in there])
         while not asking.done():
             engine.step()
             await asyncio.sleep(0.001)
         group = await asking
-        served.server.segments.store.check()
+        served.server.kv_reuse.store.check()
     assert [sample["finish_reason"] for sample in group["samples"]] == ["length"] * 2
     assert last(engine).load is not None
 
@@ -299,12 +299,15 @@ async def test_a_context_has_so_many_anchors(tmp_path: Path) -> None:
     """Threshold 0: all are computed."""
     exactly = {"mode": "anchors", "threshold": 0.0}
     async with reusing(engine_of(), tmp_path, segments_bytes=2**25) as served:
-        for tool in range(4, MOST_ANCHORS + 8):
+        for tool in range(4, MAX_ANCHORS_PER_CONTEXT + 8):
             group = await answered(served, predicted(tool, 200, reuse=exactly))
             assert group["exact"] is True
-        anchors = served.server.segments.anchors
-        assert anchors.num_anchors <= MOST_ANCHORS
-        assert anchors.fates["made"] - anchors.fates["evicted"] == anchors.num_anchors
+        anchors = served.server.kv_reuse.anchors
+        assert anchors.num_anchors <= MAX_ANCHORS_PER_CONTEXT
+        assert (
+            anchors.num_by_outcome["made"] - anchors.num_by_outcome["evicted"]
+            == anchors.num_anchors
+        )
 
 
 async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
@@ -313,8 +316,8 @@ async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
         for i in range(12):
             group = await answered(served, predicted(7, 8, own=[i + 1] * 40))
             assert group["reuse"]["reason"] in ("no_anchor", "store_full")
-        anchors = served.server.segments.anchors
-        assert anchors.fates["evicted"] > 0
+        anchors = served.server.kv_reuse.anchors
+        assert anchors.num_by_outcome["evicted"] > 0
         assert anchors.num_anchors > 0
 
 
@@ -322,7 +325,7 @@ async def test_a_prompt_too_long_for_an_anchor_is_computed(tmp_path: Path) -> No
     async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
         group = await answered(served, predicted(own=[1] * 3000))
         assert (group["exact"], group["reuse"]["reason"]) == (True, "store_full")
-        assert served.server.segments.anchors.num_anchors == 0
+        assert served.server.kv_reuse.anchors.num_anchors == 0
 
 
 async def test_a_prompt_without_names_or_of_one_alone_has_nothing_to_place(tmp_path: Path) -> None:

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchor_selection import (
-    MOST_OBSERVED,
-    Choice,
-    candidates_of,
-    choose,
-    compared,
+    MAX_ANCHORS_PER_SECTION,
+    AnchorSelection,
+    are_shareable,
     entropy,
-    nearness,
-    shareable,
+    find_candidates,
+    pairs_to_compare,
+    select_anchors,
+    similarity_weights,
 )
-from service.kv_reuse.anchors import Anchor, Context
-from service.kv_reuse.cache_entry import Kept, Key
+from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.kv_distance import distance
-from service.kv_reuse.layout import Part, joined
-from service.kv_reuse.prediction import pieces_of
-from service.kv_reuse.template import shape_of
+from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.prediction import load_pieces
+from service.kv_reuse.template import template_of
 from service.prompt_kv.allocator import Extent
 from tests.service.reuse.pool import SCOPE, prompt_of
 
@@ -33,33 +33,33 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 
-def kept(num_tokens: int = 1000) -> Kept:
+def kept(num_tokens: int = 1000) -> CacheEntry:
     slot = ExportSlot(arena=Path("/a"), offset=0, words_offset=0, num_tokens=num_tokens)
-    return Kept(slot=slot, extent=Extent(0, 0), key=Key(SCOPE, 0, "", b""))
+    return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))
 
 
-def anchor_of(parts: list[Part]) -> Anchor:
-    shape = shape_of(parts)
-    bases = {i: kept(s.num_tokens) for i, s in enumerate(shape.stretches) if s.name is not None}
-    context = Context(SCOPE, 0, shape.context)
-    return Anchor(context=context, shape=shape, real=kept(shape.num_tokens), bases=bases)
+def anchor_of(parts: list[PromptSpan]) -> Anchor:
+    template = template_of(parts)
+    bases = {i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.name is not None}
+    context = AnchorContext(SCOPE, 0, template.context)
+    return Anchor(context=context, template=template, real=kept(template.num_tokens), bases=bases)
 
 
 def chosen(
-    parts: list[Part], anchors: list[Anchor], far: list[float], threshold: float = 0.3
-) -> Choice | None:
+    parts: list[PromptSpan], anchors: list[Anchor], far: list[float], threshold: float = 0.3
+) -> AnchorSelection | None:
     """`far` are the anchors' distances, of every stretch."""
-    shape = shape_of(parts)
-    found = candidates_of(shape, anchors)
+    template = template_of(parts)
+    found = find_candidates(template, anchors)
     assert found is not None
     by_anchor = dict(zip(anchors, far, strict=True))
-    distances = {(i, a): by_anchor[a] for i, a in compared(shape, found)}
-    return choose(shape, found, distances, threshold)
+    distances = {(i, a): by_anchor[a] for i, a in pairs_to_compare(template, found)}
+    return select_anchors(template, found, distances, threshold)
 
 
 @given(FARS)
 def test_the_nearest_counts_most_and_all_count_one(far: list[float]) -> None:
-    near = nearness(far)
+    near = similarity_weights(far)
     assert sum(near) == pytest.approx(1)
     assert near[far.index(min(far))] == max(near)
     assert -1e-9 <= entropy(near) <= math.log2(len(far)) + 1e-9
@@ -68,7 +68,7 @@ def test_the_nearest_counts_most_and_all_count_one(far: list[float]) -> None:
 def test_entropy_is_that_of_a_plain_count() -> None:
     assert entropy([0.25] * 4) == pytest.approx(2)
     assert entropy([1.0, 0.0]) == 0
-    assert nearness([0.0, math.log(3)]) == pytest.approx([0.75, 0.25])
+    assert similarity_weights([0.0, math.log(3)]) == pytest.approx([0.75, 0.25])
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_entropy_is_that_of_a_plain_count() -> None:
 def test_anchors_are_shareable_where_some_are_nearer(
     far: list[float], threshold: float, is_shareable: bool
 ) -> None:
-    assert shareable(far, threshold) == is_shareable
+    assert are_shareable(far, threshold) == is_shareable
 
 
 def test_too_few_that_are_long_enough_are_none() -> None:
     long, short = anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(7, 8, length=59))
-    shape = shape_of(prompt_of(1, 2))
-    assert candidates_of(shape, []) is None
-    assert candidates_of(shape, [long]) is None
-    assert candidates_of(shape, [long, short]) is None
-    assert candidates_of(shape, [long, short, anchor_of(prompt_of(9, 9))]) is not None
+    template = template_of(prompt_of(1, 2))
+    assert find_candidates(template, []) is None
+    assert find_candidates(template, [long]) is None
+    assert find_candidates(template, [long, short]) is None
+    assert find_candidates(template, [long, short, anchor_of(prompt_of(9, 9))]) is not None
 
 
 def test_one_of_the_same_texts_is_enough_and_counts_all() -> None:
@@ -122,11 +122,11 @@ def test_texts_that_differ_are_predicted_behind_those_that_do_not() -> None:
 
 
 def test_the_nearest_few_are_observed() -> None:
-    anchors = [anchor_of(prompt_of(5 + i)) for i in range(MOST_OBSERVED + 3)]
+    anchors = [anchor_of(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_SECTION + 3)]
     far = [float(len(anchors) - i) for i in range(len(anchors))]
     choice = chosen(prompt_of(99), anchors, far, threshold=1.0)
     assert choice is not None
-    assert set(choice.weights[1]) == set(anchors[-MOST_OBSERVED:])
+    assert set(choice.weights[1]) == set(anchors[-MAX_ANCHORS_PER_SECTION:])
     assert sum(choice.weights[1].values()) == pytest.approx(1)
     assert anchors[-1] in choice.used and anchors[0] not in choice.used
 
@@ -134,12 +134,12 @@ def test_the_nearest_few_are_observed() -> None:
 def test_anchors_of_one_text_are_not_told_apart_by_it() -> None:
     """As a question that is always the same behind texts that change."""
     anchors = [anchor_of(prompt_of(5, 9)), anchor_of(prompt_of(6, 9))]
-    shape = shape_of(prompt_of(7, 9))
-    found = candidates_of(shape, anchors)
+    template = template_of(prompt_of(7, 9))
+    found = find_candidates(template, anchors)
     assert found is not None
     first, second = anchors
     distances = {(1, first): 1.0, (1, second): 30.0, (2, first): 0.0, (2, second): 0.0}
-    choice = choose(shape, found, distances, 0.3)
+    choice = select_anchors(template, found, distances, 0.3)
     assert choice is not None
     assert choice.weights[2] == {first: 0.5, second: 0.5}
 
@@ -147,13 +147,15 @@ def test_anchors_of_one_text_are_not_told_apart_by_it() -> None:
 def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
     anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(8, 9, length=63))]
     parts = prompt_of(1, 2)
-    shape = shape_of(parts)
-    found = candidates_of(shape, anchors)
+    template = template_of(parts)
+    found = find_candidates(template, anchors)
     assert found is not None
-    choice = choose(shape, found, dict.fromkeys(compared(shape, found), 1.0), 1.0)
+    choice = select_anchors(
+        template, found, dict.fromkeys(pairs_to_compare(template, found), 1.0), 1.0
+    )
     assert choice is not None
     bases = {1: kept(60), 2: kept(60)}
-    pieces = pieces_of(shape, bases, found, choice)
+    pieces = load_pieces(template, bases, found, choice)
     assert [piece.start for piece in pieces[1:]] == [p.start + p.num_tokens for p in pieces[:-1]]
     assert pieces[-1].start + pieces[-1].num_tokens == len(joined(parts)) - 1
     for piece in pieces:
@@ -166,14 +168,14 @@ def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
 KINDS = st.lists(st.sampled_from(["own", "a", "b", "c"]), min_size=1, max_size=5)
 
 
-def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> list[Part]:
+def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> list[PromptSpan]:
     """Own texts stay, all but the last; a name has one text in a prompt."""
     texts = {
         kind: [token] * length for kind, length, token in zip("abc", lengths, tokens, strict=True)
     }
-    own = [Part(token_ids=[9] * 3), Part(token_ids=[10 + lengths[0]] * 2)]
+    own = [PromptSpan(token_ids=[9] * 3), PromptSpan(token_ids=[10 + lengths[0]] * 2)]
     return [
-        Part(token_ids=texts[kind], name=kind) if kind in texts else own[i == len(kinds) - 1]
+        PromptSpan(token_ids=texts[kind], name=kind) if kind in texts else own[i == len(kinds) - 1]
         for i, kind in enumerate(kinds)
     ]
 
@@ -182,23 +184,23 @@ def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> 
 def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sources(
     kinds: list[str], data: st.DataObject
 ) -> None:
-    def drawn() -> list[Part]:
+    def drawn() -> list[PromptSpan]:
         three = st.tuples(*[st.integers(1, 6)] * 3)
         return written(kinds, data.draw(three), data.draw(three))
 
     anchors = [anchor_of(drawn()) for _ in range(data.draw(st.integers(0, 4)))]
     parts = drawn()
-    shape = shape_of(parts)
-    anchors = [a for a in anchors if a.shape.context == shape.context]
-    found = candidates_of(shape, anchors)
-    if found is None or shape.num_shared == 0:
+    template = template_of(parts)
+    anchors = [a for a in anchors if a.template.context == template.context]
+    found = find_candidates(template, anchors)
+    if found is None or template.num_template_sections == 0:
         return
-    far = {pair: data.draw(st.floats(0, 100)) for pair in compared(shape, found)}
-    choice = choose(shape, found, far, 1.0)
+    far = {pair: data.draw(st.floats(0, 100)) for pair in pairs_to_compare(template, found)}
+    choice = select_anchors(template, found, far, 1.0)
     assert choice is not None
-    bases = {i: kept(s.num_tokens) for i, s in enumerate(shape.stretches) if s.name is not None}
+    bases = {i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.name is not None}
     at = 0
-    for piece in pieces_of(shape, bases, found, choice):
+    for piece in load_pieces(template, bases, found, choice):
         assert piece.start == at and piece.num_tokens > 0
         assert piece.skip + piece.num_tokens <= piece.source.num_tokens
         for seen in piece.observed:
@@ -207,7 +209,7 @@ def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sou
             assert seen.base is None or piece.num_tokens <= seen.base.num_tokens
         assert len({seen.base is None for seen in piece.observed}) <= 1
         at += piece.num_tokens
-    assert at in (shape.num_tokens, shape.stretches[shape.num_shared - 1].end)
+    assert at in (template.num_tokens, template.sections[template.num_template_sections - 1].end)
     assert choice.exact_tokens <= at
 
 

@@ -1,16 +1,16 @@
-from service.kv_reuse.layout import Part
-from service.kv_reuse.prefix_order import MOST_ORDERS, Orders, Scope
+from service.kv_reuse.layout import PromptSpan
+from service.kv_reuse.prefix_order import MAX_ORDERS, PrefixOrders, Scope
 
 SCOPE = Scope("key", None)
 
 
-def parts(*names: str, own: int = 3) -> list[Part]:
+def parts(*names: str, own: int = 3) -> list[PromptSpan]:
     """Each text is its name; the own text comes first, as callers write it."""
-    named = [Part(token_ids=[ord(n)] * (10 + i), name=n) for i, n in enumerate(names)]
-    return [Part(token_ids=[0] * own), *named]
+    named = [PromptSpan(token_ids=[ord(n)] * (10 + i), name=n) for i, n in enumerate(names)]
+    return [PromptSpan(token_ids=[0] * own), *named]
 
 
-def in_order(orders: Orders, given: list[Part]) -> str:
+def in_order(orders: PrefixOrders, given: list[PromptSpan]) -> str:
     suggested = orders.suggest(SCOPE, given)
     assert sorted(suggested) == list(range(len(given)))
     orders.remember(SCOPE, [given[i] for i in suggested])
@@ -18,15 +18,15 @@ def in_order(orders: Orders, given: list[Part]) -> str:
 
 
 def test_named_segments_come_first_and_follow_what_was_computed() -> None:
-    orders = Orders(lambda: 0)
+    orders = PrefixOrders(lambda: 0)
     assert in_order(orders, parts("q", "b", "c")) == "qbc."
     assert in_order(orders, [*parts("c", "q"), *parts("b")[1:]])[0] in "cq"
 
 
 def test_the_longest_known_prefix_is_followed() -> None:
-    orders = Orders(lambda: 0)
-    a, b, c = (Part(token_ids=[i] * 8, name=str(i)) for i in range(3))
-    own = Part(token_ids=[9])
+    orders = PrefixOrders(lambda: 0)
+    a, b, c = (PromptSpan(token_ids=[i] * 8, name=str(i)) for i in range(3))
+    own = PromptSpan(token_ids=[9])
     orders.remember(SCOPE, [a, c, own])
     orders.remember(SCOPE, [b, a, c])
     orders.remember(SCOPE, [own, c])
@@ -36,17 +36,17 @@ def test_the_longest_known_prefix_is_followed() -> None:
 
 
 def test_a_segment_that_stands_twice_is_used_twice() -> None:
-    orders = Orders(lambda: 0)
-    a = Part(token_ids=[1], name="a")
-    b = Part(token_ids=[2], name="b")
+    orders = PrefixOrders(lambda: 0)
+    a = PromptSpan(token_ids=[1], name="a")
+    b = PromptSpan(token_ids=[2], name="b")
     orders.remember(SCOPE, [a, b, a])
     assert orders.suggest(SCOPE, [b, a, a]) == [1, 0, 2]
 
 
 def test_others_orders_and_those_of_earlier_weights_are_not_known() -> None:
     epoch = [0]
-    orders = Orders(lambda: epoch[0])
-    a, b = Part(token_ids=[1], name="a"), Part(token_ids=[2], name="b")
+    orders = PrefixOrders(lambda: epoch[0])
+    a, b = PromptSpan(token_ids=[1], name="a"), PromptSpan(token_ids=[2], name="b")
     orders.remember(SCOPE, [b, a])
     assert orders.suggest(SCOPE, [a, b]) == [1, 0]
     assert orders.suggest(Scope("other", None), [a, b]) == [0, 1]
@@ -56,10 +56,10 @@ def test_others_orders_and_those_of_earlier_weights_are_not_known() -> None:
 
 
 def test_what_is_known_is_bounded() -> None:
-    orders = Orders(lambda: 0)
+    orders = PrefixOrders(lambda: 0)
     first, *_ = many = [
-        [Part(token_ids=[i], name="x"), Part(token_ids=[0], name="a")]
-        for i in range(1, MOST_ORDERS + 2)
+        [PromptSpan(token_ids=[i], name="x"), PromptSpan(token_ids=[0], name="a")]
+        for i in range(1, MAX_ORDERS + 2)
     ]
     for order in many:
         orders.remember(SCOPE, order)

@@ -106,7 +106,7 @@ async def test_another_text_of_a_name_takes_the_place_of_the_first(tmp_path: Pat
         other = placed()
         other["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 60
         group = await answered(served, other)
-        assert served.server.segments.store.num_segments == 2
+        assert served.server.kv_reuse.store.num_segments == 2
     assert group["reuse"]["tokens_prepared"] == 60
 
 
@@ -228,4 +228,4 @@ async def test_segments_used_longest_ago_make_room(tmp_path: Path) -> None:
                 segment["reuse"] += str(i)
             group = await answered(served, body)
             assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 120)
-        assert 0 < served.server.segments.store.num_segments <= 16
+        assert 0 < served.server.kv_reuse.store.num_segments <= 16

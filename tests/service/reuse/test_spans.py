@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_types import ExportSlot
-from service.kv_reuse.layout import Part, Span, spans_of
-from service.kv_reuse.splice_load import ends_of, load_of
+from service.kv_reuse.layout import PromptSpan, TokenRun, token_runs
+from service.kv_reuse.splice_load import build_load, prefill_lengths
 
 PARTS = st.lists(
     st.builds(
-        lambda num, named: Part(token_ids=[1] * num, name="x" if named else None),
+        lambda num, named: PromptSpan(token_ids=[1] * num, name="x" if named else None),
         st.integers(1, 12),
         st.booleans(),
     ),
@@ -26,52 +26,56 @@ def slot(num_tokens: int) -> ExportSlot:
 
 def test_own_text_and_first_tokens_are_computed() -> None:
     parts = [
-        Part(token_ids=[1] * 5),
-        Part(token_ids=[2] * 8, name="a"),
-        Part(token_ids=[3] * 8, name="b"),
-        Part(token_ids=[4]),
+        PromptSpan(token_ids=[1] * 5),
+        PromptSpan(token_ids=[2] * 8, name="a"),
+        PromptSpan(token_ids=[3] * 8, name="b"),
+        PromptSpan(token_ids=[4]),
     ]
-    assert spans_of(parts, first_tokens=2, block=1) == [
-        Span(start=0, end=7),
-        Span(start=7, end=13, part=1, origin=5),
-        Span(start=13, end=15),
-        Span(start=15, end=21, part=2, origin=13),
-        Span(start=21, end=22),
+    assert token_runs(parts, first_tokens=2, block=1) == [
+        TokenRun(start=0, end=7),
+        TokenRun(start=7, end=13, span=1, origin=5),
+        TokenRun(start=13, end=15),
+        TokenRun(start=15, end=21, span=2, origin=13),
+        TokenRun(start=21, end=22),
     ]
-    joined = spans_of(parts, first_tokens=0, block=1)
-    assert [span.part for span in joined] == [None, 1, 2, None]
+    joined = token_runs(parts, first_tokens=0, block=1)
+    assert [run.span for run in joined] == [None, 1, 2, None]
 
 
 def test_what_the_prompt_begins_with_is_a_prefix_and_computed() -> None:
-    parts = [Part(token_ids=[2] * 8, name="a"), Part(token_ids=[1])]
-    assert spans_of(parts, first_tokens=0, block=1) == [Span(start=0, end=9)]
+    parts = [PromptSpan(token_ids=[2] * 8, name="a"), PromptSpan(token_ids=[1])]
+    assert token_runs(parts, first_tokens=0, block=1) == [TokenRun(start=0, end=9)]
 
 
 def test_what_is_placed_begins_where_a_block_does() -> None:
-    parts = [Part(token_ids=[1] * 5), Part(token_ids=[2] * 20, name="a"), Part(token_ids=[4])]
-    assert spans_of(parts, first_tokens=2, block=4) == [
-        Span(start=0, end=8),
-        Span(start=8, end=25, part=1, origin=5),
-        Span(start=25, end=26),
+    parts = [
+        PromptSpan(token_ids=[1] * 5),
+        PromptSpan(token_ids=[2] * 20, name="a"),
+        PromptSpan(token_ids=[4]),
+    ]
+    assert token_runs(parts, first_tokens=2, block=4) == [
+        TokenRun(start=0, end=8),
+        TokenRun(start=8, end=25, span=1, origin=5),
+        TokenRun(start=25, end=26),
     ]
 
 
 @given(parts=PARTS, first_tokens=st.integers(0, 6), block=st.integers(1, 6))
 def test_spans_tile_the_prompt_and_a_link_ends_before_every_run_that_is_placed(
-    parts: list[Part], first_tokens: int, block: int
+    parts: list[PromptSpan], first_tokens: int, block: int
 ) -> None:
-    length = sum(len(part.token_ids) for part in parts)
-    spans = spans_of(parts, first_tokens=first_tokens, block=block)
+    length = sum(len(span.token_ids) for span in parts)
+    spans = token_runs(parts, first_tokens=first_tokens, block=block)
     assert spans[0].start == 0 and spans[-1].end == length
-    assert spans[0].part is None and spans[-1].part is None
+    assert spans[0].span is None and spans[-1].span is None
     assert all(a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
-    for span in spans:
-        assert span.num_tokens >= (1 if span.part is None else block)
-        if span.part is not None:
-            assert span.start % block == 0
-            assert first_tokens <= span.start - span.origin < first_tokens + block
-    kept = {i: slot(len(part.token_ids)) for i, part in enumerate(parts)}
-    load, ends = load_of(spans, kept, chain="chain", num_requests=1), ends_of(spans)
+    for run in spans:
+        assert run.num_tokens >= (1 if run.span is None else block)
+        if run.span is not None:
+            assert run.start % block == 0
+            assert first_tokens <= run.start - run.origin < first_tokens + block
+    kept = {i: slot(len(span.token_ids)) for i, span in enumerate(parts)}
+    load, ends = build_load(spans, kept, chain="chain", num_requests=1), prefill_lengths(spans)
     runs = [piece.start for piece in load.pieces]
     joined = {piece.start + piece.num_tokens for piece in load.pieces}
     assert ends == [start for start in runs if start not in joined]

@@ -20,7 +20,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from coppice import AsyncRollouts
 from coppice.verl.publisher import Publisher
-from coppice.verl.server_list import Target
+from coppice.verl.server_list import ServerList
 from tests.compat.clients.verl.training import COPPICE, MODEL
 
 PROMPT = list(range(5, 25))
@@ -54,7 +54,7 @@ def configured(url: str) -> Any:
 
 def published(url: str) -> Any:
     state = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
-    publisher = Publisher(Target(urls=(url,)))
+    publisher = Publisher(ServerList(urls=(url,)))
     return lambda step: publisher.publish(iter(state.items()), step)
 
 
