@@ -77,7 +77,7 @@ lock: ## resolve requirements/*.txt anew
 
 clean: ## remove the environment and everything that was built
 	rm -rf .venv .clients .verl .miles .arctic build dist client/build client/dist *.egg-info client/*.egg-info
-	rm -f kernels/shared_prefix/libshared_prefix.so kernels/drafts/libdrafts.so
+	rm -f kernels/shared_prefix_attention/libshared_prefix_attention.so kernels/draft_index/libdraft_index.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -65,10 +65,10 @@ def library(kernel: str, compile_flags: list[str], link_flags: list[str]) -> Ext
 
 def libraries() -> list[Extension]:
     # Probabilities are rounded as Python rounds them, so products and sums stay apart.
-    drafts = library("drafts", ["-ffp-contract=off"], [])
+    drafts = library("draft_index", ["-ffp-contract=off"], [])
     if platform.machine() != "x86_64":
         return [drafts]
-    return [library("shared_prefix", ["-fopenmp"], ["-fopenmp"]), drafts]
+    return [library("shared_prefix_attention", ["-fopenmp"], ["-fopenmp"]), drafts]
 
 
 setup(

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 from safetensors.numpy import save_file
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
 from engine.adapters.validation import CONFIG_FILE, PREFIX, PROJECTIONS, SIDES, TENSORS_FILE
 from engine.protocol import Completion, SampleRequest, Sampling

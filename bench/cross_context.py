@@ -9,9 +9,9 @@ tokens, and once with 512 tokens said by each. What was said is drawn at random,
 not depend on it.
 
 How far the placed or predicted prompt is from the computed one is measured apart, on the seedling
-as it was trained (bench/harness/distance.py, bench/harness/by_threshold.py), and for placed ones on
-a seedling that was taught to hear other agents, with whether its answers are still right
-(bench/harness/agents_distance.py).
+as it was trained (bench/harness/splice_error.py, bench/harness/threshold_sweep.py), and for placed
+ones on a seedling that was taught to hear other agents, with whether its answers are still right
+(bench/harness/multi_agent_error.py).
 
 Goals are those of all prompts of a way, also of those that it had to compute.
 """
@@ -24,14 +24,14 @@ from dataclasses import asdict, dataclass, field
 
 import uvloop
 
-from bench.harness.agents_distance import heard_by
-from bench.harness.agents_rows import agents_rows
-from bench.harness.by_threshold import prediction_rows, predictions
-from bench.harness.distance import Distance, distances
-from bench.harness.pairs import Pairs
+from bench.harness.in_process_service import served
+from bench.harness.multi_agent_error import heard_by
+from bench.harness.multi_agent_prompts import Talk, num_prompt_tokens
+from bench.harness.multi_agent_rows import agents_rows
+from bench.harness.paired_runs import Pairs
 from bench.harness.record import Record, Row
-from bench.harness.served import served
-from bench.harness.talk import Talk, num_prompt_tokens
+from bench.harness.splice_error import Distance, distances
+from bench.harness.threshold_sweep import prediction_rows, predictions
 from coppice import AsyncRollouts, PromptSegment, Reuse
 from engine.settings import EngineSettings
 from service.prompt_kv.settings import KvSettings

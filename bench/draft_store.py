@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness.record import Record, Row
-from kernels.drafts.drafted import Int32Array
-from kernels.drafts.store import DraftStore
+from kernels.draft_index.interface import Int32Array
+from kernels.draft_index.store import DraftStore
 
 VOCABULARY, ROWS, GROUP, LIMIT, RESPONSE, PROMPT, PHRASE = 32_000, 256, 16, 8, 512, 64, 24
 SIZES = (0, 10**6, 10**7)

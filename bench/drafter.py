@@ -1,7 +1,7 @@
 """What training a drafter brings back after a policy update.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
-    python -m bench.harness.retaught --out build/drafter/other
+    python -m bench.harness.policy_shift --out build/drafter/other
     python -m bench.drafter
 
 The drafter was fitted to the seedling. Then the seedling is replaced, over HTTP and under running
@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 import uvloop
 
-from bench.harness.drafted import BUILD, Traffic, drafted
+from bench.harness.drafter_server import BUILD, Traffic, drafted
 from bench.harness.record import Record, Row
 from bench.harness.recovery import GOAL_SHARE, Curve, Point, picture
 from coppice import AsyncRollouts

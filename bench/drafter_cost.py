@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 import psutil
 import uvloop
 
-from bench.harness.drafted import Traffic, drafted
-from bench.harness.pairs import Pairs, Ratio, in_turn
+from bench.harness.drafter_server import Traffic, drafted
+from bench.harness.paired_runs import Pairs, Ratio, in_turn
 from bench.harness.record import Record, Row
 from engine.drafter.trainer.training_loop import SETTLED_SHARE
 

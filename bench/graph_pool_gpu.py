@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from bench.harness.graph_arms import Arm, Captured, Request
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from engine.cudagraphs.alternatives import Limits, product
+from engine.cudagraphs.baselines import Limits, product
 from engine.cudagraphs.draft_lengths import Lengths
 from engine.cudagraphs.memory_model import GraphMemory, of_model
 from engine.cudagraphs.planner import Plan, plan

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
 from engine.kv_types import ExportSlot, ExportWord
 from engine.protocol import Completion, SampleRequest, Sampling

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
 from coppice.prompt_kv.nixl import installed
 from engine.settings import EngineSettings
-from tests.promises.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
-from tests.promises.kv_server import BYTES_PER_TOKEN, kv_server
+from tests.invariants.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
+from tests.invariants.kv_server import BYTES_PER_TOKEN, kv_server
 
 TOKENS = 1024
 PIECE_BYTES = 2**20

@@ -16,10 +16,10 @@ import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.harness.caller import GROUPS, SAMPLES, TOKENS, caller, prompts
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.in_process_service import served
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from bench.harness.served import served
+from bench.harness.rollout_process import GROUPS, SAMPLES, TOKENS, caller, prompts
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 

@@ -1,7 +1,7 @@
 """Decoding with shared prefixes read once a step, against vLLM's own attention, end to end.
 
 One engine in one process, whose environment is that of the server's EngineCore; see
-bench/harness/stepped.py for how its steps are timed.
+bench/harness/decode_timing.py for how its steps are timed.
 The model has 25M random parameters: 8 layers, 8 query and 4 KV heads of 64, bfloat16.
 
 Each part takes a minute or two in a process and an engine of its own, and its steps are kept in
@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
+from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
-from bench.harness.stepped import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
-from bench.harness.trees import Tree
 from engine.launch.environment import spawning, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
@@ -90,7 +90,7 @@ def planning_row(what: str, tree: Tree) -> Row:
 
 
 def measure(part: str, *, alone: bool, seconds: float, rounds: int) -> None:
-    drafting = {"method": "custom_class", "model": "bench.harness.stepped.Drafts"}
+    drafting = {"method": "custom_class", "model": "bench.harness.decode_timing.Drafts"}
     speculated = {"speculative_config": drafting | {"num_speculative_tokens": DRAFTED}}
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder) / "model")

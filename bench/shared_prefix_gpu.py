@@ -18,11 +18,11 @@ from itertools import product
 
 import torch
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
-from bench.harness.trees import Tree
-from kernels.shared_prefix import cuda
-from kernels.shared_prefix.work_list import WorkList, WorkShape
+from kernels.shared_prefix_attention import cuda
+from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 
 BLOCK = 16
 LONG_SECONDS, SHARE, FLOOR = 100e-6, 0.85, 0.98

@@ -23,12 +23,12 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from bench.harness.pairs import Pairs, in_turn
-from bench.harness.peak import Peak, measured, seconds_of
+from bench.harness.machine_peak import Peak, measured, seconds_of
+from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
-from bench.harness.trees import Tree
-from kernels.shared_prefix import cpu
-from kernels.shared_prefix.reference import Step, whole
+from kernels.shared_prefix_attention import cpu
+from kernels.shared_prefix_attention.reference import Step, whole
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 4, 64, 32
 SCALE, SUFFIX = SIZE**-0.5, 48

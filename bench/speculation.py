@@ -3,8 +3,8 @@ every fixed length and an oracle, end to end.
 
 Each arm is an engine in a process of its own, with the environment of the server's EngineCore;
 they take turns at one workload after another. `off` draws a workload's texts, and then all arms say
-these, itself included (`bench/harness/forced.py`): pairs have the same tokens. The seedling is
-grown to what its steps are to cost: its responses stay its own.
+these, itself included (`bench/harness/teacher_forced.py`): pairs have the same tokens. The seedling
+is grown to what its steps are to cost: its responses stay its own.
 
 A record is made in parts, of as many rounds as there is time for: rounds of other seeds (`--seed`)
 and of other arms are added to what the record has. Arms are compared in rounds that they shared.
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.arms import Arms, Run, Texts, arms
-from bench.harness.drafting import Workload, prompts
-from bench.harness.foretold import cells, foretold
+from bench.harness.decode_timing import write_config
 from bench.harness.record import RECORDS, Record
-from bench.harness.speculated import Round, guard_rows, kept, workload_rows
-from bench.harness.stepped import write_config
+from bench.harness.replay_estimate import cells, foretold
+from bench.harness.speculation_arm import Workload, prompts
+from bench.harness.speculation_results import Round, guard_rows, kept, workload_rows
 
 FIXED = ("fixed-1", "fixed-2", "fixed-4", "fixed-8")
 ALL = ("off", "ours", "ngram", "suffix", *FIXED, "oracle")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import uvloop
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.in_process_service import served
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from bench.harness.served import served
 from coppice import AsyncRollouts, Finish, GroupRequest, Prompt, Sample
 from engine.settings import EngineSettings
 from examples.seedling.arithmetic import draw

@@ -2,7 +2,7 @@
 
 Lossless speculation never changes the law of a text, so a recorded text is gone through again with
 any drafter, step by step, siblings and waves as they would have been: no engine runs, and nothing
-is timed. `python -m bench.replay.recording` makes the traces.
+is timed. `python -m bench.replay.record_traces` makes the traces.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.harness.pairs import Ratio
+from bench.harness.paired_runs import Ratio
 from bench.harness.record import RECORDS, Record, Row
 from bench.replay.costs import Costs, Measured, Stated, measured_steps
 from bench.replay.drafters import ARCTIC, Arctic, Drafter, Ngram, Ours
-from bench.replay.replaying import (
+from bench.replay.replay import (
     Controller,
     Fixed,
     Likely,
@@ -25,7 +25,7 @@ from bench.replay.traces import TRACES, Group, Trace
 from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCost
-from kernels.drafts.drafted import EVERY_SCOPE, Scope
+from kernels.draft_index.interface import EVERY_SCOPE, Scope
 
 FINISHED = (0, 1, 3, 7, 15)
 SEER = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}

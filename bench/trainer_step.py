@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from bench.harness.pairs import Pairs
+from bench.harness.paired_runs import Pairs
 from bench.harness.record import RECORDS, Record, Row, circumstances
-from bench.training.cells import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
+from bench.training.grid import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
 
 NAME = "trainer_step"
 PARTS = ("time", "handle", "memory")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.in_process_service import computed_prompt_tokens, served
+from bench.harness.paired_runs import Pairs, in_turn
 from bench.harness.record import Record, Row
-from bench.harness.served import computed_prompt_tokens, served
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
 from coppice.results import RolloutResult

@@ -22,8 +22,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.adapters.registry import LoadedAdapters
 from engine.adapters.validation import check_adapter
-from engine.attention.counts import over_ranks
-from engine.cudagraphs.counts import over_ranks as graphs_over_ranks
+from engine.attention.counters import over_ranks
+from engine.cudagraphs.counters import over_ranks as graphs_over_ranks
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.drafter.service.bootstrap import open_folder
@@ -32,7 +32,7 @@ from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.io import token_text
 from engine.io.chat import Chat
-from engine.io.scoring import scored
+from engine.io.prompt_logprobs import scored
 from engine.io.vllm_types import Pending, first_logprobs, places, sampling_params
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import gather_facts, kv_support
@@ -58,8 +58,8 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.rpc import answered
 from engine.runtime.temp_dir import Scratch
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation import start as speculation_start
-from engine.speculation.counts import counts_of
+from engine.speculation import lifecycle as speculation_start
+from engine.speculation.counters import counts_of
 from engine.weights.checkpoint import Checkpoint, read_served
 from engine.weights.validation import check
 

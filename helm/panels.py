@@ -1,11 +1,11 @@
-"""The panels of the dashboard, row by row; those about drafts are in helm/drafts.py.
+"""The panels of the dashboard, row by row; those about drafts are in helm/speculation_panels.py.
 
 A test holds every series that is named here against the server's own metrics and vLLM's.
 """
 
-from helm.drafts import DRAFTER, GRAPHS, SPECULATION
 from helm.panel import Panel
 from helm.queries import level, quantiles, rate, share
+from helm.speculation_panels import DRAFTER, GRAPHS, SPECULATION
 
 ROWS: dict[str, list[Panel]] = {
     "Throughput": [

@@ -39,7 +39,7 @@ make_models() {
     done
     made build/agents examples.seedling.train_agents
     made build/drafter/fitted examples.seedling.drafter
-    made build/drafter/other bench.harness.retaught
+    made build/drafter/other bench.harness.policy_shift
 }
 
 made() {

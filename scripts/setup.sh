@@ -95,10 +95,10 @@ install_serve() {
     install_lock "$1"
     say "coppice"
     pip install -qq --no-deps --no-build-isolation -e ./client -e .
-    if [[ $(uname -m) == x86_64 && ! -f kernels/shared_prefix/libshared_prefix.so ]]; then
+    if [[ $(uname -m) == x86_64 && ! -f kernels/shared_prefix_attention/libshared_prefix_attention.so ]]; then
         say "no C++ compiler with OpenMP was found: attention does not share prefixes on CPUs"
     fi
-    if [[ ! -f kernels/drafts/libdrafts.so ]]; then
+    if [[ ! -f kernels/draft_index/libdraft_index.so ]]; then
         say "no C++ compiler was found: nothing can be drafted from siblings"
     fi
 }

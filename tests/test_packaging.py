@@ -122,7 +122,10 @@ def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 def test_the_server_wheel_holds_what_is_compiled_for_every_python(server_wheel: Path) -> None:
-    libraries = {"kernels/shared_prefix/libshared_prefix.so", "kernels/drafts/libdrafts.so"}
+    libraries = {
+        "kernels/shared_prefix_attention/libshared_prefix_attention.so",
+        "kernels/draft_index/libdraft_index.so",
+    }
     assert libraries <= contents(server_wheel)
     assert "-py3-none-linux_" in server_wheel.name
 
@@ -140,7 +143,10 @@ def test_what_an_image_is_built_from_makes_the_whole_wheel(file: Path, tmp_path:
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / place, target)
     names = contents(built(tmp_path, source, CXX=str(hasty(tmp_path))))
-    libraries = {"kernels/shared_prefix/libshared_prefix.so", "kernels/drafts/libdrafts.so"}
+    libraries = {
+        "kernels/shared_prefix_attention/libshared_prefix_attention.so",
+        "kernels/draft_index/libdraft_index.so",
+    }
     assert libraries | {"service/openapi.yaml", "examples/seedling/model/config.json"} <= names
 
 
@@ -149,7 +155,7 @@ def test_the_compiled_kernel_is_found_outside_the_checkout(
     server_wheel: Path, tmp_path: Path
 ) -> None:
     python = install(server_wheel, tmp_path / "env")
-    script = "from kernels.shared_prefix import cpu; print(cpu.LIBRARY, cpu.built())"
+    script = "from kernels.shared_prefix_attention import cpu; print(cpu.LIBRARY, cpu.built())"
     where, built = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(where).is_relative_to(tmp_path) and built == "True"
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness.drafting import GNU, Workload
+from bench.harness.speculation_arm import GNU, Workload
 from engine.launch.environment import spawning
 from engine.settings import AttentionSettings, EngineSettings
 
@@ -84,7 +84,7 @@ def _process(
         if name.endswith(GNU):
             environment = _gnu(environment)
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.drafting", name, str(model), str(cache)],
+            [sys.executable, "-m", "bench.harness.speculation_arm", name, str(model), str(cache)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.cudagraphs.alternatives import Limits
-from engine.cudagraphs.counts import COUNTS
+from engine.cudagraphs.baselines import Limits
+from engine.cudagraphs.counters import COUNTS
 from engine.cudagraphs.planner import Plan
 
 STEPS, SETTLING = 20, 4

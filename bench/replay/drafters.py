@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.drafts.drafted import EVERY_SCOPE, Drafted, Scope
-from kernels.drafts.store import DraftStore
+from kernels.draft_index.interface import EVERY_SCOPE, Drafted, Scope
+from kernels.draft_index.store import DraftStore
 
 ARCTIC = Path(__file__).parents[2] / ".arctic"
 

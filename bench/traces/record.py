@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.baselines import Limits
 from engine.cudagraphs.draft_lengths import Lengths
 from engine.cudagraphs.memory_model import of_model
 from engine.cudagraphs.planner import plan
 from engine.cudagraphs.report import compared, rendered
 from engine.cudagraphs.shape_recorder import Recorder
 from engine.cudagraphs.shape_trace import Trace
-from engine.patches.installed import install_patches
+from engine.patches.registry import install_patches
 from engine.settings import EngineSettings
 
 FILE = Path(__file__).with_name("seedling.json")

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bench.training.cells import Cell
-from bench.training.grouper import NAME, Grouped
+from bench.training.grid import Cell
+from bench.training.prefix_grouper import NAME, Grouped
 from coppice.train import (
     LossFunction,
     PromptKV,

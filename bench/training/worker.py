@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 
 from bench.training.arms import Arms
-from bench.training.cells import Cell
+from bench.training.grid import Cell
 from coppice.train import Schedule
 
 THREADS = {"idle": 2, "shared": 1, "gpu": 2}

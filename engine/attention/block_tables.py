@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.runtime.guard import feature
-from kernels.shared_prefix.plan import Int32s
+from kernels.shared_prefix_attention.plan import Int32s
 
 FEATURE = feature("shared-prefix attention")
 

@@ -23,14 +23,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from engine.attention import cpu_calibration, crossover_cache
-from engine.attention.counts import COUNTS
+from engine.attention.counters import COUNTS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import Sharer, Sharing
 from engine.attention.register import settings
 from engine.attention.unshared_metadata import behind
 from engine.protocol import SkipReason
 from engine.runtime.guard import feature
-from kernels.shared_prefix import cpu
+from kernels.shared_prefix_attention import cpu
 
 logger = logging.getLogger(__name__)
 

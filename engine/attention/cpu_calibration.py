@@ -15,7 +15,7 @@ from vllm import _custom_ops as ops
 from engine.attention.crossover import Trial, Work
 from engine.attention.crossover_cache import Circumstances, processor
 from engine.attention.planner import Planner
-from kernels.shared_prefix import cpu
+from kernels.shared_prefix_attention import cpu
 
 REPEATS = 7
 NUM_CACHES = 4

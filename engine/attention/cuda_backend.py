@@ -30,14 +30,14 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from engine.attention.block_tables import FEATURE, host_table
-from engine.attention.counts import COUNTS
+from engine.attention.counters import COUNTS
 from engine.attention.grouping import Sharer, Sharing
 from engine.attention.register import settings
 from engine.attention.unshared_metadata import behind
 from engine.protocol import SkipReason
-from kernels.shared_prefix import cuda
-from kernels.shared_prefix.plan import SharingPlan
-from kernels.shared_prefix.work_list import WorkList, WorkShape
+from kernels.shared_prefix_attention import cuda
+from kernels.shared_prefix_attention.plan import SharingPlan
+from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 
 
 class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]

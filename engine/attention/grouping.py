@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from engine.attention.counts import Counts
+from engine.attention.counters import Counts
 from engine.attention.crossover import Crossover, Work
 from engine.attention.planner import Planner
 from engine.protocol import SkipReason
 from engine.settings import SharedPrefixMode
-from kernels.shared_prefix.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

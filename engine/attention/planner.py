@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.shared_prefix.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 Int64s = NDArray[np.int64]
 

@@ -8,7 +8,7 @@ forgotten.
 from collections import defaultdict
 from collections.abc import Mapping
 
-from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.baselines import Limits
 from engine.cudagraphs.shape import Shape, decode, mixed
 from engine.cudagraphs.shape_trace import Trace
 

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from engine.cudagraphs.alternatives import Limits
+from engine.cudagraphs.baselines import Limits
 from engine.cudagraphs.draft_lengths import Lengths, of_drafter
 from engine.cudagraphs.memory_model import GraphMemory, of_model
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.cudagraphs.alternatives import Limits, product
+from engine.cudagraphs.baselines import Limits, product
 from engine.cudagraphs.dispatch import Ladder
 from engine.cudagraphs.evaluate import step_cost
 from engine.cudagraphs.frequency import Demand, demand

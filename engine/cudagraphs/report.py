@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.cudagraphs.alternatives import Limits, bucketed, product
+from engine.cudagraphs.baselines import Limits, bucketed, product
 from engine.cudagraphs.dispatch import Ladder, NextTokens
 from engine.cudagraphs.evaluate import Score, score
 from engine.cudagraphs.memory_model import GraphMemory

@@ -7,12 +7,12 @@ harms nothing. Answers travel as msgpack.
 import os
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from engine.attention import counts as attention
-from engine.cudagraphs.counts import Counted as GraphsCounted
+from engine.attention import counters as attention
+from engine.cudagraphs.counters import Counted as GraphsCounted
 from engine.drafter.core import rpc as drafter
-from engine.drafter.counts import Counted as DrafterCounted
+from engine.drafter.counters import Counted as DrafterCounted
 from engine.launch.environment import graph_plan
-from engine.speculation import counts as speculation
+from engine.speculation import counters as speculation
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

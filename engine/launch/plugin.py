@@ -9,7 +9,7 @@ import multiprocessing
 from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
-from engine.patches.installed import WORKING_PROCESSES, install_patches
+from engine.patches.registry import WORKING_PROCESSES, install_patches
 from engine.runtime import gc_freeze, process_group
 from engine.speculation import register as speculation
 

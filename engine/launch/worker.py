@@ -15,13 +15,13 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.lora.request import LoRARequest
 
-from engine.attention import counts as attention
-from engine.cudagraphs.counts import COUNTS as GRAPHS
-from engine.cudagraphs.counts import Counted as GraphsCounted
+from engine.attention import counters as attention
+from engine.cudagraphs.counters import COUNTS as GRAPHS
+from engine.cudagraphs.counters import Counted as GraphsCounted
 from engine.kv_transfer.worker import support
 from engine.kv_transfer.worker.support import KvAnswer
 from engine.runtime.guard import Failure, attempt
-from engine.speculation import counts as speculation
+from engine.speculation import counters as speculation
 from engine.weights import reload
 from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
 

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.cudagraphs.counts import COUNTS
+from engine.cudagraphs.counters import COUNTS
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import Shape
 from engine.launch.environment import graph_plan

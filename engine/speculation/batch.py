@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.speculation.request_slots import Row
-from kernels.drafts.drafted import Drafted, Int32Array
+from kernels.draft_index.interface import Drafted, Int32Array
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,15 +19,15 @@ from engine.runtime.guard import Failure, attempt, feature
 from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller
 from engine.speculation.cost import StepCost
-from engine.speculation.counts import COUNTS
+from engine.speculation.counters import COUNTS
 from engine.speculation.profile import Profile, can_pay
 from engine.speculation.profile_cache import KeptProfile
 from engine.speculation.register import settings
 from engine.speculation.skip_draft_step import Doze, can_doze
 from engine.speculation.speculator import Lists, Speculator
 from engine.speculation.verification import Verifier
-from kernels.drafts.drafted import Int32Array
-from kernels.drafts.store import DraftStore
+from kernels.draft_index.interface import Int32Array
+from kernels.draft_index.store import DraftStore
 
 FEATURE = feature("speculation")
 

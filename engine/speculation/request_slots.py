@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from engine.protocol import SpeculationSkip
-from kernels.drafts.drafted import Store
-from kernels.drafts.errors import WrongCall
+from kernels.draft_index.errors import WrongCall
+from kernels.draft_index.interface import Store
 
 GROUP = "coppice_group"
 NO_DRAFTS = "coppice_no_drafts"

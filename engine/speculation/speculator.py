@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from engine.speculation.batch import Batch, Sent
 from engine.speculation.controller import Controller
-from engine.speculation.counts import Counts
+from engine.speculation.counters import Counts
 from engine.speculation.profile import Profile
 from engine.speculation.request_slots import Row, Rows
-from kernels.drafts.drafted import Drafted, Int32Array, Store
+from kernels.draft_index.interface import Drafted, Int32Array, Store
 
 Lists = list[list[int]]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.agents_distance import COMPUTED, Asked, Hearing, Way, ways_of
-from bench.harness.agents_rows import agents_rows, change
-from bench.harness.answering import Prompted, answered
+from bench.harness.cached_generation import Prompted, answered
+from bench.harness.multi_agent_error import COMPUTED, Asked, Hearing, Way, ways_of
+from bench.harness.multi_agent_rows import agents_rows, change
 from examples.seedling import agents
 from examples.seedling.grow import SEEDLING
 from service.kv_reuse.layout import joined

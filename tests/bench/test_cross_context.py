@@ -1,8 +1,8 @@
 """Of which prompts a goal is met or missed, by hand."""
 
 from bench.cross_context import PREDICTED, Arm, Shape, placed, shapes_of, time_rows
-from bench.harness.by_threshold import FEWEST, Predictions, Tokens, prediction_rows
 from bench.harness.record import Row
+from bench.harness.threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
 from service.kv_reuse.layout import PromptSpan
 
 

@@ -21,8 +21,8 @@ from bench.graph_pool_gpu import (
 )
 from bench.graph_pool_gpu import main as bench
 from bench.harness.graph_arms import Captured, schedule
-from bench.harness.pairs import Pairs
-from engine.cudagraphs.alternatives import Limits
+from bench.harness.paired_runs import Pairs
+from engine.cudagraphs.baselines import Limits
 from engine.cudagraphs.dispatch import Ladder, NextTokens
 from engine.cudagraphs.draft_lengths import Lengths
 from engine.cudagraphs.evaluate import score

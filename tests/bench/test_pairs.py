@@ -1,6 +1,6 @@
 """What a ratio over pairs says, and when it says nothing."""
 
-from bench.harness.pairs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, in_turn
 
 
 def test_a_clear_ratio_meets_or_misses_its_goal() -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness.forced import Fixed, Forced, Knowing
-from bench.harness.foretold import cells, foretold
-from bench.harness.speculated import Kept, Round, kept, workload_rows
+from bench.harness.replay_estimate import cells, foretold
+from bench.harness.speculation_results import Kept, Round, kept, workload_rows
+from bench.harness.teacher_forced import Fixed, Forced, Knowing
 from engine.speculation.cost import Step
-from kernels.drafts import store
-from tests.engine.speculation.machine import Drafts
+from kernels.draft_index import store
+from tests.engine.speculation.cost_simulator import Drafts
 
 TEXT = [5, 6, 7, 8]
 

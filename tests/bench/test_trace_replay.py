@@ -6,13 +6,13 @@ import pytest
 
 from bench.replay.costs import Measured, Stated
 from bench.replay.drafters import Ngram, Ours
-from bench.replay.replaying import Controller, Fixed, Likely, Replayer, matching
+from bench.replay.replay import Controller, Fixed, Likely, Replayer, matching
 from bench.replay.traces import TRACES, Group, Trace
 from bench.trace_replay import LENGTHS, whole, with_finished
 from engine.speculation.calibration import Trust
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCost
-from kernels.drafts import store
+from kernels.draft_index import store
 
 pytestmark = pytest.mark.skipif(
     not store.built(), reason="the library was not built: no C++ compiler when it was installed"

@@ -7,7 +7,7 @@ import torch
 
 from bench.trainer_step import record
 from bench.training.arms import Arms
-from bench.training.cells import DTYPES, SHAPES, VOCABULARIES, Cell
+from bench.training.grid import DTYPES, SHAPES, VOCABULARIES, Cell
 
 TEXT = "1000/100x8,float32,512"
 

@@ -15,7 +15,7 @@ from examples.agent.calculator import called
 from examples.agent.rollout import rollout
 from examples.seedling.grow import SEEDLING
 from tests.compat.programs import ROOT, install, told
-from tests.promises.process import home, service
+from tests.invariants.service_process import home, service
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

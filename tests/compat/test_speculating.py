@@ -7,9 +7,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kernels.drafts.store import built
+from kernels.draft_index.store import built
 from tests.compat.programs import install, told
-from tests.promises.process import home, service
+from tests.invariants.service_process import home, service
 
 pytestmark = [
     pytest.mark.engine,

@@ -15,7 +15,7 @@ import pytest
 from coppice.verl.labels import global_steps
 from examples.seedling.grow import SEEDLING
 from tests.compat import programs
-from tests.promises.process import home, service
+from tests.invariants.service_process import home, service
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -1,4 +1,5 @@
-"""What the Dockerfiles and the compose file say; `docker/prove.py` carries them out."""
+"""What the Dockerfiles and the compose file say; `docker/build_without_docker.py` carries them
+out."""
 
 import json
 import re
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from docker.prove import instructions
+from docker.build_without_docker import instructions
 from tests.monitoring.tools import promtool
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_served
 from engine.weights.tensor_file import read_chunks, read_into
 from engine.weights.validation import check
-from tests.engine.models import Tensors
+from tests.engine.random_models import Tensors
 
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"

@@ -15,7 +15,7 @@ from engine.errors import ConversationRefused, RequestRefused
 from engine.kv_types import ExportSlot, ExportWord, Load, LoadPiece
 from engine.protocol import Completion, Conversation, Engine, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
-from tests.engine.adapters.trained import saved
+from tests.engine.adapters.peft_adapters import saved
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine.patches import expand_kernel
-from engine.patches.installed import install_patches
-from tests.engine.live import LiveEngine, live_engine
-from tests.engine.models import random_tensors, write_model
-from tests.engine.sampled import (
+from engine.patches.registry import install_patches
+from tests.engine.random_models import random_tensors, write_model
+from tests.engine.stepped_engine import LiveEngine, live_engine
+from tests.engine.upstream_defects import (
     REPEATING,
     SPECULATION,
     TEMPERATURE,
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpatched(model: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.engine.sampled", str(model)]
+    command = [sys.executable, "-m", "tests.engine.upstream_defects", str(model)]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=600)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

@@ -123,7 +123,7 @@ async def test_two_ranks_answer_and_an_idle_stopped_worker_is_noticed() -> None:
 
 def alone(max_tokens: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.alone", str(max_tokens)],
+        [sys.executable, "-m", "tests.engine.engine_process", str(max_tokens)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

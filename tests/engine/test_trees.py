@@ -10,11 +10,11 @@ import torch
 
 from coppice import KvSource, PromptKV
 from coppice.wire.kv import KvHandle
+from tests.e2e.prompt_kv_checks import assert_the_models
 from tests.engine.seedling import BLOCK, reference, settings
 from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
 from tests.service.trees import check_cuts, check_tree, path
 from tests.serving import Served, serving
-from tests.together.prompt_kv import assert_the_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 

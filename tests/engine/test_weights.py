@@ -15,8 +15,8 @@ from engine.protocol import VersionSpan
 from engine.weights.checkpoint import read_served
 from engine.weights.validation import check
 from tests.engine.greedy import assert_greedy
-from tests.engine.live import FAULTY, Answer, LiveEngine, assert_same, live_engine
-from tests.engine.models import in_bfloat16, make_models, random_tensors, write_model
+from tests.engine.random_models import in_bfloat16, make_models, random_tensors, write_model
+from tests.engine.stepped_engine import FAULTY, Answer, LiveEngine, assert_same, live_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

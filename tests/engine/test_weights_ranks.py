@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.live import FAULTY, LiveEngine, assert_same, live_engine
-from tests.engine.models import make_models
+from tests.engine.random_models import make_models
+from tests.engine.stepped_engine import FAULTY, LiveEngine, assert_same, live_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

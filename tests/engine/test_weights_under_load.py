@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.live import Answer, LiveEngine, live_engine
-from tests.engine.models import make_models
-from tests.engine.sampled import SPECULATION
+from tests.engine.random_models import make_models
+from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+from tests.engine.upstream_defects import SPECULATION
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

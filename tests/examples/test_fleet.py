@@ -14,8 +14,8 @@ from coppice import AsyncRollouts, Rollouts
 from service.cluster.in_memory import InMemoryRegistry
 from tests.examples.nginx import nginx
 from tests.fake_engine import FakeEngine
+from tests.invariants.service_process import home, service
 from tests.ports import free_port
-from tests.promises.process import home, service
 from tests.redis_server import redis_server
 from tests.service.test_rollouts import body, group
 from tests.serving import Served, serving

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.rotary_shift.cpu import shift_keys
-from kernels.rotary_shift.cuda import ROWS, shift_keys_
-from tests.kernels.test_rotary_shift import HEAD_DIM, KINDS, drawn, rotary
+from kernels.rope_shift.cpu import shift_keys
+from kernels.rope_shift.cuda import ROWS, shift_keys_
+from tests.kernels.test_rope_shift import HEAD_DIM, KINDS, drawn, rotary
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.drafts import store
-from kernels.shared_prefix import cpu
-from kernels.shared_prefix.library import limited
+from kernels.draft_index import store
+from kernels.shared_prefix_attention import cpu
+from kernels.shared_prefix_attention.library import limited
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("c++") is None, reason="no C++ compiler"

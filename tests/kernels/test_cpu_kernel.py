@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix import cpu, reference
-from kernels.shared_prefix.plan import SharingPlan
-from kernels.shared_prefix.reference import Step
-from tests.kernels.packed import decoded, packed
-from tests.kernels.steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
-from tests.kernels.trees import Drawn, drawn
+from kernels.shared_prefix_attention import cpu, reference
+from kernels.shared_prefix_attention.plan import SharingPlan
+from kernels.shared_prefix_attention.reference import Step
+from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
+from tests.kernels.packed_cache import decoded, packed
+from tests.kernels.tree_strategies import Drawn, drawn
 
 pytestmark = pytest.mark.skipif(
     not cpu.built(), reason="the kernel was not built: no C++ compiler when it was installed"
@@ -62,7 +62,7 @@ def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
     script = (
         "import re, torch; torch.ones(10**6).sum(); "
         "maps = lambda: set(re.findall(r'/.*lib[gi]?omp.*', open('/proc/self/maps').read())); "
-        "before = maps(); from kernels.shared_prefix import cpu; assert cpu.built(); "
+        "before = maps(); from kernels.shared_prefix_attention import cpu; assert cpu.built(); "
         "assert maps() == before, maps() - before; assert len(before) == 1, before"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

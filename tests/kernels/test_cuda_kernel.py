@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.rotary_shift import cuda as rotary_cuda
-from kernels.shared_prefix import cuda
+from kernels.rope_shift import cuda as rotary_cuda
+from kernels.shared_prefix_attention import cuda
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ STRIDES = ("query_stride", "block_stride", "token_stride", "head_stride", "table
 def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, "tests/kernels/interpreted.py", "tests/kernels/interpreted_shift.py"],
+        [*command, "tests/kernels/interpreted_attention.py", "tests/kernels/interpreted_shift.py"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.shared_prefix import cuda, reference
-from kernels.shared_prefix.work_list import WorkList
-from tests.kernels.listed import Inputs, work_list
-from tests.kernels.steps import HYDRAGEN, Levels, Shape, rounded, step_of
+from kernels.shared_prefix_attention import cuda, reference
+from kernels.shared_prefix_attention.work_list import WorkList
+from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, rounded, step_of
+from tests.kernels.work_lists import Inputs, work_list
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.shared_prefix.merge import merge
-from kernels.shared_prefix.reference import attend
+from kernels.shared_prefix_attention.merge import merge
+from kernels.shared_prefix_attention.reference import attend
 
 HEAD_SIZES = [1, 63, 64, 80, 96, 112, 128, 129, 192, 256]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix import reference
-from tests.kernels.steps import HYDRAGEN, Levels, Shape, step_of
-from tests.kernels.trees import Drawn, drawn
+from kernels.shared_prefix_attention import reference
+from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, step_of
+from tests.kernels.tree_strategies import Drawn, drawn
 
 
 def assert_same(levels: Levels, shape: Shape, query_tokens: list[int] | int, seed: int) -> None:

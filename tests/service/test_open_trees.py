@@ -14,7 +14,7 @@ from coppice import BranchRequest
 from service.http.errors import EngineGone
 from service.trees.external_tree import ExternalTree
 from tests.fake_engine import FakeEngine
-from tests.promises.hesitant import HesitantEngine
+from tests.invariants.yielding_engine import HesitantEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, check_cuts, check_tree

@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.promises.process import ServiceProcess, home, service, until
-from tests.soak.groups import GROUPS_A_REQUEST, SAMPLES, TOKENS, Groups
-from tests.soak.levels import Levels, watched
-from tests.soak.machine import machine, write
+from tests.invariants.service_process import ServiceProcess, home, service, until
+from tests.soak.group_load import GROUPS_A_REQUEST, SAMPLES, TOKENS, Groups
 from tests.soak.malformed import Malformed
+from tests.soak.report import machine, write
+from tests.soak.resource_usage import Levels, watched
 
 CALLERS = 4
 # The cache is so small that all of it has been touched, and so counts, when the warm-up ends.

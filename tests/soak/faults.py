@@ -24,12 +24,12 @@ from pathlib import Path
 
 import httpx
 
-from tests.promises.process import until
+from tests.invariants.service_process import until
+from tests.soak.fault_injection import SHARED, Faults
 from tests.soak.fleet_load import FleetLoad
 from tests.soak.fleet_model import Counting, FleetModel, Seedling
-from tests.soak.inflicted import SHARED, Faults
-from tests.soak.machine import machine, write
 from tests.soak.replicas import ARENA_BYTES, NUM_REPLICAS, Replica, replicas
+from tests.soak.report import machine, write
 
 INSIDE = "--inside"
 UNSHARE = ("unshare", "--map-root-user", "--mount")

@@ -44,7 +44,7 @@ class Counting:
     """The fake engine: token i is the prompt's length plus i, whatever the version."""
 
     name = "fake"
-    module = "tests.soak.paced"
+    module = "tests.soak.paced_engine"
     vocabulary = range(VOCAB_SIZE)
     num_callers = 12
     start_seconds = 60.0

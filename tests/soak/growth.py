@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tests.promises.process import home, service
+from tests.invariants.service_process import home, service
 from tests.soak.__main__ import CALLERS, KERNELS
-from tests.soak.groups import Groups
-from tests.soak.levels import Levels, watched
+from tests.soak.group_load import Groups
+from tests.soak.resource_usage import Levels, watched
 
 CACHE_BYTES = 2**30
 FLAGS = (

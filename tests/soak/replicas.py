@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.invariants.service_process import ROOT, Home, home, until
 from tests.ports import free_port
-from tests.promises.process import ROOT, Home, home, until
 from tests.redis_server import RedisServer, redis_server
 from tests.soak.fleet_model import FleetModel
 

@@ -4,7 +4,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from engine.drafter.core.scheduler_hooks import Drafting
-from engine.drafter.counts import Counted
+from engine.drafter.counters import Counted
 from engine.launch.environment import graph_plan, speculation_settings
 from engine.speculation.controller import Controller
 from engine.speculation.cost import StepCost

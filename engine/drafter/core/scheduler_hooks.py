@@ -16,11 +16,11 @@ import numpy as np
 from engine.drafter.core.acceptance import Acceptance
 from engine.drafter.core.draft_length import Asked, Length
 from engine.drafter.core.draft_limits import Wanted
-from engine.drafter.counts import Counted, Pairs
+from engine.drafter.counters import Counted, Pairs
 from engine.runtime.guard import feature
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step as CostStep
-from engine.speculation.counts import SCOPES, Counts
+from engine.speculation.counters import SCOPES, Counts
 
 FEATURE: Final = feature("drafter")
 _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)

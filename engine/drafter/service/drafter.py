@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.drafter.counts import Counted
+from engine.drafter.counters import Counted
 from engine.drafter.service.checkpoint_dir import Folder
 from engine.drafter.service.promotion import Contest
 from engine.drafter.service.trainer_process import Tutor
@@ -20,7 +20,7 @@ from engine.drafter.trainer.soft_targets import as_text, recorded
 from engine.protocol import Completion, DrafterPair, DrafterStatus, EngineFacts, SampleRequest
 from engine.runtime.rpc import answered
 from engine.settings import SpeculationSettings
-from engine.speculation.start import measure
+from engine.speculation.lifecycle import measure
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.drafter.counts import Counted
+from engine.drafter.counters import Counted
 from engine.drafter.service.ab_test import Trial
 from engine.drafter.service.checkpoint_dir import CHECKPOINT, FIRST, Folder
 from engine.errors import DrafterRefused

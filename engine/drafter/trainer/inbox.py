@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.drafter.trainer.buffer import Buffer
 from engine.drafter.trainer.messages import Adopted, Paused, Sample, read_line
+from engine.drafter.trainer.replay_buffer import Buffer
 
 
 class Ears:

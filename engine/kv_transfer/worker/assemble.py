@@ -13,8 +13,8 @@ import torch
 from engine.kv_transfer.cache_spec import CacheForm
 from engine.kv_transfer.params import Piece
 from engine.kv_transfer.worker.exports import Exports
-from kernels.kv_blend.blend import Observation, predict, token_weights, turned
-from kernels.rotary_shift.rotary import Rotary
+from kernels.kv_predict.predict import Observation, predict, token_weights, turned
+from kernels.rope_shift.rope_params import Rotary
 
 MOST_TOKENS: Final = 256
 """Predicted at a time, so that little is held beside the cache."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from engine.kv_transfer.worker.d2h_copy import Done, Landing
-from kernels.kv_pack.order import PackOrder
-from kernels.kv_pack.unpack import gather, unpack
+from kernels.kv_layout.packed_order import PackOrder
+from kernels.kv_layout.unpack import gather, unpack
 
 
 class Copier(Protocol):

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from kernels.kv_pack.order import PackOrder
-from kernels.kv_pack.pack import pack, scatter
-from kernels.rotary_shift.cpu import shift_keys
-from kernels.rotary_shift.rotary import Rotary
+from kernels.kv_layout.pack import pack, scatter
+from kernels.kv_layout.packed_order import PackOrder
+from kernels.rope_shift.cpu import shift_keys
+from kernels.rope_shift.rope_params import Rotary
 
 
 class Placer(Protocol):
@@ -51,7 +51,7 @@ class CudaPlacer:
         self._caches, self._rotary = caches, rotary
 
     def place(self, piece: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        from kernels.rotary_shift.cuda import shift_keys_
+        from kernels.rope_shift.cuda import shift_keys_
 
         device = self._caches[0].device
         values = piece.contiguous().pin_memory().to(device, non_blocking=True)

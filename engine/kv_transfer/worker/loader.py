@@ -21,7 +21,7 @@ from engine.kv_transfer.worker.block_writer import CudaPlacer, PackedPlacer, Pla
 from engine.kv_transfer.worker.exports import Exports
 from engine.kv_transfer.worker.packed_order import packed_order
 from engine.runtime.guard import Feature, feature
-from kernels.rotary_shift.rotary import Rotary
+from kernels.rope_shift.rope_params import Rotary
 
 SEGMENTS = feature("segments")
 

@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops
 
 from engine.kv_transfer.cache_spec import CacheForm
-from kernels.kv_pack.order import PackOrder, index_digits, learnt_order
+from kernels.kv_layout.packed_order import PackOrder, index_digits, learnt_order
 
 NUM_HEADS: Final = 2  # enough to see that they are packed alike
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from engine.kv_transfer.cache_spec import CacheForm
-from kernels.rotary_shift.rotary import Rotary, UnsupportedRotary, rotary_of
+from kernels.rope_shift.rope_params import Rotary, UnsupportedRotary, rotary_of
 
 TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
 PLACES: Final = (0, 1, 2, 3, 5, 8, 13, 31)

@@ -12,12 +12,12 @@ from engine.adapters.registry import LoadedAdapters
 from engine.adapters.validation import check_adapter
 from engine.launch.arguments import adapters
 from engine.weights.checkpoint import read_served
-from tests.engine.adapters.trained import saved, under
+from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
-from tests.engine.live import Answer, LiveEngine
-from tests.engine.models import in_bfloat16
+from tests.engine.random_models import in_bfloat16
 from tests.engine.seedling import BLOCK, MODEL, teacher_forced
-from tests.engine.speculation.drafting import drafting_engine, in_group
+from tests.engine.speculation.drafting_engine import drafting_engine, in_group
+from tests.engine.stepped_engine import Answer, LiveEngine
 
 # vLLM's imports and PEFT's warn of their own affairs.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

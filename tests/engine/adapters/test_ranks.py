@@ -7,7 +7,7 @@ import pytest
 from engine.errors import LoadFailed
 from engine.protocol import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
-from tests.engine.adapters.trained import saved, under
+from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.seedling import BLOCK, settings, teacher_forced
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.models import random_tensors, write_model
+from tests.engine.random_models import random_tensors, write_model
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.attention import register
-from engine.attention.counts import COUNTS, Counted
+from engine.attention.counters import COUNTS, Counted
 from engine.settings import AttentionSettings, SharedPrefixMode
-from tests.engine.live import LiveEngine, live_engine
+from tests.engine.stepped_engine import LiveEngine, live_engine
 
 
 class SharedEngine:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.guard import FeatureState
-from tests.engine.attention.groups import Kinds, assert_all_greedy, sample
+from tests.engine.attention.sample_groups import Kinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 
 # vLLM's imports and its draft methods warn of their own affairs.

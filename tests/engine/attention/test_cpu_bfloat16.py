@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.attention.groups import GROUP_SIZE, GROUPS, sample
+from tests.engine.attention.sample_groups import GROUP_SIZE, GROUPS, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
-from tests.engine.models import VOCAB
+from tests.engine.random_models import VOCAB
 
 # vLLM's imports and its draft methods warn of their own affairs.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

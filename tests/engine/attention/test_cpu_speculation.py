@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.attention.groups import Kinds, assert_all_greedy, sample
+from tests.engine.attention.sample_groups import Kinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import shared_engine
-from tests.engine.sampled import SPECULATION
+from tests.engine.upstream_defects import SPECULATION
 
 # vLLM's imports and its draft methods warn of their own affairs.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

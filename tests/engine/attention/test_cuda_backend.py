@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from engine.attention.block_tables import note_table
-from engine.attention.counts import COUNTS, Counts
+from engine.attention.counters import COUNTS, Counts
 from engine.attention.grouping import Sharer
 from engine.runtime.guard import FeatureState
-from kernels.shared_prefix.work_list import WorkList, WorkShape
-from tests.engine.attention.tables import BLOCK, table_of
+from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
+from tests.engine.attention.block_tables import BLOCK, table_of
 
 # vLLM warns of its own affairs when it is imported without a GPU.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

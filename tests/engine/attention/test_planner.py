@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.planner import Planner
-from kernels.shared_prefix.plan import Int32s
-from tests.engine.attention.tables import BLOCK, Node, nodes_of, slow_plan, table_of, tree_rows
+from kernels.shared_prefix_attention.plan import Int32s
+from tests.engine.attention.block_tables import (
+    BLOCK,
+    Node,
+    nodes_of,
+    slow_plan,
+    table_of,
+    tree_rows,
+)
 
 MAX_CALLS = 350
 """At most 240 are counted; one more per row would be 256 more."""

@@ -1,4 +1,4 @@
-"""A drafter for the models of `tests.engine.models`, as it is made from nothing."""
+"""A drafter for the models of `tests.engine.random_models`, as it is made from nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.drafter.service.model_init import config_for, write_fresh
-from tests.engine.models import CONFIG
+from tests.engine.random_models import CONFIG
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.runtime.guard import features
-from tests.engine.drafter.live import FIRST, drafter_engine, num_accepted, read
+from tests.engine.drafter.drafter_engine import FIRST, drafter_engine, num_accepted, read
 from tests.engine.greedy import assert_greedy
-from tests.engine.live import FAULTY, LiveEngine
-from tests.engine.models import make_models
-from tests.engine.speculation.drafting import LONGEST, in_group
+from tests.engine.random_models import make_models
+from tests.engine.speculation.drafting_engine import LONGEST, in_group
+from tests.engine.stepped_engine import FAULTY, LiveEngine
 
 pytestmark = pytest.mark.engine
 

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.engine.drafter.live import Recording, drafter_engine, num_accepted
-from tests.engine.live import LiveEngine
+from tests.engine.drafter.drafter_engine import Recording, drafter_engine, num_accepted
 from tests.engine.seedling import teacher_forced
-from tests.engine.speculation import counts
-from tests.engine.speculation.counts import CONTEXTS, LEAST, ROWS, in_both_settings
-from tests.engine.speculation.law import (
+from tests.engine.speculation import sample_sizes
+from tests.engine.speculation.distributions import (
     SETTINGS,
     VOCAB,
     Setting,
@@ -29,6 +27,7 @@ from tests.engine.speculation.law import (
     sequence_law,
     write_small_model,
 )
+from tests.engine.speculation.sample_sizes import CONTEXTS, LEAST, ROWS, in_both_settings
 from tests.engine.speculation.test_lossless_sequences import (
     LENGTH,
     PROMPTS,
@@ -37,6 +36,7 @@ from tests.engine.speculation.test_lossless_sequences import (
     sequences,
 )
 from tests.engine.speculation.test_lossless_tokens import misjudged, transitions
+from tests.engine.stepped_engine import LiveEngine
 
 pytestmark = pytest.mark.engine
 
@@ -64,7 +64,7 @@ def engine_without_memory(without_memory: Path) -> Iterator[LiveEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("setting", SETTINGS if counts.TIMES >= 1 else SETTINGS[1:])
+@pytest.mark.parametrize("setting", SETTINGS if sample_sizes.TIMES >= 1 else SETTINGS[1:])
 def test_next_tokens_follow_the_models_law(
     engine_without_memory: LiveEngine, without_memory: Path, setting: Setting
 ) -> None:
@@ -72,10 +72,10 @@ def test_next_tokens_follow_the_models_law(
     with Recording(engine) as record:
         drafted = transitions(engine, setting, drafts=True)
     laws = setting.law(next_token_logits(without_memory, list(range(VOCAB))))
-    assert record.tried.sum() > counts.NUM_DRAWS / 2
+    assert record.tried.sum() > sample_sizes.NUM_DRAWS / 2
     assert chance_of(misjudged(record.tried, record.hits, laws)) > LEAST
     for token in np.argsort(-drafted.sum(axis=1))[:CONTEXTS].tolist():
-        assert drafted[token].sum() > counts.NUM_DRAWS / VOCAB
+        assert drafted[token].sum() > sample_sizes.NUM_DRAWS / VOCAB
         assert chance_of(misfit(drafted[token], laws[token])) > LEAST
 
 

@@ -15,7 +15,7 @@ from coppice.wire.drafter import DrafterAnswer
 from engine.drafter.service.model_init import write_fresh
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
-from tests.engine.models import random_tensors, write_model
+from tests.engine.random_models import random_tensors, write_model
 from tests.engine.seedling import settings
 from tests.serving import Served, serving
 

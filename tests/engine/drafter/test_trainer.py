@@ -26,7 +26,7 @@ from engine.drafter.trainer.model_trainer import Learner
 from engine.drafter.trainer.training_loop import LEAST_STEPS, LEAST_TOKENS, MOST_PASSES, Trainer
 from engine.weights.checkpoint import read_served
 from engine.weights.validation import check
-from tests.engine.drafter.test_learner import packed
+from tests.engine.drafter.test_model_trainer import packed
 from tests.tools import ROOT
 
 RESPONSE = [6, 7, 8, 9] * 16

@@ -6,7 +6,7 @@ import pytest
 from engine.speculation.calibration import Trust
 from engine.speculation.controller import CHECKED_EVERY, MOST_LOST, RESTED, Controller
 from engine.speculation.cost import StepCost
-from tests.engine.speculation.machine import Drafts, Machine, Run, believed, best_rate
+from tests.engine.speculation.cost_simulator import Drafts, Machine, Run, believed, best_rate
 from tests.engine.speculation.test_cost import profile
 
 DEAR = Machine(call=1e-4, token=1e-3, free_tokens=0)

@@ -5,7 +5,7 @@ import pytest
 
 from engine.speculation.cost import Step, StepCost
 from engine.speculation.profile import can_pay
-from tests.engine.speculation.machine import Machine
+from tests.engine.speculation.cost_simulator import Machine
 
 MACHINE = Machine()
 

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from engine.runtime.guard import FeatureState, features
 from engine.speculation import proposer as proposers
-from engine.speculation.counts import COUNTS, Counted
+from engine.speculation.counters import COUNTS, Counted
 from engine.speculation.proposer import Proposer
 from tests.engine.greedy import assert_greedy
-from tests.engine.live import LiveEngine
-from tests.engine.models import make_models
+from tests.engine.random_models import make_models
 from tests.engine.seedling import teacher_forced
-from tests.engine.speculation.drafting import LONGEST, Everything, drafting_engine, in_group
+from tests.engine.speculation.drafting_engine import LONGEST, Everything, drafting_engine, in_group
+from tests.engine.stepped_engine import LiveEngine
 
 pytestmark = pytest.mark.engine
 

@@ -12,19 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from engine.speculation.counts import COUNTS
-from tests.engine.live import LiveEngine
+from engine.speculation.counters import COUNTS
 from tests.engine.seedling import teacher_forced
-from tests.engine.speculation.counts import (
-    CONTEXTS,
-    LEAST,
-    NUM_SEQUENCES,
-    ROWS,
-    SIBLINGS,
-    in_both_settings,
-)
-from tests.engine.speculation.drafting import drafting_engine, in_group
-from tests.engine.speculation.law import (
+from tests.engine.speculation.distributions import (
     Setting,
     chance_of,
     dependence,
@@ -33,6 +23,16 @@ from tests.engine.speculation.law import (
     sequence_law,
     write_small_model,
 )
+from tests.engine.speculation.drafting_engine import drafting_engine, in_group
+from tests.engine.speculation.sample_sizes import (
+    CONTEXTS,
+    LEAST,
+    NUM_SEQUENCES,
+    ROWS,
+    SIBLINGS,
+    in_both_settings,
+)
+from tests.engine.stepped_engine import LiveEngine
 
 pytestmark = pytest.mark.engine
 

@@ -12,17 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.speculation.proposer import Proposer
-from tests.engine.live import LiveEngine
-from tests.engine.speculation.counts import (
-    CONTEXTS,
-    LEAST,
-    NUM_DRAWS,
-    ROWS,
-    SIBLINGS,
-    in_both_settings,
-)
-from tests.engine.speculation.drafting import Recording, drafting_engine, in_group
-from tests.engine.speculation.law import (
+from tests.engine.speculation.distributions import (
     VOCAB,
     Floats,
     Setting,
@@ -32,6 +22,16 @@ from tests.engine.speculation.law import (
     next_token_logits,
     write_small_model,
 )
+from tests.engine.speculation.drafting_engine import Recording, drafting_engine, in_group
+from tests.engine.speculation.sample_sizes import (
+    CONTEXTS,
+    LEAST,
+    NUM_DRAWS,
+    ROWS,
+    SIBLINGS,
+    in_both_settings,
+)
+from tests.engine.stepped_engine import LiveEngine
 
 Ints = NDArray[np.int64]
 

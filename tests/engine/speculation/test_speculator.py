@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from engine.speculation.controller import Draft
-from engine.speculation.counts import Counts
+from engine.speculation.counters import Counts
 from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
-from kernels.drafts.drafted import Int32Array
-from kernels.drafts.reference import ReferenceStore
-from tests.engine.speculation.drafting import Everything
-from tests.engine.speculation.runner import Runner
+from kernels.draft_index.interface import Int32Array
+from tests.engine.speculation.drafting_engine import Everything
+from tests.engine.speculation.fake_runner import Runner
+from tests.kernels.draft_index.reference import ReferenceStore
 
 PROMPT = [1, 2, 3]
 SAID = [10, 11, 12, 13, 14, 15, 16, 17]

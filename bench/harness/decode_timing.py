@@ -1,0 +1,235 @@
+"""vLLM in this process, its decode steps timed whole, by each kind of attention in turn.
+
+Neighbouring steps of the same samples go to vLLM's own attention and to that over shared prefixes,
+with a third that leaves attention out as the bound. On a machine that has other work, steps are run
+by one thread and its processor time is taken: what others do to that is little.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.harness.paired_runs import Pairs, Ratio
+from bench.harness.record import Row
+from engine.settings import AttentionSettings
+
+BLOCK, VOCAB, LONGEST = 32, 512, 16384
+DRAFTED = 4
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2 * LONGEST,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def write_config(model: Path) -> Path:
+    """Of a model whose weights are random: 25M parameters."""
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`system` tokens that all share, then groups of samples with `prefix` tokens of their own."""
+
+    num_groups: int
+    group_size: int
+    prefix: int
+    system: int = 0
+    drafted: int = 0
+    goal: float | None = None
+
+    @property
+    def name(self) -> str:
+        groups = "group" if self.num_groups == 1 else "groups"
+        system = f" behind {self.system} tokens that all share" if self.system else ""
+        if self.group_size == 1:
+            return f"{self.num_groups} different prompts of {self.prefix}"
+        tokens = f", {1 + self.drafted} query tokens a sample" if self.drafted else ""
+        return (
+            f"{self.num_groups} {groups} of {self.group_size}, prefix {self.prefix}{system}{tokens}"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.group_size
+
+    def prompts(self) -> list[list[int]]:
+        """The first group's prompts of all lengths begin alike: they are computed once."""
+        system = _tokens(10**6, self.system)
+        own = (_tokens(group, self.prefix) for group in range(self.num_groups))
+        return [system + prompt for prompt in own for _ in range(self.group_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Milliseconds of decode steps, neighbour by neighbour."""
+
+    stock: list[float] = field(default_factory=list)
+    shared: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    grouped: list[bool] = field(default_factory=list)
+
+    def gain(self) -> Ratio:
+        return Pairs(a=self.stock, b=self.shared).ratio()
+
+    def row(self, what: str, goal: float | None) -> Row:
+        gain, bound = self.gain(), Pairs(a=self.stock, b=self.without).ratio()
+        stock, shared = (statistics.median(arm) for arm in (self.stock, self.shared))
+        left = "" if any(self.grouped) else "; left to stock"
+        return Row(
+            what=what,
+            value=f"{gain.median:.2f}x [{gain.low:.2f}, {gain.high:.2f}]: {stock:.1f} -> "
+            f"{shared:.1f} ms a step; without attention {bound.median:.2f}x{left}",
+            goal=f">= {goal:.2f}x" if goal else "",
+            verdict=gain.verdict(goal) if goal else "",
+        )
+
+
+class Engine:
+    """vLLM in this process, stepped by hand."""
+
+    def __init__(self, model: Path, cache: Path, *, alone: bool, **settings: Any) -> None:
+        from vllm import LLM
+
+        from engine.attention import register
+
+        register.install(AttentionSettings(shared_prefix="auto", cache_directory=cache))
+        self._llm = LLM(
+            str(model),
+            load_format="dummy",
+            dtype="bfloat16",
+            block_size=BLOCK,
+            max_model_len=LONGEST + 512,
+            max_num_seqs=512,
+            max_num_batched_tokens=4096,
+            kv_cache_memory_bytes=2**30,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            **settings,
+        )
+        core: Any = self._llm.llm_engine.engine_core
+        self._client = core
+        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        [[group]] = runner.attn_groups
+        self._sharer = group.get_metadata_builder().sharer
+        layers = runner.compilation_config.static_forward_context
+        self._impls = [layers[name].impl for name in group.layer_names]
+        self._number = 0
+        self._alone = alone
+
+    def close(self) -> None:
+        self._client.shutdown()
+
+    def measure(self, case: Case, *, seconds: float, rounds: int) -> Steps:
+        """At least nine rounds, then until the time is up or `rounds` were measured."""
+        self._begin(case, num_tokens=3 * rounds + 30)
+        num_threads = torch.get_num_threads()
+        if not self._alone:
+            torch.set_num_threads(1)
+        steps, began = Steps(), time.perf_counter()
+        self._round(Steps(), 0)
+        for number in range(rounds):
+            self._round(steps, number)
+            if number >= 8 and time.perf_counter() - began > seconds:
+                break
+        torch.set_num_threads(num_threads)
+        self._llm.llm_engine.abort_request(self._names, internal=True)
+        self._llm.llm_engine.step()
+        return steps
+
+    def _begin(self, case: Case, num_tokens: int) -> None:
+        """Each prompt is computed once; then all samples are started, and are decoding."""
+        from vllm import SamplingParams
+
+        prompts = case.prompts()
+        once = [{"prompt_token_ids": p} for p in prompts[:: case.group_size]]
+        one = SamplingParams(max_tokens=1, detokenize=False)
+        self._llm.generate(once, one, use_tqdm=False)
+        many = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        self._names = []
+        for prompt in prompts:
+            self._number += 1
+            name = self._llm.llm_engine.add_request(
+                str(self._number), {"prompt_token_ids": prompt}, many
+            )
+            self._names.append(name)
+        scheduler = self._client.engine_core.scheduler
+        while not (
+            len(scheduler.running) == case.num_rows
+            and all(r.num_output_tokens > 0 for r in scheduler.running)
+        ):
+            self._llm.llm_engine.step()
+
+    def _round(self, steps: Steps, number: int) -> None:
+        arms = [("off", steps.stock), ("auto", steps.shared)]
+        for mode, times in arms if number % 2 == 0 else arms[::-1]:
+            self._sharer.mode = mode
+            before = self._num_grouped()
+            times.append(self._step())
+            if mode == "auto":
+                steps.grouped.append(self._num_grouped() > before)
+        with self._without_attention():
+            steps.without.append(self._step())
+
+    def _step(self) -> float:
+        clock = time.perf_counter if self._alone else time.thread_time
+        began = clock()
+        self._llm.llm_engine.step()
+        return 1000 * (clock() - began)
+
+    def _num_grouped(self) -> int:
+        from engine.attention.counters import COUNTS
+
+        return COUNTS.steps_grouped
+
+    @contextmanager
+    def _without_attention(self) -> Iterator[None]:
+        self._sharer.mode = "off"
+        for impl in self._impls:
+            impl.forward = lambda *_, output, **__: output.zero_()
+        yield
+        for impl in self._impls:
+            del impl.forward
+
+
+class Drafts:
+    """A proposer for vLLM's `custom_class`: the same draft for every sample, mostly rejected."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_speculative_tokens = DRAFTED
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        return [[7] * DRAFTED if tokens else [] for tokens in sampled_token_ids]
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _tokens(seed: int, length: int) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(5, VOCAB, LONGEST)[:length].tolist()
+    return drawn

@@ -1,0 +1,63 @@
+"""A server whose drafter was fitted to the seedling, and traffic for it.
+
+The engine computes with one thread, so that one core is left, as many are on a machine with a GPU.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bench.harness.in_process_service import served
+from coppice import AsyncRollouts
+from engine.settings import EngineSettings, SpeculationSettings
+from examples.seedling.arithmetic import draw
+
+BUILD = Path("build") / "drafter"
+GROUPS, N, MAX_TOKENS = 4, 8, 200
+ROLLOUTS = 3
+"""That are timed together: as long as it takes to try a drafter, and longer."""
+
+
+@asynccontextmanager
+async def drafted(*, training: bool) -> AsyncIterator[AsyncRollouts]:
+    with tempfile.TemporaryDirectory() as folder:
+        speculation = SpeculationSettings(
+            mode="drafter",
+            longest_draft=4,
+            drafter=BUILD / "fitted",
+            drafter_directory=Path(folder),
+            drafter_training=training,
+            drafter_busy_share=1.0,
+        )
+        settings = EngineSettings(seed=0, cpu_threads=1, max_sequences=64)
+        async with (
+            served(settings, speculation=speculation) as (_, url),
+            AsyncRollouts(url, timeout=600) as rollouts,
+        ):
+            yield rollouts
+
+
+class Traffic:
+    """Rollouts of fresh prompts, without end."""
+
+    def __init__(self, rollouts: AsyncRollouts) -> None:
+        self._rollouts, self._rng = rollouts, random.Random(7)
+
+    def prompts(self) -> list[str]:
+        return [draw(self._rng, held_out=True).prompt for _ in range(GROUPS)]
+
+    async def run(self) -> None:
+        while True:
+            await self._rollouts.rollout(self.prompts(), n=N, max_tokens=MAX_TOKENS)
+
+    async def timed(self) -> float:
+        """Seconds of always as many tokens."""
+        began = time.perf_counter()
+        for _ in range(ROLLOUTS):
+            await self._rollouts.rollout(
+                self.prompts(), n=N, max_tokens=MAX_TOKENS, ignore_eos=True
+            )
+        return time.perf_counter() - began

@@ -1,0 +1,80 @@
+"""A prompt put together out of its segments, by Hugging Face's forward: what the engine's chain
+computes, written down as plainly as possible, with whole distributions in reach.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kernels.rope_shift.cpu import shift_keys
+from kernels.rope_shift.rope_params import rotary_of
+from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
+
+
+class Placed:
+    """Of one model in float32; its segments are computed alone, once."""
+
+    def __init__(self, model: Any, *, block: int = 32) -> None:
+        self._model, self._block = model, block
+        config = model.config
+        self._rotary = rotary_of(config.rope_parameters, config.head_dim)
+        self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def dense(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [T, V] where the response's tokens were to come."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0]
+        return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+    def put_together(
+        self, parts: Sequence[PromptSpan], response: Sequence[int], *, first_tokens: int
+    ) -> torch.Tensor:
+        """As `dense`, of the prompt as a chain makes it."""
+        cache = self.cache(parts, first_tokens=first_tokens)
+        tokens = torch.tensor([[joined(parts)[-1], *response]])
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(tokens, past_key_values=cache).logits[0]
+        return logits[:-1].log_softmax(-1)
+
+    def cache(self, parts: Sequence[PromptSpan], *, first_tokens: int) -> DynamicCache:
+        """Of all of a prompt's tokens but the last, as a chain makes it."""
+        runs = token_runs(parts, first_tokens=first_tokens, block=self._block)
+        return self._filled(parts, runs)
+
+    def computed_cache(self, parts: Sequence[PromptSpan]) -> DynamicCache:
+        """The exact one."""
+        return self._filled(parts, [TokenRun(start=0, end=len(joined(parts)))])
+
+    def _filled(self, parts: Sequence[PromptSpan], runs: Sequence[TokenRun]) -> DynamicCache:
+        prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
+        # What a prompt begins with is a true prefix, and costs most: it is kept as well.
+        begun = len(parts[0].token_ids) if len(parts) > 1 else 0
+        with torch.inference_mode():
+            if begun:
+                self._place(parts[0], TokenRun(start=0, end=begun), cache)
+            for run in runs:
+                if run.span is not None:
+                    self._place(parts[run.span], run, cache)
+                elif tokens := prompt[max(run.start, begun) : run.end]:
+                    self._model(torch.tensor([tokens]), past_key_values=cache)
+        return cache
+
+    def _place(self, span: PromptSpan, run: TokenRun, cache: DynamicCache) -> None:
+        taken = slice(run.start - run.origin, run.end - run.origin)
+        for layer, (keys, values) in enumerate(self._alone(span.token_ids)):
+            moved = shift_keys(keys[:, :, taken], run.origin, self._rotary)
+            cache.update(moved, values[:, :, taken], layer)
+
+    def _alone(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        key = tuple(token_ids)
+        if key not in self._kept:
+            cache = self._model(torch.tensor([list(key)]), use_cache=True).past_key_values
+            self._kept[key] = [(layer.keys, layer.values) for layer in cache.layers]
+        return self._kept[key]
+
+
+def divergence(exact: torch.Tensor, approximate: torch.Tensor) -> float:
+    """Mean over positions of KL(exact || approximate), in nats."""
+    return float((exact.exp() * (exact - approximate)).sum(-1).mean())

@@ -1,0 +1,67 @@
+"""The machine's own ceilings, measured: operations and bytes a second of all cores together."""
+
+import ctypes
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+STEPS, TIMES, FLOATS = 2_000_000, 20, 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    flops_per_second: float
+    """From registers alone."""
+    bytes_per_second: float
+    """Read from memory, by far more than fits into caches."""
+
+
+def measured(flags: list[str], *, num_threads: int) -> Peak:
+    """Of loops compiled for the instruction set that the flags name, on every core."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "peak.so"
+        source = Path(__file__).with_name("machine_peak.cpp")
+        command = ["c++", "-O3", "-shared", "-fPIC", *flags, str(source), "-o", str(library)]
+        subprocess.run(command, check=True)
+        loops = ctypes.CDLL(str(library))
+        flops, read = loops.flops_per_second, loops.bytes_per_second
+        flops.restype = read.restype = ctypes.c_double
+        read.argtypes = [ctypes.c_void_p, ctypes.c_long]
+        memory = [np.ones(FLOATS, np.float32) for _ in range(num_threads)]
+        return Peak(
+            flops_per_second=_best(lambda _: flops(STEPS), num_threads),
+            bytes_per_second=_best(lambda i: read(memory[i].ctypes.data, FLOATS), num_threads),
+        )
+
+
+def _best(measure: Callable[[int], float], num_threads: int) -> float:
+    """All at once, each as fast as at its best: what disturbs a run only ever makes it slower."""
+    together = threading.Barrier(num_threads)
+
+    def all_of(thread: int) -> list[float]:
+        speeds = []
+        for _ in range(TIMES):
+            together.wait()
+            speeds.append(measure(thread))  # ctypes lets go of the GIL
+        return speeds
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        speeds = list(threads.map(all_of, range(num_threads)))
+    return float(max(sum(at_once) for at_once in zip(*speeds, strict=True)))
+
+
+def seconds_of(run: Callable[[], object], times: int = TIMES) -> float:
+    """At its best."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

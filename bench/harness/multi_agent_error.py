@@ -1,0 +1,173 @@
+"""How far prompts that are put together are from computed ones, on a seedling that was taught to
+hear other agents (examples/seedling/agents.py): whether its answers are still right, and how far
+the distributions diverge that the right answer's tokens come from.
+
+A way is a function from a prompt's parts to a cache of all of its tokens but the last, and how many
+of them were placed. It is called turn by turn, in the same order every time, so it may learn.
+Answers are drawn greedily and at temperature 1, with the same noise in every way: two ways differ
+by what they do to distributions and not by luck. The chance of the right answer as it is written
+out is what sampling comes to in the long run, but for answers that are right in other words.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from bench.harness.cached_generation import Prompted, answered, log_probabilities
+from bench.harness.hf_splice import Placed, divergence
+from examples.seedling import agents
+from service.kv_reuse.layout import PromptSpan, joined, token_runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutTogether:
+    cache: DynamicCache
+    num_placed: int
+
+
+Way = Callable[[Sequence[PromptSpan]], PutTogether]
+
+SHAPES = (
+    agents.Shape(num_peers=2, own=80, steps=7),
+    agents.Shape(num_peers=3, own=250, steps=8),
+    agents.Shape(num_peers=4, own=640, steps=9),
+)
+NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 1, 72, 7
+COMPUTED = "computed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Heard:
+    """Of turns of one shape, turn by turn; of the answers, which share was right."""
+
+    tokens: list[int] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    """Of the prompt's tokens, which were placed."""
+    divergences: dict[str, list[float]] = field(default_factory=dict)
+    chances: dict[str, list[float]] = field(default_factory=dict)
+    """Of the right answer as it is written out, at temperature 1."""
+    greedy: dict[str, list[float]] = field(default_factory=dict)
+    sampled: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    parts: list[PromptSpan]
+    answer: list[int]
+    question: agents.Question
+
+
+class Hearing:
+    """A model, and what it is asked."""
+
+    def __init__(self, model: Any, words: Any) -> None:
+        self.model, self._words = model, words
+
+    @classmethod
+    def of(cls, folder: str) -> "Hearing":
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return cls(model.eval(), AutoTokenizer.from_pretrained(folder))
+
+    def asked(self, shape: agents.Shape, num_turns: int) -> list[Asked]:
+        draw = random.Random(SEED)
+        return [self._asked(agents.draw(draw, shape, held_out=True)) for _ in range(num_turns)]
+
+    def heard(self, asked: Sequence[Asked], ways: Mapping[str, Way]) -> Heard:
+        """`COMPUTED` is the first of the ways: the others are compared with it."""
+        heard = Heard()
+        for number, one in enumerate(asked):
+            self._hear(one, ways, self._noise(number), heard)
+        return heard
+
+    def _hear(self, one: Asked, ways: Mapping[str, Way], noise: torch.Tensor, heard: Heard) -> None:
+        prompt = joined(one.parts)
+        heard.tokens.append(len(prompt))
+        exact, drafts = None, [one.answer] * len(noise)
+        for name, way in ways.items():
+            put = way(one.parts)
+            prompted = Prompted(cache=put.cache, last=prompt[-1])
+            logs = log_probabilities(self.model, prompted, one.answer)[:-1]
+            answers = [self._answer(prompted, *drawn) for drawn in zip(noise, drafts, strict=True)]
+            if exact is None:
+                # With the same noise the other ways' answers are mostly the same ones.
+                exact, drafts = logs, answers
+                heard.surprises.append(_surprise(logs, one.answer))
+            rewards = [self._reward(one.question, answer) for answer in answers]
+            heard.shares.setdefault(name, []).append(put.num_placed / len(prompt))
+            heard.divergences.setdefault(name, []).append(divergence(exact, logs))
+            heard.chances.setdefault(name, []).append(_chance(logs, one.answer))
+            heard.greedy.setdefault(name, []).append(rewards[0])
+            heard.sampled.setdefault(name, []).append(statistics.mean(rewards[1:]))
+
+    def _answer(self, prompted: Prompted, noise: torch.Tensor, draft: Sequence[int]) -> list[int]:
+        end = self._words.eos_token_id
+        return answered(self.model, prompted, noise, draft=draft, end=end)
+
+    def _reward(self, question: agents.Question, answer: Sequence[int]) -> float:
+        text = self._words.decode(answer, skip_special_tokens=True)
+        return question.reward(text) if answer[-1] == self._words.eos_token_id else 0.0
+
+    def _noise(self, number: int) -> torch.Tensor:
+        """[1 + SAMPLES, T, V]: none, and Gumbel's."""
+        chance = torch.Generator().manual_seed(number)
+        shape = (SAMPLES, MAX_TOKENS, self.model.config.vocab_size)
+        gumbel = -torch.empty(shape).exponential_(generator=chance).log()
+        return torch.cat([torch.zeros(1, *shape[1:]), gumbel])
+
+    def _asked(self, turn: agents.Turn) -> Asked:
+        encode = self._words.encode
+        return Asked(
+            parts=[
+                PromptSpan(token_ids=encode(turn.own)),
+                PromptSpan(token_ids=encode(turn.told), name="question"),
+                *(
+                    PromptSpan(token_ids=encode(said), name=str(i))
+                    for i, said in enumerate(turn.said)
+                ),
+                PromptSpan(token_ids=encode(turn.ask)),
+            ],
+            answer=[*encode(turn.question.written_out), self._words.eos_token_id],
+            question=turn.question,
+        )
+
+
+def heard_by(folder: str, first_tokens: Sequence[int], block: int) -> list[Heard]:
+    """Of turns of every shape, in all ways."""
+    hearing = Hearing.of(folder)
+    return [
+        hearing.heard(hearing.asked(shape, NUM_TURNS), ways_of(hearing.model, first_tokens, block))
+        for shape in SHAPES
+    ]
+
+
+def ways_of(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Way]:
+    """For one shape's turns, whose segments are kept."""
+    kept = Placed(model, block=block)
+
+    def computed(parts: Sequence[PromptSpan]) -> PutTogether:
+        return PutTogether(cache=kept.computed_cache(parts), num_placed=0)
+
+    def placed(first: int, parts: Sequence[PromptSpan]) -> PutTogether:
+        runs = token_runs(parts, first_tokens=first, block=block)
+        return PutTogether(
+            cache=kept.cache(parts, first_tokens=first),
+            num_placed=sum(run.num_tokens for run in runs if run.span is not None),
+        )
+
+    ways: dict[str, Way] = {COMPUTED: computed}
+    return ways | {f"{k} computed": partial(placed, k) for k in first_tokens}
+
+
+def _surprise(logs: torch.Tensor, answer: Sequence[int]) -> float:
+    return float(-logs.gather(1, torch.tensor(answer)[:, None]).mean())
+
+
+def _chance(logs: torch.Tensor, answer: Sequence[int]) -> float:
+    return float(logs.gather(1, torch.tensor(answer)[:, None]).sum().exp())

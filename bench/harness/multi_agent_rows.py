@@ -1,0 +1,87 @@
+"""What was found of agents who hear each other, as lines of a benchmark's table."""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.harness.multi_agent_error import COMPUTED, Heard
+from bench.harness.paired_runs import RESAMPLES
+from bench.harness.record import Row
+
+LARGEST_DIVERGENCE = 0.05
+LARGEST_CHANGE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Of accuracy, in points, with a 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def verdict(self, goal: float) -> str:
+        """For a goal of no more than so many points either way."""
+        if max(-self.low, self.high) <= goal:
+            return "met"
+        if self.low > goal or self.high < -goal:
+            return "missed"
+        return "met, within noise" if abs(self.mean) <= goal else "missed, within noise"
+
+
+def change(computed: Sequence[float], placed: Sequence[float]) -> Change:
+    """A bootstrap over turns, each of which was answered in both ways."""
+    points = [100 * (b - a) for a, b in zip(computed, placed, strict=True)]
+    # A fixed seed: the same answers give the same interval.
+    chance = random.Random(0)
+    means = sorted(
+        statistics.fmean(chance.choices(points, k=len(points))) for _ in range(RESAMPLES)
+    )
+    low, high = means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
+    return Change(mean=statistics.fmean(points), low=low, high=high)
+
+
+def agents_rows(found: Sequence[Heard]) -> list[Row]:
+    return [row for heard in found for row in _rows(heard)]
+
+
+def _rows(heard: Heard) -> list[Row]:
+    what = f"agents: {statistics.mean(heard.tokens):.0f} tokens"
+    surprise = f"{statistics.mean(heard.surprises):.3f} nats a token"
+    ways = [way for way in heard.divergences if way != COMPUTED]
+    return [
+        Row(what=f"{what}: surprise at the right answer, computed", value=surprise),
+        *(_divergence(what, way, heard) for way in ways),
+        *_accuracy(f"{what}: right answers, greedy", heard.greedy, ways),
+        *_accuracy(f"{what}: right answers, temperature 1", heard.sampled, ways),
+        *_accuracy(f"{what}: chance of the right answer", heard.chances, ways),
+    ]
+
+
+def _divergence(what: str, way: str, heard: Heard) -> Row:
+    values, share = heard.divergences[way], 100 * statistics.mean(heard.shares[way])
+    mean = statistics.mean(values)
+    return Row(
+        what=f"{what}: divergence, {way}",
+        value=f"{mean:.4f} nats a token, worst {max(values):.3f}, {share:.0f} % placed",
+        goal=f"< {LARGEST_DIVERGENCE}",
+        verdict="met" if mean < LARGEST_DIVERGENCE else "missed",
+    )
+
+
+def _accuracy(what: str, rewards: Mapping[str, Sequence[float]], ways: Sequence[str]) -> list[Row]:
+    computed = rewards[COMPUTED]
+    rows = [Row(what=f"{what}, {COMPUTED}", value=f"{100 * statistics.mean(computed):.1f} %")]
+    for way in ways:
+        changed = change(computed, rewards[way])
+        points = f"{changed.mean:+.1f} points [{changed.low:+.1f}, {changed.high:+.1f}]"
+        rows.append(
+            Row(
+                what=f"{what}, {way}",
+                value=f"{100 * statistics.mean(rewards[way]):.1f} %, {points}",
+                goal="within 1 point",
+                verdict=changed.verdict(LARGEST_CHANGE),
+            )
+        )
+    return rows

@@ -1,0 +1,80 @@
+"""What a replay foretells of an arm, at what steps were measured to cost."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from bench.harness.speculation_arm import GNU, LONGEST, ROWS
+from bench.replay.costs import Measured
+from bench.replay.drafters import Ours
+from bench.replay.replay import Controller, Fixed, Replayer
+from bench.replay.traces import Group
+from engine.speculation.calibration import Trust
+from engine.speculation.controller import Controller as Ruling
+from engine.speculation.cost import Step, StepCost
+
+LEAST = 2
+
+
+def cells(runs: Sequence[dict[str, Any]]) -> list[Step]:
+    """Medians of the steps of so many rows and tokens, of all arms."""
+    found = defaultdict(list)
+    for run in runs:
+        for rows, context, verified, _, seconds in run["decoded"]:
+            found[rows, verified].append((context, seconds))
+    return [
+        Step(
+            running=rows,
+            context=round(statistics.mean(context for context, _ in each)),
+            verified=verified,
+            seconds=statistics.median(seconds for _, seconds in each),
+        )
+        for (rows, verified), each in sorted(found.items())
+        if len(each) >= LEAST
+    ]
+
+
+def foretold(
+    name: str,
+    prompts: Sequence[Sequence[Sequence[int]]],
+    texts: Sequence[Sequence[Sequence[int]]],
+    steps: Sequence[Step],
+) -> list[float] | None:
+    """Seconds of each round's decode steps; None of an arm that is not ours."""
+    if name in ("ngram", "suffix") or name.endswith(GNU):
+        return None
+    replayer = Replayer(
+        drafter=Ours(longest=LONGEST),
+        controller=_controller(name, steps),
+        max_running=ROWS,
+        longest=LONGEST,
+        costs=Measured(StepCost(steps)),
+        knows=name == "oracle",
+    )
+    ends = [0.0]
+    for number, (asked, said) in enumerate(zip(prompts, texts, strict=True)):
+        replayer.epoch(number, _groups(asked, said))
+        ends.append(replayer.outcome.seconds)
+    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def _controller(name: str, steps: Sequence[Step]) -> Controller:
+    if name == "ours":
+        return Ruling(StepCost(steps), Trust())
+    return Fixed(int(name.removeprefix("fixed-")) if name.startswith("fixed") else _at_most(name))
+
+
+def _at_most(name: str) -> int:
+    return LONGEST if name == "oracle" else 0
+
+
+def _groups(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[Group]:
+    size = len(texts) // len(prompts)
+    return [
+        Group(
+            prompt=tuple(prompt),
+            responses=tuple(map(tuple, texts[number * size : (number + 1) * size])),
+        )
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,68 @@
+"""The trainer's side of a benchmark, in a process of its own: a rollout for each number it reads.
+
+    python -m bench.harness.rollout_process URL
+
+It imports neither torch nor vLLM, as a trainer's HTTP client would not.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+GROUPS, SAMPLES, TOKENS, PROMPT_TOKENS = 32, 8, 128, 64
+
+
+class Caller:
+    """The process as the benchmark sees it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def run(self, number: int) -> tuple[float, int]:
+        """Seconds and bytes of one rollout, measured where the answer arrives."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{number}\n".encode())
+        await self._process.stdin.drain()
+        seconds, num_bytes = (await self._process.stdout.readline()).split()
+        return float(seconds), int(num_bytes)
+
+
+@asynccontextmanager
+async def caller(url: str) -> AsyncIterator[Caller]:
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "bench.harness.rollout_process", url],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Caller(process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Every run has its own: nothing is found in the cache of an earlier one."""
+    tail = [12] * (PROMPT_TOKENS - 2)
+    return [[5 + (number + i) % 64, 5 + (number // 64) % 64, *tail] for i in range(GROUPS)]
+
+
+def main(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=None) as http:
+        for line in sys.stdin:
+            sampling = {"max_tokens": TOKENS, "ignore_eos": True}
+            groups = [{"prompt": {"token_ids": p}, "n": SAMPLES} for p in prompts(int(line))]
+            began = time.perf_counter()
+            answer = http.post("/v1/rollouts", json={"groups": groups, "sampling": sampling})
+            usage = answer.raise_for_status().json()["usage"]
+            seconds = time.perf_counter() - began
+            assert usage["completion_tokens"] == GROUPS * SAMPLES * TOKENS
+            print(seconds, len(answer.content), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

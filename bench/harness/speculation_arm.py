@@ -1,0 +1,250 @@
+"""One arm of the speculation benchmark: an engine in a process of its own, told what to run.
+
+    python -m bench.harness.speculation_arm ARM MODEL CACHE
+
+Each line of its input names a workload in JSON, and the texts that its samples are to say, if any;
+it answers with a line of what came of it. Nothing computes between two lines, so arms lie side by
+side and take turns. Its environment is that of the server's EngineCore.
+"""
+
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness.teacher_forced import Fixed, Forced, Knowing
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.speculation.counters import Counts
+from engine.speculation.lifecycle import PROFILE_SECONDS
+from engine.speculation.proposer import stored
+from engine.speculation.speculator import Speculator
+
+LONGEST = 8
+ROWS = 64
+OURS = {
+    "method": "custom_class",
+    "model": "engine.speculation.proposer.Proposer",
+    "num_speculative_tokens": LONGEST,
+    "num_speculative_tokens_per_batch_size": [(1, ROWS, LONGEST)],
+}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+GNU = "-gnu"
+"""At the end of an arm's name: computed with GNU's OpenMP instead of Intel's."""
+END = 1
+"""The seedling's token that ends a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`ignore_eos`: every sample has `max_tokens`, so that all run to the end."""
+
+    seed: int
+    temperature: float
+    groups: int = 8
+    size: int = 8
+    max_tokens: int = 512
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class Came:
+    """`decoded`: of each step that computed no prompt its rows, their context, the tokens that it
+    computed and those that came, and seconds. `texts` of all samples, in the order of their
+    prompts; `surprise`: nats of all their tokens."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    surprise: float = 0.0
+    decoded: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+
+class Arm:
+    """`off`, `ours`, `ngram` or `suffix`, GNU behind it or not. vLLM is the same in all of them,
+    its own attention included. `ours` can be cut to a length or be told what is right (`run`)."""
+
+    def __init__(self, name: str, model: Path, cache: Path) -> None:
+        from vllm import LLM
+
+        from engine.attention import register as attention
+        from engine.patches.registry import install_patches
+        from engine.speculation import register
+
+        name = name.removesuffix(GNU)
+        install_patches("EngineCore")
+        attention.install(AttentionSettings(shared_prefix="off"))
+        register.install(
+            SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
+        )
+        config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
+        dummy = not any(model.glob("*.safetensors"))
+        self._llm = LLM(
+            str(model),
+            load_format="dummy" if dummy else "auto",
+            dtype="bfloat16",
+            block_size=32,
+            max_model_len=1024,
+            max_num_seqs=ROWS,
+            max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=2**29,
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            speculative_config=config,
+            per_request_spec_decode_metrics="none" if config is None else "summary",
+        )
+        core: Any = self._llm.llm_engine.engine_core
+        self._core = core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._number = 0
+        self._speculators: dict[str, Speculator] = {}
+        self._forced = Forced(self._runner)
+        if name == "ours":
+            self._wire()
+
+    def _wire(self) -> None:
+        from engine.speculation.profile import batches, num_tokens
+
+        proposer = self._runner.drafter
+        proposer.verify(self._runner)
+        proposer.wire(self._runner)
+        if not proposer.begin_profile():
+            return
+        began = time.monotonic()
+        for number, batch in enumerate(
+            batches(max_sequences=ROWS, max_context_tokens=1000, longest=LONGEST)
+        ):
+            if number > 1 and time.monotonic() - began > PROFILE_SECONDS:
+                break
+            prompts = [[7] * batch.prompt] * batch.running
+            self._begin(prompts, max_tokens=num_tokens(LONGEST), ignore_eos=True)
+            self._steps(Came())
+        proposer.end_profile()
+
+    def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> Came:
+        """With `texts` the samples say these."""
+        from engine.speculation.request_slots import GROUP
+
+        came, ids = Came(), []
+        self._be(name.removesuffix(GNU))
+        for number, prompt in enumerate(prompts(work)):
+            ids += self._begin(
+                [prompt] * work.size,
+                max_tokens=work.max_tokens,
+                ignore_eos=work.ignore_eos,
+                temperature=work.temperature,
+                extra_args={GROUP: f"{work.seed}.{number}"},
+            )
+        self._forced.texts = {} if texts is None else dict(zip(ids, texts, strict=True))
+        began = time.perf_counter()
+        said = self._steps(came)
+        came.seconds = time.perf_counter() - began
+        came.texts = [said[one] for one in ids]
+        return came
+
+    def _be(self, name: str) -> None:
+        """Each has a store and a memory of its own: all of them say the same."""
+        if name in ("off", "ngram", "suffix"):
+            return
+        drafter = self._runner.drafter
+        if not self._speculators:
+            self._speculators["ours"] = drafter.speculator
+        if name not in self._speculators:
+            kind, _, length = name.partition("-")
+            self._speculators[name] = Speculator(
+                self._runner,
+                stored(None, LONGEST, 0),
+                Fixed(int(length)) if kind == "fixed" else Knowing(self._forced),
+                Counts(),
+                longest=LONGEST,
+            )
+        drafter.speculator = self._speculators[name]
+
+    def _begin(self, prompts: list[list[int]], **sampling: Any) -> list[str]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        ends = [] if sampling.get("ignore_eos") else [END]
+        params = SamplingParams(
+            detokenize=False,
+            logprobs=0,
+            stop_token_ids=ends,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **sampling,
+        )
+        ids = []
+        for prompt in prompts:
+            self._number += 1
+            asked = {"prompt_token_ids": prompt}
+            ids.append(self._llm.llm_engine.add_request(str(self._number), asked, params))
+        return ids
+
+    def _steps(self, came: Came) -> dict[str, list[int]]:
+        scheduler, said = self._core.scheduler, {}
+        while scheduler.has_unfinished_requests():
+            there = {name: each.num_output_tokens for name, each in scheduler.requests.items()}
+            requests = dict(scheduler.requests)
+            began = time.perf_counter()
+            outputs = self._llm.llm_engine.step()
+            seconds = time.perf_counter() - began
+            new = sum(each.num_output_tokens - there[n] for n, each in requests.items())
+            came.tokens += new
+            if all(there.values()):
+                came.decoded.append((*self._computed(len(there)), new, seconds))
+            for name, request in requests.items():
+                if request.is_finished():
+                    said[name] = list(request.output_token_ids)
+            for output in outputs:
+                self._count(output.outputs[0], came)
+        return said
+
+    def _computed(self, rows: int) -> tuple[int, int, int]:
+        context = int(self._runner.input_batch.num_tokens_no_spec[:rows].sum())
+        return rows, context, int(self._runner.query_start_loc.np[rows])
+
+    def _count(self, answer: Any, came: Came) -> None:
+        if not self._forced.texts:
+            each = zip(answer.token_ids, answer.logprobs, strict=True)
+            came.surprise -= sum(of[token].logprob for token, of in each)
+        if (metrics := answer.spec_decode_metrics) is not None:
+            came.drafted += metrics.num_draft_tokens
+            came.accepted += sum(length * n for length, n in enumerate(metrics.histogram))
+
+
+def prompts(work: Workload) -> list[list[int]]:
+    """Problems that the model was not trained on; each run has its own."""
+    from transformers import AutoTokenizer
+
+    from examples.seedling import arithmetic
+
+    chance = random.Random(work.seed)
+    tokenizer = AutoTokenizer.from_pretrained(SEEDLING)
+    problems = [arithmetic.draw(chance, held_out=True) for _ in range(work.groups)]
+    return [tokenizer.encode(problem.prompt) for problem in problems]
+
+
+SEEDLING = Path(__file__).parents[2] / "examples" / "seedling" / "model"
+
+
+def main(name: str, model: str, cache: str) -> None:
+    arm = Arm(name, Path(model), Path(cache))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        told = json.loads(line)
+        came = arm.run(told["name"], Workload(**told["work"]), told["texts"])
+        print(json.dumps(asdict(came)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

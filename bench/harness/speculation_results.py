@@ -1,0 +1,169 @@
+"""Rounds of the speculation benchmark as a record keeps them, and what its table says of them."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness.paired_runs import Pairs
+from bench.harness.record import Row
+from bench.harness.speculation_arm import GNU, ROWS
+from engine.speculation.cost import Step
+
+BUCKETS = (1, 8, 32, ROWS)
+"""Running samples, up to so many."""
+NEVER_BELOW, OF_ORACLE, OF_REPLAY, OVER_OTHERS = 0.97, 0.85, 0.97, 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Of one arm's run. By bucket of its decode steps: their number, rows, context, seconds and
+    tokens. `foretold`: what a replay makes of their seconds."""
+
+    seconds: float
+    tokens: int
+    drafted: int
+    accepted: int
+    buckets: dict[str, list[float]]
+    foretold: float | None
+
+    def total(self, what: int, most: int = ROWS) -> float:
+        return sum(of[what] for bucket, of in self.buckets.items() if int(bucket) <= most)
+
+    def rate(self, most: int = ROWS) -> float:
+        """Tokens a second of decode steps with so many rows or fewer; 0 if there were none."""
+        return self.total(TOKENS, most) / max(self.total(SECONDS, most), 1e-9)
+
+
+STEPS, RUNNING, CONTEXT, SECONDS, TOKENS = range(5)
+
+
+def kept(run: dict[str, Any], foretold: float | None) -> Kept:
+    buckets = {str(most): [0.0] * 5 for most in BUCKETS}
+    for rows, context, _, tokens, seconds in run["decoded"]:
+        bucket = buckets[str(next(most for most in BUCKETS if rows <= most))]
+        for what, more in enumerate((1, rows, context, seconds, tokens)):
+            bucket[what] += more
+    counted = {name: run[name] for name in ("seconds", "tokens", "drafted", "accepted")}
+    return Kept(**counted, buckets=buckets, foretold=foretold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """`steps`: medians of what the steps of its part took, with the part's last round."""
+
+    seed: int
+    surprise: float
+    arms: dict[str, Kept]
+    steps: list[Step] = field(default_factory=list)
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def added(cls, record: Path, new: Sequence["Round"]) -> list["Round"]:
+        """To what the record has. A round that is there with the same arms was measured again."""
+        again = {(one.seed, tuple(sorted(one.arms))) for one in new}
+        known = json.loads(record.read_text())["raw"].get("rounds", []) if record.exists() else []
+        old = [
+            cls(
+                seed=one["seed"],
+                surprise=one["surprise"],
+                arms={name: Kept(**arm) for name, arm in one["arms"].items()},
+                steps=[Step(**step) for step in one["steps"]],
+            )
+            for one in known
+        ]
+        return [one for one in old if (one.seed, tuple(sorted(one.arms))) not in again] + [*new]
+
+
+def described(name: str, rounds: Sequence[Round]) -> Row:
+    runs = [one.arms[name] for one in rounds if name in one.arms]
+    steps = {most: sum(run.buckets[str(most)][STEPS] for run in runs) for most in BUCKETS}
+    drafted, accepted = sum(run.drafted for run in runs), sum(run.accepted for run in runs)
+    took = f", {accepted / drafted:.0%} of {drafted} drafted accepted" if drafted else ""
+    context = sum(run.total(CONTEXT) for run in runs) / sum(run.total(RUNNING) for run in runs)
+    length = sum(run.total(TOKENS) for run in runs) / sum(run.total(RUNNING) for run in runs)
+    running = ", ".join(f"<= {most}: {n / sum(steps.values()):.0%}" for most, n in steps.items())
+    return Row(
+        what=f"{name}: {len(runs)} runs",
+        value=f"{statistics.median(run.rate() for run in runs):.0f} tokens a second, "
+        f"{sum(run.tokens for run in runs)} tokens, {length:.2f} a row and step{took}; "
+        f"{context:.0f} tokens of context a row; steps by running samples {running}",
+    )
+
+
+def against(
+    rounds: Sequence[Round], other: str, goal: float | None = None, one: str = "ours"
+) -> Row:
+    """Tokens a second of one over the other, of the whole and of its tail."""
+    pairs = shared(rounds, other, one)
+    ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
+    tails = [(a.rate(8), b.rate(8)) for a, b in pairs]
+    few = ""
+    if all(a > 0 and b > 0 for a, b in tails):
+        tail = Pairs(a=[a for a, _ in tails], b=[b for _, b in tails]).ratio()
+        few = f"; with 8 or fewer running {tail.median:.2f}x [{tail.low:.2f}, {tail.high:.2f}]"
+    return Row(
+        what=f"{one} over {other}, {len(pairs)} rounds",
+        value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens a second{few}",
+        goal=f">= {goal:.2f}x" if goal else "",
+        verdict=ratio.verdict(goal) if goal else "",
+    )
+
+
+def shared(rounds: Sequence[Round], other: str, one: str = "ours") -> list[tuple[Kept, Kept]]:
+    both = [each.arms for each in rounds if one in each.arms and other in each.arms]
+    return [(arms[one], arms[other]) for arms in both]
+
+
+def replayed(rounds: Sequence[Round]) -> Row:
+    """How much faster ours is than without, over how much faster the replay says it is."""
+    found, said = [], []
+    for ours, off in shared(rounds, "off"):
+        assert ours.foretold and off.foretold
+        found.append(off.total(SECONDS) / ours.total(SECONDS))
+        said.append(off.foretold / ours.foretold)
+    ratio = Pairs(a=found, b=said).ratio()
+    return Row(
+        what="ours over off, measured over what replay foretells",
+        value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; it foretells "
+        f"{statistics.median(said):.2f}x",
+        goal=f">= {OF_REPLAY:.2f}",
+        verdict=ratio.verdict(OF_REPLAY),
+    )
+
+
+def guard_rows(rounds: Sequence[Round]) -> list[Row]:
+    """The goal is the interval's lower end's."""
+    both = shared(rounds, "off")
+    low = Pairs(a=[a.rate() for a, _ in both], b=[b.rate() for _, b in both]).ratio().low
+    row = replace(
+        against(rounds, "off"),
+        goal=f"lower end >= {NEVER_BELOW:.2f}x",
+        verdict="met" if low >= NEVER_BELOW else "missed",
+    )
+    return [*(described(name, rounds) for name in ("off", "ours")), row]
+
+
+def workload_rows(rounds: Sequence[Round]) -> list[Row]:
+    goals = {"off": None, "oracle": OF_ORACLE, "ngram": OVER_OTHERS, "suffix": OVER_OTHERS}
+    names = list(dict.fromkeys(name for one in rounds for name in one.arms))
+    others = [name for name in names if name != "ours" and not name.endswith(GNU)]
+    tokens = sum(next(iter(one.arms.values())).tokens for one in rounds)
+    rows = [
+        Row(
+            what="text",
+            value=f"{sum(one.surprise for one in rounds) / tokens:.3f} nats a token",
+        ),
+        *(described(name, rounds) for name in names),
+        *(against(rounds, n, goals.get(n)) for n in others if shared(rounds, n)),
+        *(
+            against(rounds, gnu, one=name)
+            for name in ("off", "ours")
+            if shared(rounds, gnu := name + GNU, name)
+        ),
+    ]
+    return [*rows, replayed(rounds)] if shared(rounds, "off") else rows

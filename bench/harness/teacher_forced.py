@@ -1,0 +1,87 @@
+"""Samples that say what they are told to: the texts that an earlier run drew.
+
+Lossless drafts never change the law of a text, so a text that was drawn without any is a fair draw
+of what comes with any drafter. An engine computes, verifies and samples as always; then each of its
+samples gets the tokens of its text, as many as were drafted rightly and one more. So all arms have
+the same work, sample by sample, and differ in their steps alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.replay.replay import matching
+from engine.speculation.controller import Controller, Draft
+from kernels.draft_index.interface import Int32Array
+
+
+class Forced:
+    """Around the `_sample` of one runner. `texts`: of requests by id; the others are left alone."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._sample = runner, runner._sample
+        self.texts: dict[str, list[int]] = {}
+        runner._sample = self.sample
+
+    def left(self) -> list[list[int]]:
+        """Of each row, what it has yet to say."""
+        batch = self._runner.input_batch
+        ids = batch.req_ids
+        said = batch.num_tokens_no_spec[: len(ids)] - batch.num_prompt_tokens[: len(ids)]
+        return [self.texts[one][number:] for one, number in zip(ids, said.tolist(), strict=True)]
+
+    def sample(self, logits: Any, metadata: Any) -> Any:
+        came = self._sample(logits, metadata)
+        if not self.texts:
+            return came
+        rows = [
+            text[: matching(draft, text) + 1]
+            for draft, text in zip(self._drafts(metadata), self.left(), strict=True)
+        ]
+        tokens = torch.full_like(came.sampled_token_ids, -1)
+        for row, said in zip(tokens, rows, strict=True):
+            row[: len(said)] = torch.tensor(said, dtype=tokens.dtype)
+        return replace(came, sampled_token_ids=tokens)
+
+    def _drafts(self, metadata: Any) -> Sequence[list[int]]:
+        if metadata is None:
+            return [[]] * len(self._runner.input_batch.req_ids)
+        tokens = iter(metadata.draft_token_ids.tolist())
+        return [[next(tokens) for _ in range(number)] for number in metadata.num_draft_tokens]
+
+
+class Fixed(Controller):
+    """Every draft is cut to one length, whatever it is worth."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def wants_drafts(self, running: int) -> bool:
+        return self._length > 0
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        return np.minimum(drafted.lengths, self._length).astype(np.int32)
+
+
+class Knowing(Controller):
+    """The oracle: of each draft exactly what is right is sent, so none is rejected."""
+
+    def __init__(self, forced: Forced) -> None:
+        super().__init__()
+        self._forced = forced
+
+    def wants_drafts(self, running: int) -> bool:
+        return True
+
+    def lengths(self, drafted: Any, *, running: int, context: int) -> Int32Array:
+        texts = self._forced.left()
+        assert len(texts) == len(drafted.lengths), "every row has tokens to go on from"
+        right = [
+            matching(draft[:length].tolist(), text)
+            for draft, length, text in zip(drafted.tokens, drafted.lengths, texts, strict=True)
+        ]
+        return np.array(right, np.int32)

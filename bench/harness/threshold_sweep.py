@@ -1,0 +1,149 @@
+"""How far prompts that are predicted from anchors are from computed ones, on the seedling, and how
+many are predicted, over the threshold.
+
+Agents whose own text stays and who hear three others say something else in every round; each
+problem is one of its own. As in the service, what is not predicted is computed and an anchor then.
+Each threshold predicts other prompts, so what it costs is told over all of them too, with nothing
+for those that were computed.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.harness.hf_prediction import Foreseen
+from bench.harness.hf_splice import Placed, divergence
+from bench.harness.record import Row
+from bench.harness.splice_error import SEEDLING
+from examples.seedling import arithmetic
+from service.kv_reuse.anchors import Anchor
+from service.kv_reuse.layout import PromptSpan, joined
+
+THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
+NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
+FEWEST = 10
+"""Predicted prompts whose mean may meet a goal or miss it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tokens:
+    """As the service counts them: a segment that is not `known` yet is computed alone, whatever
+    becomes of its prompt. None is found by prefix caching."""
+
+    reused: int = 0
+    computed: int = 0
+    known: set[tuple[int, ...]] = field(default_factory=set)
+
+    def count(self, parts: Sequence[PromptSpan], *, predicted: bool) -> None:
+        new = {tuple(part.token_ids) for part in parts if part.name is not None} - self.known
+        self.known |= new
+        num_last, num_tokens = len(parts[-1].token_ids), len(joined(parts))
+        self.reused += num_tokens - num_last if predicted else 0
+        self.computed += sum(map(len, new)) + (num_last if predicted else num_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class Predictions:
+    """By threshold: the divergences, in nats a token, of what was predicted of `num_prompts`, and
+    which share of all tokens was not computed, where segments alone count."""
+
+    num_prompts: int
+    num_tokens: float
+    divergences: dict[float, list[float]] = field(default_factory=dict)
+    reused: dict[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    parts: list[PromptSpan]
+    answer: list[int]
+    exact: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(joined(self.parts))
+
+
+def predictions(num_problems: int) -> Predictions:
+    """With so many solved problems in each text."""
+    model: Any = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).eval()
+    words, draw = AutoTokenizer.from_pretrained(SEEDLING), random.Random(11)
+    agents = [_rounds(model, words, draw, num_problems) for _ in range(NUM_AGENTS)]
+    lengths = [one.num_tokens for rounds in agents for one in rounds]
+    found = Predictions(num_prompts=len(lengths), num_tokens=statistics.mean(lengths))
+    for threshold in THRESHOLDS:
+        found.divergences[threshold] = []
+        talks = [_talk(model, rounds, threshold, found) for rounds in agents]
+        reused, computed = sum(of.reused for of in talks), sum(of.computed for of in talks)
+        found.reused[threshold] = reused / (reused + computed)
+    return found
+
+
+def prediction_rows(found: Sequence[Predictions]) -> list[Row]:
+    return [
+        row
+        for of in found
+        for threshold, values in of.divergences.items()
+        for row in _rows(of, threshold, values)
+    ]
+
+
+def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterator[Row]:
+    what = f"{of.num_tokens:.0f} tokens of arithmetic: divergence, anchors at {threshold}"
+    yield Row(
+        what=f"{what}, all prompts",
+        value=f"{sum(values) / of.num_prompts:.4f} nats a token, 0 where it is computed, "
+        f"{100 * of.reused[threshold]:.0f} % of tokens not computed, segments alone counted",
+    )
+    share, few = f"{len(values)} of {of.num_prompts} predicted", len(values) < FEWEST
+    if not values:
+        yield Row(what=what, value=share)
+        return
+    mean = statistics.mean(values)
+    yield Row(
+        what=what,
+        value=f"{mean:.4f} nats a token, worst prompt {max(values):.3f}, {share}",
+        goal="" if few else "< 0.05",
+        verdict="" if few else "met" if mean < 0.05 else "missed",
+    )
+
+
+def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predictions) -> Tokens:
+    foreseen, anchors, tokens = Foreseen(model), list[Anchor](), Tokens()
+    for one in rounds:
+        told = foreseen.put_together(one.parts, anchors, one.answer, threshold=threshold)
+        tokens.count(one.parts, predicted=told is not None)
+        if told is None:
+            anchors.append(foreseen.anchor(one.parts))
+        else:
+            found.divergences[threshold].append(divergence(one.exact, told))
+    return tokens
+
+
+def _rounds(model: Any, words: Any, draw: random.Random, num_problems: int) -> list[Round]:
+    own, placed = PromptSpan(token_ids=_text(words, draw, num_problems)), Placed(model)
+    rounds = []
+    for _ in range(NUM_ROUNDS):
+        heard = [
+            PromptSpan(token_ids=_text(words, draw, num_problems), name=str(i))
+            for i in range(NUM_HEARD)
+        ]
+        problem = arithmetic.draw(draw, held_out=True)
+        parts = [own, *heard, PromptSpan(token_ids=words.encode(problem.prompt))]
+        answer = words.encode(arithmetic.written_out(problem))
+        exact = placed.dense(joined(parts), answer)
+        rounds.append(Round(parts=parts, answer=answer, exact=exact))
+    return rounds
+
+
+def _text(words: Any, draw: random.Random, num_problems: int) -> list[int]:
+    problems = [arithmetic.draw(draw, held_out=True) for _ in range(num_problems)]
+    tokens: list[int] = words.encode(
+        "".join(problem.prompt + arithmetic.written_out(problem) for problem in problems)
+    )
+    return tokens

@@ -1,0 +1,203 @@
+"""A trace once more, step by step, with drafts: what an engine would have done with them.
+
+All running requests step together, each as far as its own accepted tokens bring it, so a sibling
+has said in the replay what it would have said by then. A request's first token comes from its
+prompt, without a draft; when one ends the next takes its place.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.replay.costs import Costs, Stated
+from bench.replay.drafters import Drafter
+from bench.replay.traces import Group
+from kernels.draft_index.interface import Drafted, Int32Array
+
+
+class Controller(Protocol):
+    """As the engine's own, which may take its place."""
+
+    def wants_drafts(self, running: int) -> bool: ...
+
+    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
+        """How much of each draft is sent."""
+
+    def scored(
+        self, drafted: Drafted, sent: NDArray[np.int64], right: NDArray[np.int64]
+    ) -> None: ...
+
+    def observed(
+        self, *, running: int, context: int, verified: int, seconds: float, emitted: int
+    ) -> None:
+        """What the last step really cost."""
+
+
+class Settled:
+    """Nothing can change its mind."""
+
+    def wants_drafts(self, running: int) -> bool:
+        return True
+
+    def scored(self, *_: object) -> None:
+        """It has no trust to lose."""
+
+    def observed(self, **_: float) -> None:
+        """It asks for no costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed(Settled):
+    """At most so many tokens of every draft."""
+
+    length: int
+
+    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
+        sent: Int32Array = np.minimum(drafted.lengths, self.length).astype(np.int32)
+        return sent
+
+
+@dataclass(frozen=True, slots=True)
+class Likely(Settled):
+    """A draft as far as it is at least so likely to be accepted up to there."""
+
+    least: float
+
+    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
+        likely = np.cumprod(drafted.probability, axis=1) >= self.least
+        sent: Int32Array = np.minimum(drafted.lengths, likely.sum(axis=1)).astype(np.int32)
+        return sent
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of decode steps only."""
+
+    steps: int = 0
+    passes: int = 0
+    """Rows of all steps: how often some request was verified"""
+    emitted: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    by_group: dict[bytes, list[int]] = field(default_factory=dict)
+    """Its passes and its tokens"""
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a pass, the one that is no draft included."""
+        return self.emitted / max(self.passes, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Of the drafted tokens that were sent."""
+        return (self.emitted - self.passes) / max(self.sent, 1)
+
+    @property
+    def passes_saved(self) -> float:
+        return 1 - self.passes / max(self.emitted, 1)
+
+
+@dataclass(slots=True)
+class Request:
+    group: bytes
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    slot: int = -1
+    done: int = 0
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        return self.response[self.done :]
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayer:
+    drafter: Drafter
+    controller: Controller
+    max_running: int = 64
+    longest: int = 16
+    costs: Costs = field(default_factory=lambda: Stated(fixed=1.0, token=0.0))
+    knows: bool = False
+    """The oracle: of each draft exactly what will be accepted is sent."""
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def epoch(self, number: int, groups: Iterable[Group]) -> None:
+        """Every response to every prompt, in the order in which they were asked for."""
+        waiting = deque(
+            Request(b"%d/%d" % (number, index), group.prompt, response)
+            for index, group in enumerate(groups)
+            for response in group.responses
+        )
+        running: list[Request] = []
+        came: list[tuple[int, ...]] = []
+        while waiting or running:
+            while waiting and len(running) < self.max_running:
+                request = waiting.popleft()
+                request.slot = self.drafter.begin(request.group, request.prompt)
+                request.done = 1
+                running.append(request)
+                came.append(request.response[:1])
+            drafts = self.drafter.step([one.slot for one in running], came, self.longest)
+            came = self._verify(running, drafts)
+            left = []
+            for one, tokens in zip(running, came, strict=True):
+                one.done += len(tokens)
+                if one.left:
+                    left.append((one, tokens))
+                else:
+                    self.drafter.end(one.slot, tokens)
+            running, came = [one for one, _ in left], [tokens for _, tokens in left]
+
+    def _verify(self, running: Sequence[Request], drafts: Drafted) -> list[tuple[int, ...]]:
+        context = sum(len(one.prompt) + one.done for one in running)
+        sent = self._sent(running, drafts, context)
+        came = [one.left[: number + 1] for one, number in zip(running, sent.right, strict=True)]
+        for one, tokens in zip(running, came, strict=True):
+            counted = self.outcome.by_group.setdefault(one.group, [0, 0])
+            counted[0] += bool(tokens)
+            counted[1] += len(tokens)
+        emitted, passes = sum(map(len, came)), sum(map(bool, came))
+        verified = sum(sent.right if self.knows else sent.lengths)
+        step = {"running": len(running), "context": context}
+        seconds = self.costs.of(**step, tokens=passes + verified)
+        self.controller.observed(
+            **step, verified=passes + verified, seconds=seconds, emitted=emitted
+        )
+        self.outcome.steps += 1
+        self.outcome.passes += passes
+        self.outcome.emitted += emitted
+        self.outcome.sent += verified
+        self.outcome.seconds += seconds
+        return came
+
+    def _sent(self, running: Sequence[Request], drafts: Drafted, context: int) -> "Sent":
+        """Of each draft how much is sent, and is right. What comes after a draft says of one token
+        more whether it was."""
+        if not self.controller.wants_drafts(len(running)):
+            return Sent([0] * len(running), [0] * len(running))
+        sent = self.controller.lengths(drafts, running=len(running), context=context)
+        right = np.array(
+            [
+                matching(drafts.tokens[row, :number].tolist(), one.left)
+                for row, (one, number) in enumerate(zip(running, drafts.lengths, strict=True))
+            ]
+        )
+        self.controller.scored(drafts, sent.astype(np.int64), np.minimum(right, sent + 1))
+        return Sent(sent.tolist(), np.minimum(right, sent).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """By row."""
+
+    lengths: list[int]
+    right: list[int]
+
+
+def matching(draft: Sequence[int], text: Sequence[int]) -> int:
+    pairs = enumerate(zip(draft, text, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(text)))

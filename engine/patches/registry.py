@@ -1,0 +1,57 @@
+"""Which patches there are, and in which processes each is needed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.patches import chunked_seed, expand_kernel, graph_candidates, lora_cpu_ops
+
+WORKING_PROCESSES = ("EngineCore", "VllmWorker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """`processes` are prefixes of names of processes; the empty one means every process."""
+
+    name: str
+    install: Callable[[], None]
+    platform: Literal["cpu", "gpu"]
+    processes: tuple[str, ...]
+
+
+PATCHES = (
+    Patch(name="expand_kernel", install=expand_kernel.install, platform="cpu", processes=("",)),
+    Patch(
+        name="chunked_seed",
+        install=chunked_seed.install,
+        platform="cpu",
+        processes=WORKING_PROCESSES,
+    ),
+    Patch(
+        name="adapter_rows",
+        install=lora_cpu_ops.install,
+        platform="cpu",
+        processes=WORKING_PROCESSES,
+    ),
+    Patch(
+        name="graph_candidates",
+        install=graph_candidates.install,
+        platform="gpu",
+        processes=WORKING_PROCESSES,
+    ),
+)
+
+
+def install_patches(process_name: str) -> tuple[str, ...]:
+    """Install what a process of this name needs, and say what that was. Safe to call again."""
+    from vllm.platforms import current_platform
+
+    platform = "cpu" if current_platform.is_cpu() else "gpu"
+    wanted = tuple(
+        patch
+        for patch in PATCHES
+        if patch.platform == platform and process_name.startswith(patch.processes)
+    )
+    for patch in wanted:
+        patch.install()
+    return tuple(patch.name for patch in wanted)

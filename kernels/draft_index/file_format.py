@@ -1,0 +1,213 @@
+"""A draft store as a file. docs/drafts.md has the format, byte by byte.
+
+A store is written beside its old file and then takes its name, so that whatever happens one of the
+two is there whole. Read back it is checked to the last byte before anything is made of it.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.draft_index.calibration import CELLS, COARSE_CELLS, COARSE_FULL, FULL
+from kernels.draft_index.errors import RefusedFile
+from kernels.draft_index.params import HISTORY_TEXTS, LONGEST_MATCH, TEXT_TOKENS
+
+MAGIC = b"COPPICED"
+FORMAT = 1
+HEADER = struct.Struct("<8sII")
+"""Magic, format, and how many arrays there are."""
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SavedText:
+    tokens: NDArray[np.int32]
+    age: int
+    group: int
+    """Or, in the log, the prompt's key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What has finished. Prompts in the order they were last used, the latest last."""
+
+    prompt_lengths: NDArray[np.uint32]
+    prompt_tokens: NDArray[np.int32]
+    text_counts: NDArray[np.uint32]
+    """Of each prompt's finished responses; these in the order they finished"""
+    text_lengths: NDArray[np.uint32]
+    text_ages: NDArray[np.uint32]
+    text_groups: NDArray[np.uint64]
+    text_tokens: NDArray[np.int32]
+    log_lengths: NDArray[np.uint32]
+    """Of the latest finished responses to any prompt, each behind the end of its prompt"""
+    log_ages: NDArray[np.uint32]
+    log_prompts: NDArray[np.uint64]
+    log_tokens: NDArray[np.int32]
+    tried: NDArray[np.uint32]
+    came: NDArray[np.uint32]
+    coarse_tried: NDArray[np.uint32]
+    coarse_came: NDArray[np.uint32]
+
+    def each_prompt(self) -> Iterator[NDArray[np.int32]]:
+        begin = 0
+        for length in self.prompt_lengths.tolist():
+            yield self.prompt_tokens[begin : begin + length]
+            begin += length
+
+    def prompts(self) -> Iterator[tuple[NDArray[np.int32], list[SavedText]]]:
+        texts = _cut(self.text_tokens, self.text_lengths, self.text_ages, self.text_groups)
+        for prompt, count in zip(self.each_prompt(), self.text_counts.tolist(), strict=True):
+            yield prompt, list(islice(texts, count))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """In the order of the file."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def log(self) -> Iterator[SavedText]:
+        return _cut(self.log_tokens, self.log_lengths, self.log_ages, self.log_prompts)
+
+    def check(self) -> None:
+        """A file whose digest is right can still have been written by someone else."""
+        pairs = (
+            (self.prompt_lengths.sum(dtype=np.uint64), self.prompt_tokens),
+            (self.text_counts.sum(dtype=np.uint64), self.text_lengths),
+            (self.text_lengths.sum(dtype=np.uint64), self.text_tokens),
+            (self.log_lengths.sum(dtype=np.uint64), self.log_tokens),
+        )
+        alike = (
+            (self.prompt_lengths, self.text_counts),
+            (self.text_lengths, self.text_ages),
+            (self.text_lengths, self.text_groups),
+            (self.log_lengths, self.log_ages),
+            (self.log_lengths, self.log_prompts),
+        )
+        cells = (
+            (self.tried, CELLS),
+            (self.came, CELLS),
+            (self.coarse_tried, COARSE_CELLS),
+            (self.coarse_came, COARSE_CELLS),
+        )
+        sound = all(int(total) == len(array) for total, array in pairs)
+        sound &= all(len(one) == len(other) for one, other in alike)
+        sound &= all(len(array) == number for array, number in cells)
+        sound &= all((at < end).all() and (at >= begin).all() for at, begin, end in self._bounds())
+        if not (sound and self._each_prompt_is_there_once()):
+            raise RefusedFile("its arrays do not belong together")
+
+    def _bounds(self) -> Iterator[tuple[NDArray[Any], int, Any]]:
+        """Least, and what it is less than, of every number by which something is found."""
+        yield self.prompt_lengths, 1, TEXT_TOKENS
+        yield self.text_counts, 0, HISTORY_TEXTS + 1
+        yield self.text_lengths, 1, TEXT_TOKENS - LONGEST_MATCH
+        yield self.log_lengths, 1, 2**32
+        for tokens in (self.prompt_tokens, self.text_tokens, self.log_tokens):
+            yield tokens, 0, 2**31
+        yield self.tried, 0, FULL
+        yield self.coarse_tried, 0, COARSE_FULL
+        yield self.came, 0, self.tried + 1
+        yield self.coarse_came, 0, self.coarse_tried + 1
+
+    def _each_prompt_is_there_once(self) -> bool:
+        return len({prompt.tobytes() for prompt in self.each_prompt()}) == len(self.prompt_lengths)
+
+    def _largest_token(self) -> int:
+        tokens = (self.prompt_tokens, self.text_tokens, self.log_tokens)
+        return max((int(array.max()) for array in tokens if len(array)), default=0)
+
+    def write(self, path: Path) -> None:
+        beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
+        try:
+            with beside.open("wb") as file:
+                digest = blake2b(digest_size=DIGEST_BYTES)
+                for part in self._parts():
+                    digest.update(part)
+                    file.write(part)
+                file.write(digest.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _parts(self) -> list[bytes]:
+        arrays = list(self.arrays().values())
+        lengths = np.array([len(array) for array in arrays], "<u8")
+        head = HEADER.pack(MAGIC, FORMAT, len(arrays)) + lengths.tobytes()
+        return [head, *(array.tobytes() for array in arrays)]
+
+    @classmethod
+    def read(cls, path: Path, vocabulary: int | None = None) -> Self:
+        try:
+            contents = cls._parsed(path.read_bytes())
+            if vocabulary is not None and contents._largest_token() >= vocabulary:
+                raise RefusedFile(f"it has tokens that a vocabulary of {vocabulary} lacks")
+            return contents
+        except RefusedFile as error:
+            raise RefusedFile(f"{path} is no draft store that can be read: {error}") from None
+
+    @classmethod
+    def _parsed(cls, data: bytes) -> Self:
+        lengths, at = _lengths(data), HEADER.size + 8 * len(fields(cls))
+        sizes = [
+            length * np.dtype(_dtype(field.name)).itemsize
+            for field, length in zip(fields(cls), lengths, strict=True)
+        ]
+        whole = at + sum(sizes) + DIGEST_BYTES
+        if len(data) != whole:
+            raise RefusedFile(f"it has {len(data)} bytes where {whole} belong: truncated")
+        body = memoryview(data)[:-DIGEST_BYTES]
+        if blake2b(body, digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
+            raise RefusedFile("its checksum is wrong")
+        arrays = {}
+        for field, length in zip(fields(cls), lengths, strict=True):
+            arrays[field.name] = np.frombuffer(data, _dtype(field.name), length, at)
+            at += arrays[field.name].nbytes
+        contents = cls(**arrays)
+        contents.check()
+        return contents
+
+
+def _cut(
+    tokens: NDArray[np.int32],
+    lengths: NDArray[np.uint32],
+    ages: NDArray[np.uint32],
+    groups: NDArray[np.uint64],
+) -> Iterator[SavedText]:
+    begin = 0
+    columns = zip(lengths.tolist(), ages.tolist(), groups.tolist(), strict=True)
+    for length, age, group in columns:
+        yield SavedText(tokens[begin : begin + length], age, group)
+        begin += length
+
+
+def _dtype(name: str) -> str:
+    if name.endswith("_tokens"):
+        return "<i4"
+    return "<u8" if name in ("text_groups", "log_prompts") else "<u4"
+
+
+def _lengths(data: bytes) -> list[int]:
+    number = len(fields(Contents))
+    if len(data) < HEADER.size + 8 * number + DIGEST_BYTES:
+        raise RefusedFile(f"it has {len(data)} bytes: truncated")
+    magic, version, arrays = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise RefusedFile("it does not begin as one")
+    if (version, arrays) != (FORMAT, number):
+        raise RefusedFile(f"it is of format {version}, this is {FORMAT}")
+    lengths: list[int] = np.frombuffer(data, "<u8", number, HEADER.size).tolist()
+    return lengths

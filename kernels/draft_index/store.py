@@ -1,0 +1,178 @@
+"""The draft store, compiled: see `Store` for what each call does, reference.py for how.
+
+It belongs to one thread. One call into the library does a whole step.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.draft_index import params
+from kernels.draft_index.arguments import check_begin, check_step, key_of
+from kernels.draft_index.calibration import CELLS, COARSE_CELLS, SCOPES
+from kernels.draft_index.errors import WrongCall
+from kernels.draft_index.file_format import Contents
+from kernels.draft_index.interface import EVERY_SCOPE, Drafted, Int32Array, Scope
+from kernels.draft_index.library import ContentsPointers, Sizes, Step, library, rules_of
+from kernels.draft_index.reliability import NUM_BINS, Reliability
+
+
+def built() -> bool:
+    """Whether there is a library of this version: a checkout without a compiler has none."""
+    return library() is not None
+
+
+class DraftStore:
+    """Owns what the library allocates for it."""
+
+    def __init__(
+        self, *, max_bytes: int, longest: int = 16, scopes: frozenset[Scope] = EVERY_SCOPE
+    ) -> None:
+        assert 1 <= longest <= params.LONGEST_DRAFT
+        loaded = library()
+        assert loaded is not None, "the draft store was not built"
+        self._library, self._longest = loaded, longest
+        given = rules_of(max_bytes, longest, scopes)
+        self._store = ctypes.c_void_p(loaded.coppice_drafts_create(ctypes.byref(given)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_store"):
+            self._library.coppice_drafts_destroy(self._store)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.coppice_drafts_charge(self._store))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._library.coppice_drafts_num_tokens(self._store))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What `num_bytes` is the upper bound of."""
+        return int(self._library.coppice_drafts_bytes(self._store))
+
+    def begin(self, group: bytes, prompt: Int32Array) -> int:
+        check_begin(prompt)
+        prompt = np.ascontiguousarray(prompt)
+        key = key_of(prompt.tobytes())
+        slot: int = self._library.coppice_drafts_begin(
+            self._store, key_of(group), key, prompt.ctypes.data, len(prompt)
+        )
+        if slot < 0:
+            raise WrongCall(f"more than {params.TEXTS - 1} responses to one prompt at once")
+        return slot
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        if self._library.coppice_drafts_end(self._store, slot, keep):
+            raise WrongCall(f"no request has slot {slot}")
+
+    def age(self) -> None:
+        self._library.coppice_drafts_age(self._store)
+
+    def step(
+        self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
+    ) -> Drafted:
+        check_step(slots, counts, tokens, limits)
+        asked = [np.ascontiguousarray(array) for array in (slots, counts, tokens, limits)]
+        drafted = Drafted.empty(len(slots), self._longest)
+        step = Step(
+            *(array.ctypes.data for array in asked),
+            lengths=drafted.lengths.ctypes.data,
+            drafts=drafted.tokens.ctypes.data,
+            scope=drafted.scope.ctypes.data,
+            matched=drafted.matched.ctypes.data,
+            agreeing=drafted.agreeing.ctypes.data,
+            total=drafted.total.ctypes.data,
+            probability=drafted.probability.ctypes.data,
+            num_rows=len(slots),
+        )
+        if refusal := self._library.coppice_drafts_step(self._store, ctypes.byref(step)):
+            raise WrongCall(_REFUSALS[refusal].format(slot=slots[step.refused]))
+        return drafted
+
+    def reliability(self) -> Reliability:
+        shape = SCOPES, NUM_BINS
+        found = Reliability(
+            tried=np.zeros(shape, np.int64),
+            came=np.zeros(shape, np.int64),
+            foretold=np.zeros(shape, np.float64),
+        )
+        self._library.coppice_drafts_reliability(
+            self._store,
+            found.tried.ctypes.data,
+            found.came.ctypes.data,
+            found.foretold.ctypes.data,
+        )
+        return found
+
+    def save(self, path: Path) -> None:
+        sizes = Sizes()
+        self._library.coppice_drafts_sizes(self._store, ctypes.byref(sizes))
+        contents = _empty(sizes)
+        no_keys = np.zeros(0, np.uint64)
+        self._library.coppice_drafts_write(self._store, ctypes.byref(_pointers(contents, no_keys)))
+        contents.write(path)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        max_bytes: int,
+        longest: int = 16,
+        scopes: frozenset[Scope] = EVERY_SCOPE,
+        vocabulary: int | None = None,
+    ) -> Self:
+        """With `vocabulary`, a file with other tokens is refused: they would be drafted."""
+        contents = Contents.read(path, vocabulary)
+        store = cls(max_bytes=max_bytes, longest=longest, scopes=scopes)
+        keys = np.array([key_of(prompt.tobytes()) for prompt in contents.each_prompt()], np.uint64)
+        sizes = Sizes(
+            prompts=len(contents.prompt_lengths),
+            prompt_tokens=len(contents.prompt_tokens),
+            texts=len(contents.text_lengths),
+            text_tokens=len(contents.text_tokens),
+            logged=len(contents.log_lengths),
+            log_tokens=len(contents.log_tokens),
+        )
+        pointers = _pointers(contents, keys)
+        store._library.coppice_drafts_read(
+            store._store, ctypes.byref(sizes), ctypes.byref(pointers)
+        )
+        return store
+
+
+_REFUSALS = {
+    -1: "no request has slot {slot}",
+    -2: "slot {slot} is in the step twice",
+    -3: f"slot {{slot}} has more than {params.TEXT_TOKENS} tokens",
+}
+
+
+def _empty(sizes: Sizes) -> Contents:
+    return Contents(
+        prompt_lengths=np.zeros(sizes.prompts, np.uint32),
+        prompt_tokens=np.zeros(sizes.prompt_tokens, np.int32),
+        text_counts=np.zeros(sizes.prompts, np.uint32),
+        text_lengths=np.zeros(sizes.texts, np.uint32),
+        text_ages=np.zeros(sizes.texts, np.uint32),
+        text_groups=np.zeros(sizes.texts, np.uint64),
+        text_tokens=np.zeros(sizes.text_tokens, np.int32),
+        log_lengths=np.zeros(sizes.logged, np.uint32),
+        log_ages=np.zeros(sizes.logged, np.uint32),
+        log_prompts=np.zeros(sizes.logged, np.uint64),
+        log_tokens=np.zeros(sizes.log_tokens, np.int32),
+        tried=np.zeros(CELLS, np.uint32),
+        came=np.zeros(CELLS, np.uint32),
+        coarse_tried=np.zeros(COARSE_CELLS, np.uint32),
+        coarse_came=np.zeros(COARSE_CELLS, np.uint32),
+    )
+
+
+def _pointers(contents: Contents, prompt_keys: NDArray[np.uint64]) -> ContentsPointers:
+    arrays = contents.arrays() | {"prompt_keys": prompt_keys}
+    return ContentsPointers(**{name: array.ctypes.data for name, array in arrays.items()})

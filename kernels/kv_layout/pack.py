@@ -1,0 +1,38 @@
+"""From the canonical layout into the blocks of a cache: the ways of unpack.py, backwards.
+
+Shapes are those of unpack.py. Of the last block only the tokens that are given are written.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.kv_layout.packed_order import PackOrder
+from kernels.kv_layout.unpack import MAX_PLACES, check_shapes, passes
+
+
+def pack(
+    values: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    block_ids: Sequence[int],
+    order: PackOrder,
+    *,
+    max_places: int = MAX_PLACES,
+) -> None:
+    """Into packed blocks, contiguous on the CPU; `values` is [L, 2, H, T, D]."""
+    check_shapes(caches, block_ids, values)
+    flat = [cache.view(-1) for cache in caches]
+    blocks_a_pass = max(1, max_places // caches[0][0].numel())
+    for tokens, places in passes(caches[0], block_ids, order, values.shape[3], blocks_a_pass):
+        for cache, layer in zip(flat, values, strict=True):
+            cache.index_copy_(0, places.view(-1), layer[:, :, tokens].reshape(-1))
+
+
+def scatter(values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
+    """Into plain blocks in any memory order, on the current stream of a GPU."""
+    check_shapes(caches, block_ids, values)
+    block, num_tokens = caches[0].shape[2], values.shape[3]
+    tokens = torch.arange(num_tokens, device=block_ids.device)
+    blocks, within = block_ids[tokens // block], tokens % block
+    for cache, layer in zip(caches, values, strict=True):
+        cache[blocks, :, within] = layer.permute(2, 1, 0, 3).flatten(2)  # [T, H, 2 * D]

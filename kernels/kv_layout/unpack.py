@@ -1,0 +1,76 @@
+"""From the blocks of a cache to the canonical layout, for all layers of a prompt.
+
+B blocks of the cache, n of them the prompt's, L layers, H heads, N tokens a block, D head_dim,
+T tokens of the prompt: (n - 1) * N < T <= n * N. Layers have caches of one shape [B, H, N, 2 * D];
+`out` is [L, 2, H, T, D], keys before values, with any strides, so a rank can write its own heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+
+from kernels.kv_layout.packed_order import PackOrder
+
+MAX_PLACES: Final = 2**20
+"""Values gathered at once: bounds the index, which is eight bytes each."""
+
+
+def unpack(
+    caches: Sequence[torch.Tensor],
+    block_ids: Sequence[int],
+    order: PackOrder,
+    out: torch.Tensor,
+    *,
+    max_places: int = MAX_PLACES,
+) -> None:
+    """From packed blocks, contiguous on the CPU, where the last two dimensions are in `order`."""
+    check_shapes(caches, block_ids, out)
+    flat = [cache.view(-1) for cache in caches]
+    blocks_a_pass = max(1, max_places // caches[0][0].numel())
+    for tokens, places in passes(caches[0], block_ids, order, out.shape[3], blocks_a_pass):
+        for values, layer in zip(flat, out, strict=True):
+            layer[:, :, tokens].copy_(values.index_select(0, places.view(-1)).view(places.shape))
+
+
+def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor) -> None:
+    """From plain blocks, where each token has its keys and then its values, in any memory order.
+
+    Heads or tokens may come first, and a block may hold all layers: that is all in the strides.
+    One gather and one copy a layer, on the current stream of a GPU.
+    """
+    check_shapes(caches, block_ids, out)
+    num_tokens = out.shape[3]
+    for cache, layer in zip(caches, out, strict=True):
+        blocks = cache.index_select(0, block_ids)  # [n, H, N, 2 * D]
+        halves = blocks.view(*blocks.shape[:3], 2, -1).permute(3, 1, 0, 2, 4)  # [2, H, n, N, D]
+        layer.copy_(halves.flatten(2, 3)[:, :, :num_tokens])
+
+
+def check_shapes(
+    caches: Sequence[torch.Tensor], block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
+) -> None:
+    num_blocks, heads, block, content = caches[0].shape
+    layers, two, out_heads, num_tokens, head_dim = out.shape
+    assert all(cache.shape == caches[0].shape for cache in caches), "layers differ in shape"
+    assert (layers, two, out_heads) == (len(caches), 2, heads), f"out is {tuple(out.shape)}"
+    assert content == 2 * head_dim, "keys and values of one size lie side by side"
+    assert (len(block_ids) - 1) * block < num_tokens <= len(block_ids) * block, "blocks and tokens"
+
+
+def passes(
+    cache: torch.Tensor,
+    block_ids: Sequence[int],
+    order: PackOrder,
+    num_tokens: int,
+    blocks_a_pass: int,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Runs of tokens, and where their values lie in a layer's cache: [2, H, tokens, D]."""
+    _, heads, block, content = cache.shape
+    ids, within = torch.tensor(block_ids), order.stacked()[:, None, None]
+    for first in range(0, len(block_ids), blocks_a_pass):
+        some = ids[first : first + blocks_a_pass]
+        starts = (some * heads + torch.arange(heads)[:, None]) * (block * content)  # [H, n]
+        start, end = first * block, min((first + len(some)) * block, num_tokens)
+        places = (starts[None, :, :, None] + within).view(2, heads, -1, content // 2)
+        yield slice(start, end), places[:, :, : end - start].contiguous()

@@ -1,0 +1,151 @@
+"""Decode attention on CPUs by the compiled kernel, over vLLM's packed `vec` cache.
+
+It reads what rows share once for all of them, and the rest row by row. Shapes: T tokens of a step,
+R rows, Hq and Hkv query and KV heads, D head size, B block size.
+"""
+
+import ctypes
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from kernels.shared_prefix_attention.library import (
+    LIBRARY,
+    Call,
+    Isa,
+    available,
+    built,
+    library,
+    pointers,
+    version,
+)
+from kernels.shared_prefix_attention.plan import SharingPlan
+
+__all__ = ["LIBRARY", "Decoding", "Isa", "Reason", "available", "built", "supported", "version"]
+
+MAX_QUERY_TOKENS = 16
+HEAD_SIZES = range(32, 257, 32)
+BLOCK_SIZE_STEP = 32
+_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}
+
+
+class Reason(StrEnum):
+    """Why stock attention serves instead."""
+
+    NOT_BUILT = "not_built"
+    ISA = "isa"
+    DTYPE = "dtype"
+    KV_CACHE_DTYPE = "kv_cache_dtype"
+    HEAD_SIZE = "head_size"
+    BLOCK_SIZE = "block_size"
+    NOT_CAUSAL = "not_causal"
+    SLIDING_WINDOW = "sliding_window"
+    SOFT_CAP = "soft_cap"
+    ALIBI = "alibi"
+    SINKS = "sinks"
+    QUERY_LENGTH = "query_length"
+
+
+def supported(
+    *,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    layout: str,
+    head_size: int,
+    block_size: int,
+    causal: bool = True,
+    sliding_window: bool = False,
+    soft_cap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+) -> Reason | None:
+    """Why a layer cannot be served, or None. `layout` is the name of vLLM's own kernel: others
+    than `vec` pack the cache in another way."""
+    reasons = {
+        Reason.NOT_BUILT: not built(),
+        Reason.ISA: layout != "vec" or available() is None,
+        Reason.DTYPE: dtype not in _ELEMENTS,
+        Reason.KV_CACHE_DTYPE: kv_cache_dtype != dtype,
+        Reason.HEAD_SIZE: head_size not in HEAD_SIZES,
+        Reason.BLOCK_SIZE: block_size % BLOCK_SIZE_STEP != 0,
+        Reason.NOT_CAUSAL: not causal,
+        Reason.SLIDING_WINDOW: sliding_window,
+        Reason.SOFT_CAP: soft_cap,
+        Reason.ALIBI: alibi,
+        Reason.SINKS: sinks,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class Decoding:
+    """A step for all of its layers, which differ in what `layer` is given."""
+
+    def __init__(
+        self,
+        plan: SharingPlan,
+        *,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        num_threads: int | None = None,
+        isa: Isa | None = None,
+    ) -> None:
+        """block_table[R, width], seq_lens[R] and query_start_loc[R + 1], all int32. Every row has
+        at most MAX_QUERY_TOKENS tokens, and all that its nodes hold comes before its second one."""
+        loaded = library()
+        assert loaded is not None, "the kernel was not built"
+        self._decode = loaded.coppice_shared_prefix_decode
+        self._read = (plan, block_table, seq_lens, query_start_loc)
+        for tensor in self._read[1:]:
+            assert tensor.dtype == torch.int32 and tensor.stride(-1) == 1
+        assert len(query_start_loc) == len(seq_lens) + 1 == len(block_table) + 1
+        self._layout: tuple[object, ...] = ()
+        self._call = Call(
+            block_table=block_table.data_ptr(),
+            block_table_stride=block_table.stride(0),
+            seq_lens=seq_lens.data_ptr(),
+            query_starts=query_start_loc.data_ptr(),
+            **pointers(plan),
+            num_nodes=len(plan.node_tokens),
+            num_rows=len(seq_lens),
+            isa=isa or available(),
+            num_threads=num_threads or torch.get_num_threads(),
+        )
+        self._reference = ctypes.byref(self._call)
+
+    def layer(
+        self, *, query: Tensor, cache: Tensor, scale: float, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Writes out[T, Hq, D], and the natural logarithms of the sums into lse[T, Hq], for
+        query[T, Hq, D] and cache[blocks, Hkv, B, 2 * D]. Tokens behind the rows' are left alone."""
+        layout = (
+            query.dtype,
+            query.shape,
+            query.stride(),
+            out.stride(),
+            cache.shape,
+            cache.stride(),
+        )
+        if layout != self._layout:
+            self._lay_out(query, cache, out)
+            self._layout = layout
+        assert query.dtype == out.dtype == cache.dtype and out.shape == query.shape
+        assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
+        call = self._call
+        call.query, call.cache, call.out = query.data_ptr(), cache.data_ptr(), out.data_ptr()
+        call.lse = lse.data_ptr() if lse is not None else None
+        call.scale = scale
+        self._decode(self._reference)
+
+    def _lay_out(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
+        """The kernel trusts its pointers."""
+        for tensor in (query, out):
+            assert tensor.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
+        assert cache.stride()[2:] == (cache.shape[3], 1) and cache.shape[3] == 2 * query.shape[2]
+        call = self._call
+        call.query_stride, call.out_stride = query.stride(0), out.stride(0)
+        call.block_stride, call.head_stride = cache.stride(0), cache.stride(1)
+        call.num_heads, call.head_size = query.shape[1:]
+        _, call.num_kv_heads, call.block_size, _ = cache.shape
+        call.element = _ELEMENTS[query.dtype]

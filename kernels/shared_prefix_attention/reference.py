@@ -1,0 +1,111 @@
+"""What every kernel here has to compute, slowly: by pieces, in the precision of its input.
+
+Shapes: T tokens, R rows, Hq and Hkv query and KV heads, D head size, B block size; q tokens and n
+positions of a piece.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.shared_prefix_attention.merge import merge
+from kernels.shared_prefix_attention.plan import SharingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One decode step of one layer."""
+
+    query: Tensor
+    """[T, Hq, D]"""
+    keys: Tensor
+    """[blocks, B, Hkv, D], as are the values"""
+    values: Tensor
+    block_table: Tensor
+    """[R, width]"""
+    seq_lens: Tensor
+    """[R]"""
+    query_start_loc: Tensor
+    """[R + 1]"""
+    scale: float
+
+
+def whole(step: Step) -> tuple[Tensor, Tensor]:
+    """Every row's softmax over all of its positions at once: (out[T, Hq, D], lse[T, Hq])."""
+    out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
+    for row, length in enumerate(step.seq_lens.tolist()):
+        tokens = _tokens(step, row)
+        keys, values = _read(step, step.block_table[row], 0, 0, length)
+        out[tokens], lse[tokens] = attend(step.query[tokens], keys, values, step.scale, causal=True)
+    return out, lse
+
+
+def shared(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
+    """The same by the plan's pieces: each node for all of its rows, then the suffixes."""
+    out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
+    for row, parts in enumerate(pieces(plan, step)):
+        tokens = _tokens(step, row)
+        outs, lses = zip(*parts, strict=True)
+        out[tokens], lse[tokens] = merge(torch.stack(outs), torch.stack(lses))
+    return out, lse
+
+
+def pieces(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each row what each of its nodes and its suffix come to: (out, lse)."""
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
+    starts = [0] * len(parts)
+    block_size = step.keys.shape[1]
+    for blocks, num_tokens, rows in _nodes(plan):
+        start = starts[rows[0]]
+        first = start // block_size * block_size
+        keys, values = _read(step, blocks, first, start, start + num_tokens)
+        for row in rows:
+            query = step.query[_tokens(step, row)]
+            parts[row].append(attend(query, keys, values, step.scale, causal=False))
+            starts[row] += num_tokens
+    for row, start in enumerate(plan.suffix_starts.tolist()):
+        assert start == starts[row], "a suffix begins where the row's nodes end"
+        length = int(step.seq_lens[row])
+        keys, values = _read(step, step.block_table[row], 0, start, length)
+        query = step.query[_tokens(step, row)]
+        parts[row].append(attend(query, keys, values, step.scale, causal=True))
+    return parts
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """query[q, Hq, D] over keys and values[n, Hkv, D], of whose positions the last is the last
+    query's own if `causal`. A query that sees nothing gets zeros, and the sum's logarithm is -inf.
+    """
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,nhd->hqn", query, keys) * scale
+    if causal:
+        behind = len(keys) - len(query)
+        unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(behind + 1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    return torch.einsum("hqn,nhd->qhd", weights, values), lse.T
+
+
+def _nodes(plan: SharingPlan) -> Iterator[tuple[Tensor, int, Sequence[int]]]:
+    for node, num_tokens in enumerate(plan.node_tokens.tolist()):
+        blocks = slice(*plan.node_block_offsets[node : node + 2])
+        rows = slice(*plan.node_row_offsets[node : node + 2])
+        yield torch.from_numpy(plan.node_blocks[blocks]), num_tokens, plan.node_rows[rows].tolist()
+
+
+def _tokens(step: Step, row: int) -> slice:
+    return slice(*step.query_start_loc[row : row + 2].tolist())
+
+
+def _read(step: Step, blocks: Tensor, first: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Positions [begin, end) of blocks that hold those from `first` on."""
+    positions = torch.arange(begin, end) - first
+    block_size = step.keys.shape[1]
+    at = blocks.long()[positions // block_size], positions % block_size
+    return step.keys[at], step.values[at]

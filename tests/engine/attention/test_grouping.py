@@ -1,0 +1,87 @@
+"""Each step is grouped, or counted with the reason why not."""
+
+from typing import Any
+
+import numpy as np
+
+from engine.attention.counters import Counted, Counts, over_ranks
+from engine.attention.crossover import Crossover
+from engine.attention.grouping import Sharer
+from engine.protocol import SharedPrefixCounts
+from tests.engine.attention.block_tables import BLOCK, table_of
+
+NEVER = Crossover(stock=(0, 0, 0), shared=(1, 0, 0, 0, 0, 0))
+ALWAYS = Crossover(stock=(1, 0, 0), shared=(0, 0, 0, 0, 0, 0))
+TABLE = table_of([[1, 2, 3], [1, 2, 4], [5, 6, 7], [8, 9]])
+LENS = np.array([70, 80, 90, 33], dtype=np.int32)
+BYTES = 100
+
+
+def sharer(counts: Counts, **options: Any) -> Sharer:
+    defaults: dict[str, Any] = {
+        "mode": "always",
+        "block_size": BLOCK,
+        "bytes_per_token": BYTES,
+        "max_query_tokens": 16,
+    }
+    return Sharer(counts=counts, **(defaults | options))
+
+
+def starts(*query_lens: int) -> Any:
+    return np.cumsum([0, *query_lens], dtype=np.int32)
+
+
+def skipped(**options: Any) -> list[str]:
+    counts = Counts()
+    query_lens = options.pop("query_lens", (1, 1, 1, 1))
+    table = options.pop("table", TABLE)
+    assert sharer(counts, **options).share(table, LENS, starts(*query_lens)) is None
+    return list(counts.steps_skipped.elements())
+
+
+def test_rows_that_share_are_counted_with_what_is_not_read() -> None:
+    counts = Counts()
+    sharing = sharer(counts).share(TABLE, LENS, starts(1, 5, 1, 1))
+    assert sharing is not None
+    assert (sharing.num_rows, sharing.num_tokens) == (4, 8)
+    assert sharing.plan.suffix_starts.tolist() == [64, 64, 0, 0]
+    assert counts.read() == Counted(
+        steps_grouped=1, rows_grouped=2, prefix_bytes_not_read=64 * BYTES, steps_skipped={}
+    )
+
+
+def test_rows_in_prefill_are_left_to_stock_attention() -> None:
+    sharing = sharer(Counts()).share(TABLE, LENS, starts(1, 1, 17, 1))
+    assert sharing is not None
+    assert (sharing.num_rows, sharing.num_tokens) == (2, 2)
+
+
+def test_a_step_that_is_not_grouped_says_why() -> None:
+    assert skipped(query_lens=(17, 1, 1, 1)) == ["query_length"]
+    assert skipped(table=table_of([[1], [2], [3], [4]])) == ["nothing_shared"]
+    assert skipped(mode="auto", crossover=NEVER) == ["not_worth_it"]
+    assert skipped(unsupported="sliding_window") == ["sliding_window"]
+
+
+def test_the_mode_decides_whether_the_crossover_is_asked() -> None:
+    for mode, crossover, grouped in (
+        ("auto", ALWAYS, 1),
+        ("auto", NEVER, 0),
+        ("always", NEVER, 1),
+        ("off", ALWAYS, 0),
+    ):
+        counts = Counts()
+        sharer(counts, mode=mode, crossover=crossover).share(TABLE, LENS, starts(1, 1, 1, 1))
+        assert counts.steps_grouped == grouped
+
+
+def test_ranks_take_the_same_steps_with_a_share_of_the_bytes_each() -> None:
+    counts = Counts()
+    counts.grouped(num_rows=3, bytes_not_read=500)
+    counts.skipped("nothing_shared")
+    total = over_ranks([counts.read(), counts.read()])
+    assert isinstance(total, SharedPrefixCounts)
+    assert (total.steps_grouped, total.rows_grouped) == (1, 3)
+    assert total.prefix_bytes_not_read == 1000
+    assert total.steps_skipped["nothing_shared"] == 1
+    assert total.steps_skipped["failed"] == 0

@@ -1,0 +1,123 @@
+"""What a start makes of the settings, and what the service is told of all ranks."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.cudagraphs.counters import Counted, Counts, over_ranks
+from engine.cudagraphs.from_settings import plan_for_start
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import decode
+from engine.launch.environment import NO_SPECULATION, graph_plan, spawning
+from engine.protocol import GraphCounts
+from engine.settings import (
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+)
+from tests.engine.cudagraphs.managers import SEEDLING
+
+BUDGETED = GraphsSettings(budget_bytes=2**26)
+PLAN = Plan(shapes=(decode(4, 1),), estimated_bytes=5, budget_bytes=6)
+
+
+def start(
+    engine: EngineSettings,
+    graphs: GraphsSettings,
+    *,
+    speculation: SpeculationSettings = NO_SPECULATION,
+    on_cpu: bool = False,
+) -> Plan | None:
+    return plan_for_start(engine, graphs, speculation, SEEDLING, on_cpu=on_cpu)
+
+
+def test_without_a_budget_vllm_captures_what_it_does() -> None:
+    assert start(EngineSettings(), GraphsSettings()) is None
+
+
+@pytest.mark.parametrize(("eager", "on_cpu"), [(None, True), (True, False)])
+def test_a_budget_has_no_effect_where_there_are_no_graphs_and_that_is_said(
+    eager: bool | None, on_cpu: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        settings = EngineSettings(eager=eager)
+        assert start(settings, BUDGETED, on_cpu=on_cpu) is None
+    assert [record.message for record in caplog.records] == [
+        "graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager"
+    ]
+
+
+def test_on_a_gpu_a_budget_makes_a_plan() -> None:
+    made = start(EngineSettings(), BUDGETED)
+    assert made is not None and made.estimated_bytes <= 2**26
+    assert made.most_samples == {0: 256}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most_samples"),
+    [(None, {0: 256, 1: 256, 2: 256, 4: 32, 6: 8}), ("8:0,3 0", {0: 256, 3: 8})],
+)
+def test_where_a_drafter_drafts_its_lengths_are_planned(
+    lengths: str | None, most_samples: dict[int, int]
+) -> None:
+    drafter = SpeculationSettings(mode="drafter", longest_draft=6)
+    made = start(
+        EngineSettings(), GraphsSettings(budget_bytes=2**27, lengths=lengths), speculation=drafter
+    )
+    assert made is not None and made.most_samples == most_samples
+
+
+@pytest.mark.parametrize("plan", [None, PLAN])
+def test_the_engines_processes_are_told_the_plan(plan: Plan | None) -> None:
+    with spawning(
+        EngineSettings(),
+        attention=AttentionSettings(),
+        graphs=plan,
+        on_cpu=True,
+        scratch=Path("/scratch"),
+    ):
+        assert graph_plan() == plan
+    assert graph_plan() is None
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_is_given_the_sizes_of_the_plan() -> None:
+    from engine.launch.arguments import engine_arguments
+
+    arguments = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False, graphs=PLAN)
+    assert arguments.compilation_config.cudagraph_capture_sizes == [4]
+    free = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False)
+    assert free.compilation_config.cudagraph_capture_sizes is None
+
+
+def test_nothing_is_counted_before_a_plan_was_captured() -> None:
+    counts = Counts()
+    counts.decoded(samples=3, query=1, hit=True)
+    assert counts.read() is None
+    assert over_ranks([None, None]) == over_ranks([]) == GraphCounts()
+
+
+def test_steps_are_those_of_a_rank_and_bytes_the_largest_ones() -> None:
+    def rank(measured_bytes: int) -> Counted | None:
+        counts = Counts()
+        counts.captured(PLAN, measured_bytes)
+        counts.decoded(samples=1, query=1, hit=True)
+        counts.begin()
+        for samples in (3, 4, 5):
+            counts.decoded(samples=samples, query=3, hit=False)
+        counts.decoded(samples=1, query=1, hit=True)
+        counts.mixed()
+        return counts.read()
+
+    assert over_ranks([rank(70), rank(90)]) == GraphCounts(
+        num_graphs=1,
+        budget_bytes=6,
+        estimated_bytes=5,
+        measured_bytes=90,
+        hits=1,
+        mixed=1,
+        misses={(4, 3): 2, (8, 3): 1},
+    )

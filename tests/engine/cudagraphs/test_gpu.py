@@ -1,0 +1,28 @@
+"""An engine on a GPU captures its plan and nothing else, and decodes with it."""
+
+import pytest
+import torch
+
+from bench.harness.graph_arms import Arm, Request
+from engine.cudagraphs.baselines import Limits
+from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.planner import plan
+from tests.engine.cudagraphs.managers import SEEDLING
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def test_a_plan_is_captured_and_every_decode_step_finds_its_graph() -> None:
+    limits = Limits(lengths=Lengths.parse("8:4 32:2 0"), max_sequences=64, max_batched_tokens=2048)
+    made = plan(limits, of_model(SEEDLING), budget_bytes=None, mixed_tokens=128)
+    with Arm(SEEDLING, SEEDLING, limits, made) as arm:
+        for samples, drafts in ((1, 4), (7, 4), (9, 2), (31, 2), (33, 0), (63, 0)):
+            assert arm.seconds(Request(samples, drafts)) > 0
+        captured = arm.captured()
+    assert captured.num_graphs == len(made.shapes)
+    assert captured.measured_bytes > 0
+    assert captured.hits > 0 == captured.misses

@@ -1,0 +1,81 @@
+"""A live engine with a small model that drafts, and a controller that sends whatever there is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.attention import register as attention
+from engine.drafter.core.rpc import counted
+from engine.drafter.core.scheduler_hooks import Drafting
+from engine.drafter.counters import Counted
+from engine.settings import AttentionSettings
+from engine.speculation.controller import Controller
+from tests.engine.speculation.distributions import VOCAB
+from tests.engine.speculation.drafting_engine import LONGEST, Everything
+from tests.engine.stepped_engine import LiveEngine, live_engine
+
+FIRST = "d0"
+
+
+@contextmanager
+def drafter_engine(
+    model: Path, drafter: Path, *, controller: Controller | None = None, **settings: Any
+) -> Iterator[LiveEngine]:
+    """Without a profile: nothing here depends on what steps cost."""
+    attention.install(AttentionSettings(shared_prefix="off"))
+    sequences = settings.setdefault("max_num_seqs", 32)
+    config = {
+        "method": "draft_model",
+        "model": str(drafter),
+        "num_speculative_tokens": LONGEST,
+        "num_speculative_tokens_per_batch_size": [(1, sequences, LONGEST)],
+    }
+    with live_engine(model, speculative_config=config, **settings) as engine:
+        drafting = Drafting(
+            engine.core.scheduler,
+            longest=LONGEST,
+            serving=FIRST,
+            weights=engine.core.get_weight_version,
+            controller=controller or Everything(),
+        )
+        drafting.attach()
+        engine.core.coppice_drafting = drafting
+        yield engine
+
+
+def read(engine: LiveEngine) -> Counted:
+    found = counted(engine.core)
+    assert found is not None
+    return found
+
+
+def num_accepted(engine: LiveEngine) -> int:
+    return sum(read(engine)["speculation"]["accepted"].values())
+
+
+class Recording:
+    """What became of every drafted token that was reached: [token before, token drafted]."""
+
+    def __init__(self, engine: LiveEngine) -> None:
+        self.tried, self.hits = np.zeros((2, VOCAB, VOCAB), np.int64)
+        self._scheduler = engine.core.scheduler
+        self._update = self._scheduler.update_from_output
+
+    def __enter__(self) -> "Recording":
+        self._scheduler.update_from_output = self._updated
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scheduler.update_from_output = self._update
+
+    def _updated(self, scheduled: Any, output: Any) -> Any:
+        for request_id, draft in scheduled.scheduled_spec_decode_tokens.items():
+            new = output.sampled_token_ids[output.req_id_to_index[request_id]]
+            last = self._scheduler.requests[request_id].all_token_ids[-1]
+            for before, token, drafted in zip([last, *new], new, draft, strict=False):
+                self.tried[before, drafted] += 1
+                self.hits[before, drafted] += token == drafted
+        return self._update(scheduled, output)

@@ -1,0 +1,45 @@
+"""What a drafter learns from: the newest, and long ones of before."""
+
+from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.replay_buffer import Buffer
+
+
+def said(version: str, length: int) -> Sample:
+    return Sample(version=version, prompt=[1, 2], response=[7] * length)
+
+
+def test_the_oldest_make_room_for_the_newest() -> None:
+    buffer = Buffer(newest_tokens=100, long_tokens=0)
+    for length in range(1, 40):
+        buffer.add(said("v0", length))
+    drawn = {len(buffer.draw().response) for _ in range(200)}
+    assert max(drawn) == 39
+    assert min(drawn) > 35
+
+
+def test_long_responses_of_earlier_versions_are_kept_among_the_new_ones() -> None:
+    buffer = Buffer(newest_tokens=1000, long_tokens=120)
+    for length in (5, 40, 6, 30, 7):
+        buffer.add(said("v0", length))
+    for _ in range(20):
+        buffer.add(said("v1", 3))
+    drawn = [buffer.draw() for _ in range(500)]
+    earlier = [sample for sample in drawn if sample.version == "v0"]
+    assert {len(sample.response) for sample in earlier} == {40, 7, 6}
+    assert 0.1 < len(earlier) / len(drawn) < 0.3
+
+
+def test_several_earlier_versions_share_the_room() -> None:
+    buffer = Buffer(newest_tokens=1000, long_tokens=100)
+    for version in ("v0", "v1", "v2"):
+        for _ in range(10):
+            buffer.add(said(version, 18))
+    buffer.add(said("v3", 1))
+    earlier = {buffer.draw().version for _ in range(500)} - {"v3"}
+    assert {"v1", "v2"} <= earlier
+
+
+def test_a_response_without_tokens_is_nothing_to_learn_from() -> None:
+    buffer = Buffer()
+    buffer.add(said("v0", 0))
+    assert len(buffer) == buffer.num_received == 0

@@ -1,0 +1,182 @@
+"""How much is drafted, step by step, and what is counted of it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.drafter.core import scheduler_hooks as module
+from engine.drafter.core.draft_length import HELD, NEW_PROBES
+from engine.runtime.guard import FeatureState
+from engine.speculation.request_slots import NO_DRAFTS
+from tests.engine.drafter.fake_scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
+
+
+@pytest.fixture(autouse=True)
+def working() -> Iterator[None]:
+    """What has failed stays off for the life of a process, but for these tests."""
+    yield
+    module.FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
+
+
+def with_rows(scheduler: Scheduler) -> Scheduler:
+    for row in range(ROWS):
+        scheduler.add(f"r{row}")
+    return scheduler
+
+
+def steps(scheduler: Scheduler, number: int) -> list[int]:
+    """Their lengths."""
+    for _ in range(number):
+        scheduler.step()
+    return scheduler.lengths[-number:]
+
+
+def test_a_drafter_that_is_right_drafts_as_much_as_it_may() -> None:
+    scheduler = with_rows(Scheduler())
+    drafting_over(scheduler)
+    steps(scheduler, 400)
+    assert steps(scheduler, 100).count(LONGEST) > 90
+
+
+def test_a_drafter_that_is_wrong_is_left_out_and_probed_now_and_then() -> None:
+    scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
+    drafting_over(scheduler)
+    steps(scheduler, 600)
+    lengths = steps(scheduler, 2048)
+    assert lengths.count(0) > 0.97 * len(lengths)
+    assert set(lengths) == {0, 1}
+
+
+def test_where_verifying_costs_what_it_brings_nothing_is_drafted_for_long() -> None:
+    """The profile was wrong: here two tokens take twice the time of one."""
+    scheduler = with_rows(
+        Scheduler(accepted=lambda drafted: 1, seconds=lambda drafted: 0.01 * (1 + 2.0 * drafted))
+    )
+    drafting_over(scheduler)
+    steps(scheduler, 2000)
+    lengths = steps(scheduler, 1000)
+    assert lengths.count(0) > 0.9 * len(lengths)
+
+
+def test_a_length_is_held_so_that_steps_can_be_timed() -> None:
+    scheduler = with_rows(Scheduler())
+    drafting = drafting_over(scheduler)
+    lengths = steps(scheduler, 400)
+    changes = [place for place in range(1, 400) if lengths[place] != lengths[place - 1]]
+    assert all(
+        later - earlier >= HELD for earlier, later in zip(changes, changes[1:], strict=False)
+    )
+    assert drafting.length.controller.gain_ratio > 1.5
+
+
+def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
+    scheduler, versions = with_rows(Scheduler(accepted=lambda drafted: 1)), Versions()
+    drafting = drafting_over(scheduler, versions)
+    steps(scheduler, 40)
+    versions.weights = "v1"
+    steps(scheduler, 40)
+    drafting.serves("d1", on_trial=True)
+    steps(scheduler, 40)
+    counted = drafting.read()
+    assert [(p["drafter"], p["weights"]) for p in counted["pairs"]] == [
+        ("d0", "v0"),
+        ("d0", "v1"),
+        ("d1", "v1"),
+    ]
+    for pair in counted["pairs"]:
+        assert pair["first_accepted"] == pair["first_drafted"] > 0
+        assert pair["accepted"] == pair["first_drafted"]
+        assert pair["drafted"] >= pair["accepted"]
+    assert counted["serving"] == "d1"
+    drafted = {(p["drafter"], p["weights"]): p["first_drafted"] for p in counted["pairs"]}
+    # What d0 has drafted last is verified when d1 serves already.
+    assert drafted["d0", "v1"] + drafted["d1", "v1"] == 80 * ROWS
+    assert drafted["d1", "v1"] == 39 * ROWS
+    assert counted["speculation"]["drafted"]["drafter"] == sum(
+        pair["drafted"] for pair in counted["pairs"]
+    )
+
+
+def test_a_drafter_on_trial_drafts_in_every_step() -> None:
+    scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
+    drafting = drafting_over(scheduler)
+    steps(scheduler, 2 * HELD * NEW_PROBES)
+    assert 0 in steps(scheduler, 20)
+    drafting.serves("d1", on_trial=True)
+    steps(scheduler, HELD)
+    assert set(steps(scheduler, 200)) == {1}
+    drafting.serves("d0", on_trial=False)
+    steps(scheduler, 2 * HELD * NEW_PROBES)
+    assert 0 in steps(scheduler, 20)
+
+
+def test_no_drafts_get_a_seed_a_refusal_and_what_lies_beyond_the_end() -> None:
+    scheduler = Scheduler()
+    scheduler.add("seeded", seed=3)
+    scheduler.add("refused", **{NO_DRAFTS: True})
+    scheduler.add("plain")
+    scheduler.add("ending")
+    scheduler.requests["ending"].max_tokens = 3
+    drafting = drafting_over(scheduler)
+    drafted: dict[str, int] = {}
+    for _ in range(100):
+        scheduler.step()
+        for name, request in scheduler.requests.items():
+            drafted[name] = max(drafted.get(name, 0), len(request.spec_token_ids))
+    assert (drafted["seeded"], drafted["refused"]) == (0, 0)
+    assert drafted["plain"] > 1
+    assert drafted["ending"] <= 1
+    assert drafting.read()["speculation"]["skipped"] == {"seeded": 1, "refused": 1}
+
+
+def test_a_profile_takes_every_length_in_turn_and_times_steps_of_one_length() -> None:
+    scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
+    drafting = drafting_over(scheduler)
+    drafting.begin_profile()
+    assert set(steps(scheduler, 200)) == {0, 1, 2, LONGEST}
+    measured = {step.verified: step.seconds for step in drafting.end_profile()}
+    assert set(measured) == {ROWS * (1 + length) for length in (0, 1, 2, LONGEST)}
+    for verified, seconds in measured.items():
+        assert seconds == pytest.approx(scheduler.seconds(verified // ROWS - 1))
+    assert not drafting.read()["pairs"]
+
+
+def test_what_fails_here_drafts_nothing_and_harms_nobody() -> None:
+    scheduler = with_rows(Scheduler())
+    drafting = drafting_over(scheduler)
+    steps(scheduler, 100)
+    del drafting.length.controller
+    steps(scheduler, HELD + 1)
+    assert set(steps(scheduler, 50)) == {0}
+    assert not module.FEATURE.state.on
+
+
+def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
+    scheduler = with_rows(Scheduler())
+    drafting = drafting_over(scheduler)
+    steps(scheduler, 200)
+    gained = drafting.length.controller.gain_ratio
+    scheduler.now += 3600
+    scheduler.running.clear()
+    drafting.before()
+    assert drafting.length.controller.gain_ratio == gained
+
+
+def test_where_graphs_are_planned_only_their_lengths_are_drafted_while_they_have_room() -> None:
+    for most_samples, longest in (
+        ({0: 64, 2: ROWS, LONGEST: ROWS - 1}, 2),
+        ({0: 64, 3: ROWS}, 3),
+        ({0: 64, 2: ROWS - 1}, 0),
+    ):
+        scheduler = with_rows(Scheduler())
+        drafting_over(scheduler, most_samples=most_samples)
+        steps(scheduler, 400)
+        assert set(steps(scheduler, 100)) <= {0, longest}
+        assert scheduler.lengths[-100:].count(longest) > 90
+
+
+def test_where_graphs_are_planned_a_probe_is_the_shortest_of_them() -> None:
+    scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
+    drafting_over(scheduler, most_samples={0: 64, 2: ROWS, LONGEST: ROWS})
+    steps(scheduler, 600)
+    assert set(steps(scheduler, 2048)) == {0, 2}

@@ -1,0 +1,60 @@
+"""What vLLM is told of a drafter, and where there can be none."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.shape import decode, mixed
+from engine.launch.arguments import engine_arguments
+from engine.settings import SpeculationSettings
+from engine.speculation.lifecycle import resolved
+from tests.engine.seedling import MODEL, settings
+
+DRAFTER = SpeculationSettings(mode="drafter", drafter=Path("/drafter"), longest_draft=5)
+
+
+def test_vllm_is_told_of_the_drafter_and_of_every_length_that_may_be_chosen() -> None:
+    arguments = engine_arguments(
+        settings(tensor_parallel_size=2), MODEL, speculation=DRAFTER, on_cpu=True
+    )
+    assert arguments.max_model_len == 1024 + 5
+    assert arguments.speculative_config == {
+        "method": "draft_model",
+        "model": "/drafter",
+        "draft_tensor_parallel_size": 2,
+        "draft_sample_method": "greedy",
+        "num_speculative_tokens": 5,
+        "num_speculative_tokens_per_batch_size": [
+            *((1, 1, 5), (2, 2, 4), (3, 3, 3), (4, 4, 2), (5, 5, 1), (6, 64, 0))
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "schedule"),
+    [(64, [(1, 1, 5), (2, 2, 2), (3, 64, 0)]), (2, [(1, 1, 5), (2, 2, 2)])],
+)
+def test_where_graphs_are_planned_it_is_told_of_their_lengths(
+    max_sequences: int, schedule: list[tuple[int, int, int]]
+) -> None:
+    plan = Plan(
+        shapes=(decode(64, 1), decode(32, 3), decode(8, 6), mixed(128)),
+        estimated_bytes=1,
+        budget_bytes=2,
+    )
+    arguments = engine_arguments(
+        settings(max_sequences=max_sequences),
+        MODEL,
+        speculation=DRAFTER,
+        on_cpu=False,
+        graphs=plan,
+    )
+    told = arguments.speculative_config
+    assert told is not None
+    assert told["num_speculative_tokens_per_batch_size"] == schedule
+
+
+def test_layers_that_are_dealt_out_have_no_drafter() -> None:
+    assert resolved(DRAFTER, settings()) == DRAFTER
+    assert resolved(DRAFTER, settings(pipeline_parallel_size=2)).mode == "off"

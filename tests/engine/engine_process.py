@@ -1,0 +1,42 @@
+"""A process of its own with an engine in it: says who is who, then generates until it is told off.
+
+    python -m tests.engine.engine_process MAX_TOKENS
+
+Ctrl-C lets the running sample end, as the service does, and then stops the engine.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import psutil
+
+from engine.protocol import SampleRequest, Sampling
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import settings
+
+
+async def main(max_tokens: int) -> None:
+    told_off = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, told_off.set)
+    engine = VllmEngine(settings())
+    await engine.start("v0")
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    (pending,) = await engine.submit(
+        [SampleRequest(id="one", prompt_token_ids=[1, 2, 3], sampling=sampling)]
+    )
+    say(children=[child.pid for child in psutil.Process().children(recursive=True)])
+    await told_off.wait()
+    completion = await pending
+    await engine.stop()
+    say(num_tokens=len(completion.token_ids), finish=completion.finish, pid=os.getpid())
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

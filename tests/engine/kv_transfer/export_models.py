@@ -1,0 +1,78 @@
+"""Models to export prompts of, and what Hugging Face's forward says their keys and values are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.kv_transfer.vllm_config import CONNECTOR
+from engine.kv_types import ExportSlot, ExportWord, KvFormat
+from tests.arena import TestArena
+from tests.engine.random_models import HEAD_DIM, HEADS, HIDDEN, INNER, LAYERS, VOCAB
+from tests.engine.stepped_engine import LiveEngine
+
+COMMITTED, PENDING = [ExportWord.COMMITTED], [ExportWord.PENDING]
+Family = Literal["qwen3", "llama", "mistral"]
+EXPORTING: dict[str, Any] = {"kv_transfer_config": CONNECTOR, "max_num_batched_tokens": 64}
+
+
+def save_model(
+    directory: Path, family: Family, *, num_kv_heads: int, seed: int = 5, **more: Any
+) -> Path:
+    """Random weights, so large that keys and values are of order one."""
+    import transformers
+
+    name = family.capitalize()
+    sizes = {"num_hidden_layers": LAYERS} | more
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_attention_heads=HEADS,
+        num_key_value_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        **sizes,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+def kv_format(num_kv_heads: int, **changes: Any) -> KvFormat:
+    usual: dict[str, Any] = {"num_layers": LAYERS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    return KvFormat(num_kv_heads=num_kv_heads, rope={}, **(usual | changes))
+
+
+def exporting(model: Path, **settings: Any) -> LiveEngine:
+    """An engine that has found out how its cache is packed, as every start of ours makes it do."""
+    engine = LiveEngine(model, **(EXPORTING | settings))
+    for answer in engine.rpc("coppice_prepare_exports"):
+        assert isinstance(answer, dict), answer
+    return engine
+
+
+def reference(model: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+
+
+def true_kv(model: Any, prompt: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """[L, 2, H, T, D] of Hugging Face's own forward over the whole prompt."""
+    with torch.inference_mode():
+        cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
+    both = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+    return torch.stack(both)[:, :, :, :num_tokens].float()
+
+
+def exported(arena: TestArena, slot: ExportSlot) -> torch.Tensor:
+    form = arena.form
+    shape = (form.num_layers, 2, form.num_kv_heads, slot.num_tokens, form.head_dim)
+    return torch.from_numpy(arena.data(slot)).view(getattr(torch, form.dtype)).view(shape)
+
+
+def worst(arena: TestArena, slot: ExportSlot, truth: torch.Tensor) -> float:
+    return float((exported(arena, slot).float() - truth).abs().max())

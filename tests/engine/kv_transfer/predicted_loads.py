@@ -1,0 +1,115 @@
+"""Anchors over a stepped engine, chosen and loaded as the service does it."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.kv_types import ExportSlot, Load
+from service.kv_reuse.anchor_selection import find_candidates, pairs_to_compare, select_anchors
+from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.cache_entry import CacheEntry, CacheKey
+from service.kv_reuse.kv_distance import distance
+from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.prediction import load_pieces
+from service.kv_reuse.prefix_order import Scope
+from service.kv_reuse.template import template_of
+from service.prompt_kv.allocator import Extent
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import COMMITTED
+from tests.engine.stepped_engine import Answer, LiveEngine
+
+SCOPE = Scope("key", None)
+NAMES = (f"anchor-{i}" for i in itertools.count())
+
+
+@dataclass
+class Predicting:
+    engine: LiveEngine
+    arena: TestArena
+    anchors: list[Anchor] = field(default_factory=list)
+    alone: dict[tuple[int, ...], CacheEntry] = field(default_factory=dict)
+
+    def keep(self, *prompts: Sequence[PromptSpan]) -> None:
+        """Computed, one after the other."""
+        for parts in prompts:
+            template, prompt = template_of(parts), joined(parts)
+            context, bases = AnchorContext(SCOPE, 0, template.context), self._bases(parts)
+            real = self._written(prompt, template.num_tokens)
+            self.anchors.append(Anchor(context=context, template=template, real=real, bases=bases))
+
+    def load(
+        self,
+        parts: Sequence[PromptSpan],
+        *,
+        chain: str,
+        n: int = 1,
+        threshold: float = 1.0,
+        taken: bool = True,
+    ) -> Load:
+        """Not `taken` whole from an anchor of the same texts: predicted, but for the own text."""
+        template, bases = template_of(parts), self._bases(parts)
+        found = find_candidates(template, self.anchors)
+        assert found is not None, "too few anchors"
+        if not taken:
+            found[1:] = [
+                replace(one, exact_match=None, anchors=self.anchors, compared_section=i - 1 + i % 2)
+                for i, one in enumerate(found[1:], start=1)
+            ]
+        view = self.arena.bytes.data
+        distances = {
+            (index, anchor): distance(
+                view, self.arena.form, bases[index].slot, anchor.bases[index].slot
+            )
+            for index, anchor in pairs_to_compare(template, found)
+        }
+        choice = select_anchors(template, found, distances, threshold)
+        assert choice is not None, "not shareable"
+        pieces = load_pieces(template, bases, found, choice)
+        return Load(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
+
+    def submit(
+        self,
+        parts: Sequence[PromptSpan],
+        load: Load,
+        *,
+        n: int = 1,
+        salt: str | None = None,
+        **how: Any,
+    ) -> list[str]:
+        asked: dict[str, Any] = {"max_tokens": 12} | how
+        return [
+            self.engine.submit(joined(parts), load=load, salt=salt, seed=i, **asked)
+            for i in range(n)
+        ]
+
+    def sample(
+        self, parts: Sequence[PromptSpan], *, chain: str, n: int = 1, **how: Any
+    ) -> list[Answer]:
+        load = self.load(parts, chain=chain, n=n)
+        return self.engine.finish(*self.submit(parts, load, n=n, **how))
+
+    def slot(self, num_tokens: int) -> ExportSlot:
+        return replace(self.arena.slot(num_tokens), name=next(NAMES))
+
+    def _bases(self, parts: Sequence[PromptSpan]) -> dict[int, CacheEntry]:
+        template, prompt = template_of(parts), joined(parts)
+        texts = {part.name: list(part.token_ids) for part in parts}
+        found: dict[int, CacheEntry] = {}
+        for index, stretch in enumerate(template.sections):
+            if stretch.name is None:
+                continue
+            text = texts[stretch.name]
+            assert prompt[stretch.start : stretch.end] == text[: stretch.num_tokens]
+            if tuple(text) not in self.alone:
+                self.alone[tuple(text)] = self._written(text, len(text))
+            found[index] = self.alone[tuple(text)]
+        return found
+
+    def _written(self, prompt: Sequence[int], num_tokens: int) -> CacheEntry:
+        slot = self.slot(num_tokens)
+        self.engine.finish(self.engine.submit(prompt, export=slot, max_tokens=1))
+        assert self.arena.words(slot) == COMMITTED
+        return CacheEntry(
+            slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""), is_written=True
+        )

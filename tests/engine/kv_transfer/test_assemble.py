@@ -1,0 +1,150 @@
+"""What is put together from exports in a file is what the slow way makes of them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.params import Piece, Place, Seen
+from engine.kv_transfer.worker.assemble import Composer
+from engine.kv_transfer.worker.exports import Exports
+from kernels.kv_predict.predict import Observation
+from kernels.rope_shift.rope_params import Rotary, rotary_of
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import kv_format
+from tests.kernels.kv_predict_reference import slow_predicted, slow_weights
+
+LAYERS, HEADS, HEAD_DIM, NUM_TOKENS = 3, 2, 16, 12
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 10_000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+class Written:
+    """Random exports of one length, and what they are."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        name = str(dtype).removeprefix("torch.")
+        known = kv_format(HEADS, num_layers=LAYERS, head_dim=HEAD_DIM, dtype=name)
+        self._arena, self._dtype = TestArena(path, known, num_bytes=2**18), dtype
+        self.form = CacheForm(
+            group=0,
+            layers=tuple(map(str, range(LAYERS))),
+            num_kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=dtype,
+            block_size=16,
+            num_ranks=1,
+        )
+        self.values: dict[Place, torch.Tensor] = {}
+
+    def place(self, *, like: Place | None = None) -> Place:
+        """Nearly the same tokens as there: their distance is a token's, not all or nothing."""
+        chance = torch.Generator().manual_seed(len(self.values))
+        shape = (LAYERS, 2, HEADS, NUM_TOKENS, HEAD_DIM)
+        values = torch.randn(shape, generator=chance)
+        if like is not None:
+            values = self.values[like].float() + 0.1 * values
+        slot = self._arena.slot(NUM_TOKENS)
+        place = Place(**{**asdict(slot), "arena": str(slot.arena)})
+        self.values[place] = values.to(self._dtype)
+        end = slot.offset + self._arena.num_bytes(NUM_TOKENS)
+        self._arena.bytes[slot.offset : end] = self.values[place].view(torch.uint8).flatten()
+        return place
+
+    def of(self, place: Place, skip: int, num_tokens: int) -> torch.Tensor:
+        return self.values[place][:, :, :, skip : skip + num_tokens].float()
+
+
+def together(written: Written, run: list[Piece], rotary: Rotary) -> torch.Tensor:
+    exports = Exports(written.form)
+    found = Composer(written.form, exports, range(HEADS)).together(run, rotary)
+    exports.close()
+    return found
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Written]:
+    yield Written(tmp_path / "arena", request.param)
+
+
+@pytest.fixture(params=ROPES)
+def rotary(request: pytest.FixtureRequest) -> Rotary:
+    return rotary_of(ROPES[request.param], HEAD_DIM)
+
+
+@pytest.fixture
+def run(written: Written) -> list[Piece]:
+    """Placed, predicted with bases, and predicted from what stands between."""
+    source = written.place()
+    bases = [written.place(like=source) for _ in range(3)]
+    based = tuple(
+        Seen(real=written.place(), skip=3, shift=5 - i, base=base, base_skip=1, weight=1.0)
+        for i, base in enumerate(bases)
+    )
+    flat = tuple(
+        Seen(real=written.place(), skip=i, shift=2 * i, base=None, base_skip=0, weight=weight)
+        for i, weight in enumerate((0.7, 0.3))
+    )
+    plain = Piece(source=written.place(), skip=4, num_tokens=5, start=32, shift=28)
+    return [
+        plain,
+        Piece(source=source, skip=1, num_tokens=9, start=37, shift=36, observed=based),
+        Piece(source=flat[0].real, skip=0, num_tokens=4, start=46, shift=0, observed=flat),
+    ]
+
+
+@pytest.fixture
+def other_default() -> Iterator[None]:
+    """As while vLLM loads a model."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(usual)
+
+
+def meant(written: Written, piece: Piece, rotary: Rotary) -> torch.Tensor:
+    num = piece.num_tokens
+    source = written.of(piece.source, piece.skip, num)
+    bases = [
+        None if seen.base is None else written.of(seen.base, seen.base_skip, num)
+        for seen in piece.observed
+    ]
+    there = [base for base in bases if base is not None]
+    flat = torch.tensor([seen.weight for seen in piece.observed])[:, None, None].expand(-1, 2, num)
+    observed = [
+        Observation(
+            real=written.of(seen.real, seen.skip, num), shift=seen.shift, base=base, weights=weights
+        )
+        for seen, base, weights in zip(
+            piece.observed, bases, slow_weights(source, there) if there else flat, strict=True
+        )
+    ]
+    return slow_predicted(source, piece.shift, observed, rotary)
+
+
+def test_a_run_is_that_of_the_slow_way(written: Written, rotary: Rotary, run: list[Piece]) -> None:
+    found = together(written, run, rotary)
+    expected = torch.cat([meant(written, piece, rotary) for piece in run], dim=3)
+    assert found.dtype == written.form.dtype
+    bound = 1e-5 if found.dtype == torch.float32 else 2**-5
+    assert (found - expected).abs().max() < bound
+
+
+def test_it_is_computed_in_float32_whatever_the_default(
+    written: Written, run: list[Piece], other_default: None
+) -> None:
+    rotary = rotary_of(ROPES["default"], HEAD_DIM)
+    found = together(written, run, rotary)
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, together(written, run, rotary))

@@ -1,0 +1,140 @@
+"""Which pieces are written together, and by which rank what of them, by hand."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv_transfer.params import Piece, Place, Seen
+from engine.kv_transfer.worker.assemble import MOST_TOKENS, Composer, runs_of
+from engine.kv_transfer.worker.exports import Exports
+from engine.kv_types import ExportSlot
+from kernels.rope_shift.rope_params import rotary_of
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import kv_format
+from tests.engine.kv_transfer.test_loader_step import FORM
+
+SOURCE = Place(arena="/arena", offset=0, words_offset=0, num_tokens=10_000)
+SEEN = Seen(real=SOURCE, skip=5, shift=0, base=SOURCE, base_skip=0, weight=1.0)
+
+
+def piece(start: int, num_tokens: int, *, predicted: bool = False) -> Piece:
+    observed = (SEEN,) if predicted else ()
+    return Piece(
+        source=SOURCE, skip=0, num_tokens=num_tokens, start=start, shift=0, observed=observed
+    )
+
+
+def spans(*pieces: Piece) -> list[list[tuple[int, int]]]:
+    return [[(part.start, part.end) for part in run] for run in runs_of(pieces, 32)]
+
+
+def test_pieces_that_begin_with_a_block_are_written_alone() -> None:
+    assert spans(piece(32, 20), piece(64, 32)) == [[(32, 52)], [(64, 96)]]
+
+
+def test_pieces_that_share_a_block_are_written_together() -> None:
+    pieces = (piece(0, 40), piece(40, 4), piece(44, 20), piece(64, 7))
+    assert spans(*pieces) == [[(0, 32)], [(32, 40), (40, 44), (44, 64)], [(64, 71)]]
+
+
+def test_of_long_pieces_only_the_blocks_that_they_share_are_put_together() -> None:
+    """Whatever is put together is held beside the cache."""
+    assert spans(piece(0, 4000), piece(4000, 7, predicted=True), piece(4007, 3000)) == [
+        [(0, 4000)],
+        [(4000, 4007), (4007, 4032)],
+        [(4032, 7007)],
+    ]
+    assert spans(piece(0, 4010), piece(4010, 7, predicted=True)) == [
+        [(0, 4000)],
+        [(4000, 4010), (4010, 4017)],
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 16, 32, 512])
+def test_pieces_of_any_lengths_come_in_short_runs_or_alone(block: int) -> None:
+    draw = random.Random(block)
+    for _ in range(100):
+        pieces, at = [], block * draw.randrange(3)
+        begin = at
+        for _ in range(draw.randrange(1, 7)):
+            pieces.append(
+                piece(at, draw.choice([1, 7, 40, 300, 1500]), predicted=draw.random() < 0.5)
+            )
+            at = pieces[-1].end
+        runs = list(runs_of(pieces, block))
+        parts = [part for run in runs for part in run]
+        assert [part.start for part in parts] == [begin, *(part.end for part in parts[:-1])]
+        assert parts[-1].end == at
+        assert all(run[0].start % block == 0 for run in runs)
+        for run in runs:
+            if len(run) > 1 or run[0].observed:
+                assert run[-1].end - run[0].start <= max(MOST_TOKENS, block)
+
+
+def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
+    found = list(runs_of([piece(40, 1200, predicted=True)], 32))
+    cuts = [part.start for [part] in found]
+    assert cuts == [40, *range(MOST_TOKENS, 1240, MOST_TOKENS)]
+    assert all(cut % 32 == 0 for cut in cuts[1:])
+    assert [run[0].observed[0].skip for run in found] == [5 + cut - 40 for cut in cuts]
+    assert found[-1][0].end == 1240
+
+
+def test_what_is_moved_whole_is_not_cut() -> None:
+    assert spans(piece(0, 4 * MOST_TOKENS)) == [[(0, 4 * MOST_TOKENS)]]
+
+
+def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None:
+    """Side by side they are what one rank predicts."""
+    arena = TestArena(tmp_path / "arena", kv_format(4))
+    whole = replace(FORM, layers=("0", "1"), num_kv_heads=4, head_dim=arena.form.head_dim)
+    run = a_run(arena)
+    rotary = rotary_of({"rope_theta": 10_000.0}, whole.head_dim)
+
+    def composed(num_ranks: int, rank: int) -> torch.Tensor:
+        form = replace(whole, num_ranks=num_ranks)
+        exports = Exports(form)
+        found = Composer(form, exports, form.heads_held_by(rank)).together(run, rotary)
+        exports.close()
+        return found
+
+    alone = composed(1, 0)
+    assert alone.shape == (2, 2, 4, 24, whole.head_dim)
+    assert torch.equal(torch.cat([composed(2, rank) for rank in range(2)], dim=2), alone)
+
+
+def a_run(arena: TestArena) -> list[Piece]:
+    """A text that moves, one predicted from two others, and one from what was seen alone."""
+    slots = [arena.slot(20) for _ in range(5)]
+    draw = np.random.default_rng(0)
+    for slot in slots:
+        num_bytes = arena.num_bytes(slot.num_tokens)
+        values = draw.standard_normal(num_bytes // 4).astype("<f4")
+        arena.bytes[slot.offset : slot.offset + num_bytes] = values.view(np.uint8)
+    base, *others = map(place_of, slots)
+    first = Piece(source=base, skip=2, num_tokens=10, start=0, shift=3)
+    seen = [
+        Seen(real=real, skip=i, shift=7 * i, base=other, base_skip=i, weight=1.0)
+        for i, (real, other) in enumerate(zip(others[:2], others[2:], strict=True))
+    ]
+    alike = [
+        replace(one, base=None, weight=weight) for one, weight in zip(seen, (0.7, 0.3), strict=True)
+    ]
+    return [
+        first,
+        replace(first, start=10, num_tokens=9, observed=tuple(seen)),
+        replace(first, start=19, num_tokens=5, observed=tuple(alike)),
+    ]
+
+
+def place_of(slot: ExportSlot) -> Place:
+    return Place(
+        arena=str(slot.arena),
+        offset=slot.offset,
+        words_offset=slot.words_offset,
+        num_tokens=slot.num_tokens,
+    )

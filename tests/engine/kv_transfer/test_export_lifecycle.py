@@ -1,0 +1,174 @@
+"""What can happen to a prompt on its way to being complete, and to weights meanwhile."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.kv_types import ExportSlot, ExportWord
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import (
+    COMMITTED,
+    PENDING,
+    exporting,
+    kv_format,
+    reference,
+    true_kv,
+    worst,
+)
+from tests.engine.random_models import make_models
+from tests.engine.stepped_engine import LiveEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = 1e-4
+BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4
+NUM_BLOCKS = 13  # one of which is never handed out
+PROMPT = [(11 * i) % 500 for i in range(150)]  # three chunks
+
+
+@dataclass(frozen=True)
+class Scene:
+    engine: LiveEngine
+    arena: TestArena
+    models: dict[str, Path]
+    truth: dict[str, Any]
+
+    def submit(self, prompt: list[int], **sampling: Any) -> tuple[str, ExportSlot]:
+        slot = self.arena.slot(len(prompt) - 1)
+        return self.engine.submit(prompt, export=slot, **sampling), slot
+
+    def worst(self, slot: ExportSlot, prompt: list[int], version: str) -> float:
+        return worst(self.arena, slot, true_kv(self.truth[version], prompt, len(prompt) - 1))
+
+    def request(self, name: str) -> Any:
+        found = self.engine.core.scheduler.requests.values()
+        return next(request for request in found if request.request_id.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
+    engine = exporting(
+        models["v7"], max_model_len=256, kv_cache_memory_bytes=NUM_BLOCKS * BLOCK_BYTES
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def truth(models: dict[str, Path]) -> dict[str, Any]:
+    return {version: reference(path) for version, path in models.items()}
+
+
+@pytest.fixture
+def scene(
+    shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
+) -> Iterator[Scene]:
+    """Serves v7 with nothing cached; every test leaves nothing tracked and a whole pool."""
+    shared.swap(models["v7"])
+    arena = TestArena(tmp_path / "arena", kv_format(2))
+    yield Scene(shared, arena, models, truth)
+    arena.check()
+    assert shared.core.scheduler.connector.planner.num_tracked == 0
+    pool = shared.core.coppice_check_pool()
+    assert pool["num_free_blocks"] == pool["num_blocks"]
+    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+
+
+def test_it_is_whole_while_its_sample_still_decodes(scene: Scene) -> None:
+    name, slot = scene.submit(PROMPT, max_tokens=20)
+    scene.engine.step(2)
+    assert scene.arena.words(slot) == PENDING
+    scene.engine.step()
+    assert scene.arena.words(slot) == COMMITTED
+    assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
+    whole = scene.arena.data(slot)
+    scene.engine.finish(name)
+    assert (scene.arena.data(slot) == whole).all()
+
+
+def test_the_last_token_alone_is_not_waited_for(scene: Scene) -> None:
+    """After two chunks of 64 only the token is missing that is not exported."""
+    prompt = PROMPT[:129]
+    name, slot = scene.submit(prompt, max_tokens=2)
+    scene.engine.step(2)
+    assert scene.arena.words(slot) == COMMITTED
+    assert scene.worst(slot, prompt, "v7") < TOLERANCE
+    scene.engine.finish(name)
+
+
+def test_two_groups_with_one_prompt_each_get_it(scene: Scene) -> None:
+    (one, first), (other, second) = (scene.submit(PROMPT, max_tokens=3) for _ in "ab")
+    scene.engine.finish(one, other)
+    for slot in (first, second):
+        assert scene.arena.words(slot) == COMMITTED
+        assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
+
+
+def test_a_preempted_prompt_is_exported_when_it_is_computed_anew(scene: Scene) -> None:
+    """Six others need a second block each while it is half computed: all twelve that there are."""
+    others = [scene.engine.submit([20 + i] * 30, max_tokens=30) for i in range(6)]
+    scene.engine.step(2)
+    name, slot = scene.submit(PROMPT, max_tokens=3)
+    request = scene.request(name)
+    while request.num_preemptions == 0:
+        scene.engine.step()
+        assert scene.arena.words(slot) == PENDING
+    scene.engine.finish(name, *others)
+    assert scene.arena.words(slot) == COMMITTED
+    assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
+
+
+def test_a_prompt_aborted_half_way_is_never_exported(scene: Scene) -> None:
+    name, slot = scene.submit(PROMPT, max_tokens=3)
+    scene.engine.step()
+    scene.engine.abort(name)
+    assert scene.engine.rpc("coppice_settle_exports") == [True]
+    scene.engine.finish(scene.engine.submit(PROMPT, max_tokens=3))
+    assert scene.arena.words(slot) == PENDING
+    assert scene.arena.untouched(slot)
+
+
+def test_a_prompt_that_two_versions_computed_is_refused(scene: Scene) -> None:
+    name, slot = scene.submit(PROMPT, max_tokens=3)
+    scene.engine.step()
+    scene.engine.swap(scene.models["v8"])
+    scene.engine.finish(name)
+    assert scene.arena.words(slot) == [ExportWord.MIXED_VERSION]
+    assert scene.arena.untouched(slot)
+    again, after = scene.submit(PROMPT, max_tokens=3)
+    scene.engine.finish(again)
+    assert scene.arena.words(after) == COMMITTED
+    assert scene.worst(after, PROMPT, "v8") < TOLERANCE
+
+
+def test_a_prompt_that_waited_for_the_new_weights_is_theirs(scene: Scene) -> None:
+    """Computed before under the old ones, and found in no cache."""
+    scene.engine.ask(PROMPT, max_tokens=2)
+    name, slot = scene.submit(PROMPT, max_tokens=3)
+    scene.engine.swap(scene.models["v8"])
+    scene.engine.finish(name)
+    assert scene.arena.words(slot) == COMMITTED
+    assert scene.worst(slot, PROMPT, "v8") < TOLERANCE
+
+
+@pytest.mark.parametrize(("num_steps", "version"), [(1, "v8"), (3, "v7")])
+def test_a_prompt_that_is_computed_twice_is_exported_once(
+    scene: Scene, num_steps: int, version: str
+) -> None:
+    """Recomputed half-way it is the new weights', complete before it stays the old ones'."""
+    name, slot = scene.submit(PROMPT, max_tokens=30)
+    scene.engine.step(num_steps)
+    written = scene.arena.words(slot)
+    assert written == (COMMITTED if version == "v7" else PENDING)
+    scene.engine.swap(scene.models["v8"], recompute=True)
+    scene.engine.finish(name)
+    assert scene.arena.words(slot) == COMMITTED
+    assert scene.worst(slot, PROMPT, version) < TOLERANCE

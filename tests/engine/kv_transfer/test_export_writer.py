@@ -1,0 +1,114 @@
+"""A rank's part of an export when something goes wrong: a word, never an exception."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv_transfer.params import Place, carrying
+from engine.kv_types import ExportSlot, ExportWord
+from engine.runtime.guard import Feature
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import COMMITTED, exported
+from tests.fake_export import FORMAT
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK, NUM_BLOCKS, NUM_TOKENS = 32, 4, 40
+FAILED = [ExportWord.FAILED]
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> TestArena:
+    return TestArena(tmp_path / "arena", FORMAT)
+
+
+def cache_form() -> Any:
+    from engine.kv_transfer.cache_spec import CacheForm
+
+    return CacheForm(
+        group=0,
+        layers=("layers.0", "layers.1"),
+        num_kv_heads=FORMAT.num_kv_heads,
+        head_dim=FORMAT.head_dim,
+        dtype=torch.float32,
+        block_size=BLOCK,
+        num_ranks=1,
+    )
+
+
+def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
+    """Ready to write what is in a cache of ones, but for the first block's zeros."""
+    from engine.kv_transfer.worker.export_writer import ExportWriter
+
+    form = cache_form()
+    split = BLOCK // kernel_block
+    shape = (NUM_BLOCKS * split, form.num_kv_heads, kernel_block, 2 * form.head_dim)
+    caches = {name: torch.ones(shape) for name in form.layers}
+    for cache in caches.values():
+        cache[:split] = 0
+    made = ExportWriter(form, 0, guard)
+    made.register(caches)
+    made.prepare({"layers.0": SimpleNamespace(isa="vec16" if kernel_block % 32 else "vec")})
+    return made
+
+
+def job(slot: ExportSlot, *block_ids: int, word: ExportWord = ExportWord.COMMITTED) -> Any:
+    from engine.kv_transfer.jobs import ExportJob
+
+    place = Place.carried(carrying(slot))
+    assert place is not None
+    return ExportJob(place=place, block_ids=block_ids, word=word)
+
+
+@pytest.mark.parametrize("kernel_block", [32, 16])
+def test_blocks_are_written_in_the_prompts_order(arena: TestArena, kernel_block: int) -> None:
+    """Also where a kernel's blocks are smaller than the scheduler's."""
+    slot = arena.slot(NUM_TOKENS)
+    made = writer(Feature("kv"), kernel_block=kernel_block)
+    made.export(job(slot, 2, 0))
+    written = exported(arena, slot)
+    assert (written[:, :, :, :BLOCK] == 1).all() and (written[:, :, :, BLOCK:] == 0).all()
+    assert arena.words(slot) == COMMITTED
+    made.close()
+    arena.check()
+
+
+def test_a_mixed_prompt_gets_its_word_and_no_bytes(arena: TestArena) -> None:
+    slot = arena.slot(NUM_TOKENS)
+    writer(Feature("kv")).export(job(slot, 1, 2, word=ExportWord.MIXED_VERSION))
+    assert arena.words(slot) == [ExportWord.MIXED_VERSION]
+    assert arena.untouched(slot)
+
+
+def test_a_slot_outside_fails_and_the_next_is_written(arena: TestArena) -> None:
+    slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
+    made = writer(guard)
+    made.export(job(replace(slot, offset=len(arena.bytes) - 64), 1, 2))
+    assert arena.words(slot) == FAILED
+    made.export(job(slot, 1, 2))
+    assert arena.words(slot) == COMMITTED and guard.state.on
+    arena.check()
+
+
+def test_an_arena_that_is_gone_costs_nothing_else(arena: TestArena, tmp_path: Path) -> None:
+    slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
+    made = writer(guard)
+    made.export(job(replace(slot, arena=tmp_path / "gone"), 1, 2))
+    made.export(job(slot, 1, 2))
+    assert arena.words(slot) == COMMITTED and guard.state.on
+
+
+def test_a_failure_in_the_copy_switches_the_export_off_and_says_so(arena: TestArena) -> None:
+    """A block that the cache does not have: no bytes, and FAILED from then on."""
+    slots, guard = [arena.slot(NUM_TOKENS) for _ in range(2)], Feature("kv")
+    made = writer(guard)
+    made.export(job(slots[0], 1, 10**6))
+    assert not guard.state.on
+    made.export(job(slots[1], 1, 2))
+    assert [arena.words(slot) for slot in slots] == [FAILED] * 2
+    assert arena.untouched(slots[1])
+    arena.check()

@@ -1,0 +1,26 @@
+"""A model whose cache is not plain attention serves as ever, and exports nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import EXPORTING, PENDING, kv_format, save_model
+from tests.engine.stepped_engine import live_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+def test_a_sliding_window_is_refused_with_its_reason(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "mistral", num_kv_heads=2, sliding_window=64)
+    arena = TestArena(tmp_path / "arena", kv_format(2))
+    slot = arena.slot(99)
+    with live_engine(model, **EXPORTING) as engine:
+        (reason,) = engine.rpc("coppice_prepare_exports")
+        assert reason.startswith("UnsupportedCache: model.layers.0.self_attn.attn")
+        assert "window" in reason.lower()
+        (answer,) = engine.finish(engine.submit(list(range(100)), export=slot, max_tokens=4))
+        assert engine.rpc("coppice_settle_exports") == [True]
+    assert len(answer.token_ids) == 4
+    assert arena.words(slot) == PENDING
+    assert arena.untouched(slot)

@@ -1,0 +1,141 @@
+"""Models whose law is known, and how far what was drawn is from it.
+
+Of 32 tokens a few are likely, so that truncation matters and a sequence's law can be computed.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from tests.engine.random_models import CONFIG, HIDDEN, Tensors, random_tensors
+
+VOCAB = 32
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A distribution to sample from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def law(self, logits: Floats) -> Floats:
+        """As it is written down: temperature, then the k likeliest, then the nucleus of those."""
+        scaled = logits / self.temperature
+        order = np.argsort(-scaled, axis=-1)
+        mass = np.take_along_axis(_softmax(scaled), order, axis=-1)
+        if self.top_k:
+            mass[..., self.top_k :] = 0
+            mass /= mass.sum(axis=-1, keepdims=True)
+        mass[np.cumsum(mass, axis=-1) - mass >= self.top_p] = 0
+        law = np.zeros_like(mass)
+        np.put_along_axis(law, order, mass / mass.sum(axis=-1, keepdims=True), axis=-1)
+        return law
+
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+SETTINGS = (Setting(), Setting(temperature=0.7, top_p=0.9, top_k=20))
+
+
+def write_small_model(folder: Path, *, without_memory: bool) -> Path:
+    """`without_memory`: what comes next depends on the last token alone, and nothing is added to
+    its embedding on the way, so that the law of a step is a line of arithmetic.
+    """
+    tensors = _with_small_vocabulary(random_tensors(3, tied=False, sharpness=2.6))
+    if without_memory:
+        for name in tensors:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = np.zeros_like(tensors[name])
+    folder.mkdir(parents=True)
+    config = CONFIG | {"tie_word_embeddings": False, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def next_token_logits(folder: Path, last: list[int]) -> Floats:
+    """Of the model without memory."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    embedded = tensors["model.embed_tokens.weight"][last].astype(np.float64)
+    normed = embedded / np.sqrt((embedded**2).mean(axis=-1, keepdims=True) + 1e-6)
+    logits: Floats = (normed * tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
+    return logits
+
+
+def sequence_law(
+    model: Any, prompt: list[int], setting: Setting, length: int, *, least: float
+) -> dict[tuple[int, ...], float]:
+    """Of the responses likelier than `least`, by the model's own forward."""
+    known: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        begun = list(known)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + list(each) for each in begun])).logits[:, -1]
+        law = setting.law(logits.double().numpy())
+        known = {
+            (*each, token): mass
+            for each, row in zip(begun, law, strict=True)
+            for token in range(VOCAB)
+            if (mass := known[each] * row[token]) > least
+        }
+    return known
+
+
+def misfit(counts: NDArray[np.int64], law: Floats) -> tuple[float, int]:
+    """Pearson's chi-square and its degrees of freedom; what is expected less than five times, and
+    all that the law leaves out, is one cell."""
+    total = int(counts.sum())
+    expected = total * law
+    common = expected >= 5
+    seen = np.append(counts[common], total - counts[common].sum())
+    wanted = np.append(expected[common], total - expected[common].sum())
+    seen, wanted = (seen, wanted) if wanted[-1] >= 5 else (seen[:-1], wanted[:-1])
+    return float(((seen - wanted) ** 2 / wanted).sum()), len(seen) - 1
+
+
+def difference(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[float, int]:
+    """The same of two samples from what may be one law, of which nothing is known."""
+    common = one + other >= 10
+    table = np.array([[*a[common], a[~common].sum()] for a in (one, other)], dtype=np.float64)
+    table = table[:, table.sum(axis=0) > 0]
+    wanted = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
+    return float(((table - wanted) ** 2 / wanted).sum()), table.shape[1] - 1
+
+
+def dependence(table: NDArray[np.int64]) -> tuple[float, int]:
+    """The same of a table of pairs, against independence of the two."""
+    kept = table[np.ix_(table.sum(axis=1) > 0, table.sum(axis=0) > 0)].astype(np.float64)
+    wanted = np.outer(kept.sum(axis=1), kept.sum(axis=0)) / kept.sum()
+    return float(((kept - wanted) ** 2 / wanted).sum()), (kept.shape[0] - 1) * (kept.shape[1] - 1)
+
+
+def chance_of(statistic: tuple[float, int]) -> float:
+    """Of a chi-square as large as that, or larger."""
+    value, freedom = (torch.tensor(number, dtype=torch.float64) / 2 for number in statistic)
+    return float(torch.special.gammaincc(freedom, value))
+
+
+def _softmax(logits: Floats) -> Floats:
+    raised: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    law: Floats = raised / raised.sum(axis=-1, keepdims=True)
+    return law
+
+
+def _with_small_vocabulary(tensors: Tensors) -> Tensors:
+    rows = ("model.embed_tokens.weight", "lm_head.weight")
+    return tensors | {name: tensors[name][:VOCAB] * np.float32(1.0) for name in rows}
+
+
+assert HIDDEN > VOCAB, "tokens can be told apart"

@@ -1,0 +1,104 @@
+"""A live engine that drafts, and a controller that sends whatever there is."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.attention import register as attention
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.speculation import register
+from engine.speculation.controller import Controller, Draft
+from engine.speculation.proposer import Proposer
+from engine.speculation.request_slots import GROUP, NO_DRAFTS
+from engine.speculation.speculator import Lists, Speculator
+from kernels.draft_index.interface import Int32Array
+from kernels.draft_index.store import built
+from tests.engine.speculation.distributions import VOCAB
+from tests.engine.stepped_engine import LiveEngine, live_engine
+
+LONGEST = 4
+
+
+class Everything(Controller):
+    """All of every draft is sent, whether it is worth it or not."""
+
+    def wants_drafts(self, running: int) -> bool:
+        return True
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        self.choice = "drafted" if drafted.lengths.any() else "nothing_drafted"
+        return drafted.lengths.astype(np.int32)
+
+
+@contextmanager
+def drafting_engine(
+    model: Path, folder: Path, *, controller: Controller | None = None, **settings: Any
+) -> Iterator[tuple[LiveEngine, Proposer]]:
+    """Without a profile: nothing here depends on what steps cost."""
+    if not built():
+        pytest.skip("the draft store was not built: no C++ compiler when it was installed")
+    chosen = SpeculationSettings(
+        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
+    )
+    register.install(chosen)
+    attention.install(AttentionSettings(shared_prefix="off"))
+    sequences = settings.setdefault("max_num_seqs", 32)
+    config = {
+        "method": "custom_class",
+        "model": "engine.speculation.proposer.Proposer",
+        "num_speculative_tokens": LONGEST,
+        "num_speculative_tokens_per_batch_size": [(1, sequences, LONGEST)],
+    }
+    with live_engine(model, speculative_config=config, **settings) as engine:
+        proposer = engine.core.model_executor.driver_worker.worker.model_runner.drafter
+        assert isinstance(proposer, Proposer)
+        engine.rpc("coppice_speculate")
+        proposer.end_profile()
+        speculator = proposer.speculator
+        assert speculator is not None
+        speculator.controller = controller or Everything()
+        yield engine, proposer
+
+
+def in_group(name: str, *, drafts: bool = True) -> dict[str, Any]:
+    """Sampling arguments of a sample of that group."""
+    return {"extra_args": {GROUP: name} | ({} if drafts else {NO_DRAFTS: True})}
+
+
+class Recording(Speculator):
+    """What became of every drafted token that was reached: [token before, token drafted]."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.speculator = speculator
+        self.tried, self.hits = np.zeros((2, VOCAB, VOCAB), np.int64)
+        self._drafts: dict[str, tuple[int, list[int]]] = {}
+
+    def drafts(
+        self, sampled: Sequence[Sequence[int]], lengths: Int32Array, token_ids: Int32Array
+    ) -> Lists:
+        ids = self.speculator.runner.input_batch.req_ids[: len(sampled)]
+        for request_id, new in zip(ids, sampled, strict=True):
+            last, draft = self._drafts.get(request_id, (0, []))
+            for before, token, drafted in zip([last, *new], new, draft, strict=False):
+                self.tried[before, drafted] += 1
+                self.hits[before, drafted] += token == drafted
+        sent = self.speculator.drafts(sampled, lengths, token_ids)
+        self._drafts = {
+            request_id: (new[-1], draft)
+            for request_id, new, draft in zip(ids, sampled, sent, strict=True)
+            if draft
+        }
+        return sent
+
+    def wakes(self, running: int) -> bool:
+        return self.speculator.wakes(running)
+
+    def slept(self, running: int, seconds: float) -> None:
+        self.speculator.slept(running, seconds)
+
+    def end(self, ended: Iterable[str]) -> None:
+        self.speculator.end(ended)

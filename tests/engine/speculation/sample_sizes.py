@@ -1,0 +1,19 @@
+"""How much is drawn in the tests of lossless speculation, and how unlikely is too unlikely."""
+
+import os
+
+import pytest
+
+from tests.engine.speculation.distributions import SETTINGS
+
+TIMES = float(os.environ.get("COPPICE_DRAWS", "0.3"))
+"""`make soak` draws all of it, three times as much as CI has time for."""
+NUM_DRAWS = int(100_000 * TIMES)
+NUM_SEQUENCES = int(20_000 * TIMES)
+CONTEXTS = 5
+NUM_TESTS = 62
+LEAST = 1e-4 / NUM_TESTS
+"""After Bonferroni: all chances that are looked at together are below it once in 10,000 runs."""
+ROWS, SIBLINGS = 64, 8
+
+in_both_settings = pytest.mark.parametrize("setting", SETTINGS, ids=["plain", "cut"])

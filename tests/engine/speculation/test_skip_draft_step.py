@@ -1,0 +1,208 @@
+"""Steps that nobody drafts for are taken without a draft method, and nothing is lost over it."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.runtime.guard import Feature
+from engine.speculation.counters import Counts
+from engine.speculation.skip_draft_step import Doze
+from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
+from tests.engine.speculation.drafting_engine import Everything
+from tests.engine.speculation.fake_runner import Runner
+from tests.kernels.draft_index.reference import ReferenceStore
+
+PROMPT = [1, 2, 3]
+SAID = [10, 11, 12, 13, 14, 15, 16, 17]
+CONFIG = "a draft method"
+
+
+@dataclass
+class Sleeper:
+    awake: bool = False
+    ended: list[str] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
+    seconds: list[tuple[int, float]] = field(default_factory=list)
+
+    def end(self, ended: set[str]) -> None:
+        self.ended += sorted(ended)
+
+    def wakes(self, running: int) -> bool:
+        self.looks.append(running)
+        return self.awake
+
+    def slept(self, running: int, seconds: float) -> None:
+        self.seconds.append((running, seconds))
+
+
+@dataclass
+class Steps:
+    """A runner that writes down what it was configured for in each step, one a second."""
+
+    sleeper: Sleeper | None
+    speculative_config: str | None = CONFIG
+    taken: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.feature = Feature("of a test")
+        Doze(self, lambda: self.sleeper, self.feature, lambda: float(len(self.taken)))
+
+    def execute_model(self, step: Any) -> None:
+        self.taken.append(self.speculative_config)
+
+    def step(self, *rows: str, tokens: int = 0, ended: str = "", drafts: bool = False) -> None:
+        self.execute_model(
+            SimpleNamespace(
+                num_scheduled_tokens=dict.fromkeys(rows, 1),
+                total_num_scheduled_tokens=tokens or len(rows),
+                finished_req_ids=set(ended),
+                scheduled_spec_decode_tokens={rows[0]: [7]} if drafts else {},
+            )
+        )
+
+
+def test_a_step_without_drafts_is_one_without_a_draft_method() -> None:
+    steps = Steps(Sleeper())
+    steps.step("a")
+    steps.step("a", drafts=True)
+    assert steps.sleeper is not None
+    steps.sleeper.awake = True
+    steps.step("a")
+    assert steps.taken == [None, CONFIG, CONFIG]
+
+
+def test_nobody_looks_at_a_step_of_no_rows() -> None:
+    steps = Steps(sleeper := Sleeper())
+    steps.step("a")
+    steps.step(ended="a")
+    steps.step("b")
+    assert (sleeper.looks, sleeper.ended) == ([1, 1], ["a"])
+
+
+def test_where_nothing_will_be_drafted_every_step_is() -> None:
+    steps = Steps(None)
+    steps.step("a")
+    assert steps.taken == [None]
+
+
+def test_a_step_is_timed_where_all_decode_and_the_next_has_the_same_rows() -> None:
+    steps = Steps(sleeper := Sleeper())
+    steps.step("a", "b", tokens=9)
+    steps.step("a", "b")
+    steps.step("a", "b")
+    steps.step("a", ended="b")
+    steps.step("a")
+    steps.step("a", drafts=True)
+    steps.step("a")
+    assert sleeper.seconds == [(2, 1.0), (1, 1.0)]
+    assert sleeper.ended == ["b"]
+
+
+def test_a_sleeper_that_fails_leaves_drafts_that_are_on_their_way() -> None:
+    steps = Steps(sleeper := Sleeper())
+    del sleeper.ended
+    steps.step("a", drafts=True)
+    steps.step("a")
+    assert steps.taken == [CONFIG, None]
+    assert not steps.feature.state.on
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+@pytest.fixture
+def speculator(runner: Runner) -> Speculator:
+    store = ReferenceStore(max_bytes=2**20, longest=4)
+    return Speculator(runner, store, Now(), Counts(), longest=4)
+
+
+class Now(Everything):
+    """Drafts are wanted when it is said so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = False
+        self.seen: list[tuple[int, int, float]] = []
+
+    def wants_drafts(self, running: int) -> bool:
+        return self.wanted
+
+    def observed(self, *, running: int, context: int, seconds: float, **_: int) -> None:
+        self.seen.append((running, context, seconds))
+
+
+def test_what_was_said_while_nobody_was_awake_is_drafted_afterwards(
+    runner: Runner, speculator: Speculator
+) -> None:
+    for name in ("seen", "unseen", "later"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"seen": SAID[:2]})
+    assert not speculator.wakes(2)
+    runner.say("seen", SAID[2:])
+    runner.say("unseen", [40, 41, 42, 43])
+    speculator.end({"seen", "unseen", "never there"})
+    for name in ("seen", "unseen"):
+        runner.forget(name)
+    speculator.controller = wanting(Now())
+    assert runner.step(speculator, {"later": SAID[:2]})["later"] == SAID[2:6]
+    assert runner.step(speculator, {"later": [40, 41]})["later"] == [42, 43]
+    assert speculator.num_rows == 1
+
+
+def test_drafts_that_were_not_sent_are_judged_before_anybody_sleeps(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = controller = wanting(Now())
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    controller.wanted = False
+    assert speculator.wakes(2)
+    runner.step(speculator, {"a": [18], "b": [12]})
+    assert not speculator.wakes(2)
+
+
+def test_nobody_sleeps_so_long_that_there_is_much_to_hear(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = Now()
+    runner.add("a", PROMPT)
+    slept = 0
+    while not speculator.wakes(1):
+        runner.say("a", [40])
+        slept += 1
+    runner.step(speculator, {"a": [40]})
+    assert slept == CAUGHT_UP_EVERY - 1
+    assert not speculator.wakes(1)
+
+
+def test_a_step_that_was_slept_through_is_counted_with_its_own_context(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = controller = wanting(Now())
+    runner.add("a", PROMPT)
+    speculator.slept(1, 0.5)
+    runner.step(speculator, {"a": [10]})
+    speculator.slept(2, 0.5)
+    runner.step(speculator, {"a": [11]})
+    assert controller.seen[0] == (1, 3, 0.5)
+    assert (2, 0.5) not in [(running, seconds) for running, _, seconds in controller.seen]
+
+
+def wanting(controller: Now) -> Now:
+    controller.wanted = True
+    return controller
+
+
+def test_who_refuses_drafts_is_counted_though_nobody_was_awake(
+    runner: Runner, speculator: Speculator
+) -> None:
+    runner.add("a", PROMPT, drafts=False)
+    assert not speculator.wakes(1)
+    runner.say("a", SAID)
+    speculator.end({"a"})
+    assert speculator._counts.read()["skipped"] == {"refused": 1}

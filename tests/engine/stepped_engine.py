@@ -1,0 +1,187 @@
+"""A real vLLM engine inside the test's process, stepped by hand: a test says when time passes."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.kv_transfer.params import carrying
+from engine.kv_types import ExportSlot, Load
+from engine.launch import core_methods
+from engine.patches.registry import install_patches
+from engine.protocol import VersionSpan
+
+EXTENSION = "engine.launch.worker.WorkerExtension"
+FAULTY = "tests.engine.faulty_worker.FaultyExtension"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    num_cached_tokens: int
+
+
+class LiveEngine:
+    """Nothing runs between two calls. Close it before the next one is made."""
+
+    def __init__(
+        self, model: Path, *, extension: str = EXTENSION, patched: bool = True, **settings: Any
+    ) -> None:
+        os.environ.update(ENVIRONMENT)
+        import torch
+        from vllm import LLM, envs
+
+        envs.disable_envs_cache()  # an engine before this one may have settled its own variables
+
+        torch.set_num_threads(1)  # as fast on such models, and steady beside other work
+        core_methods.install()
+        if patched:
+            install_patches("EngineCore")
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "block_size": 32,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**26,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": False,
+        }
+        self.serving = model
+        self._extension = extension
+        self._llm = LLM(str(model), worker_extension_cls=extension, **(defaults | settings))
+        self._client = self._llm.llm_engine.engine_core
+        self.core = self._client.engine_core
+        self.core.set_weight_version(model.name)
+        self._ids = (str(i) for i in itertools.count())
+        self._answers: dict[str, Answer] = {}
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        export: ExportSlot | None = None,
+        load: Load | None = None,
+        salt: str | None = None,
+        adapter: Any = None,
+        **sampling: Any,
+    ) -> str:
+        """By default greedy, to the last token. An adapter is one that `adapt` has loaded."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+            | sampling
+        )
+        if export is not None or load is not None:
+            params.extra_args = {"kv_transfer_params": carrying(export, load)}
+        name = next(self._ids)
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            tokens["cache_salt"] = salt
+        self._llm.llm_engine.add_request(name, tokens, params, lora_request=adapter)
+        return name
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    self._answers[output.request_id] = _answer(output)
+
+    def finish(self, *names: str) -> list[Answer]:
+        """Step until all of these have ended."""
+        while not all(name in self._answers for name in names):
+            self.step()
+        return [self._answers.pop(name) for name in names]
+
+    def ask(self, *prompts: Sequence[int], **sampling: Any) -> list[Answer]:
+        return self.finish(*[self.submit(prompt, **sampling) for prompt in prompts])
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Any]:
+        """vLLM's own outputs, all of a sample's distributions among them; prompt i has seed i."""
+        from vllm import SamplingParams
+
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = [SamplingParams(seed=seed, **sampling) for seed in range(len(prompts))]
+        return list(self._llm.generate(inputs, params, use_tqdm=False))
+
+    def abort(self, name: str) -> None:
+        self._llm.llm_engine.abort_request([name])
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(self._llm.collective_rpc(method, args=args))
+
+    @contextmanager
+    def paused(self, *, recompute: bool = False) -> Iterator[None]:
+        self.core.pause_scheduler("keep", clear_cache=recompute)
+        yield
+        self.core.resume_scheduler()
+
+    def load(self, path: Path) -> list[Any]:
+        return self.rpc("coppice_load_weights", str(path), str(self.serving))
+
+    def swap(self, path: Path, *, recompute: bool = False) -> None:
+        """As the service does it; the version is the directory's name."""
+        with self.paused(recompute=recompute):
+            answers = self.load(path)
+            assert all(answer["ok"] for answer in answers), answers
+            self.core.coppice_forget_prefixes()
+            self.core.set_weight_version(path.name)
+        self.serving = path
+
+    def adapt(self, request: Any) -> Any:
+        """Load an adapter; the request is what samples name."""
+        named = (request.lora_name, request.lora_int_id, request.lora_path)
+        assert self.rpc("coppice_load_adapter", *named) == [None]
+        return request
+
+    def close(self) -> None:
+        """Take the extension out of vLLM's worker class too, which keeps what it was given."""
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        self._client.shutdown()
+        extension = resolve_obj_by_qualname(self._extension)
+        CPUWorker.__bases__ = tuple(base for base in CPUWorker.__bases__ if base is not extension)
+
+
+@contextmanager
+def live_engine(model: Path, **settings: Any) -> Iterator[LiveEngine]:
+    engine = LiveEngine(model, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    """The same function of the same tokens, however they were batched."""
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # where none were asked for
+    pairs = zip(completion.token_ids, logprobs, strict=True)
+    spans = completion.weight_versions
+    return Answer(
+        token_ids=list(completion.token_ids),
+        logprobs=[entry[token].logprob for token, entry in pairs if entry],
+        versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
+        num_cached_tokens=output.num_cached_tokens,
+    )

@@ -1,0 +1,93 @@
+"""A server in a process of its own whose prompts' keys and values are as large as a real model's.
+
+    python -m tests.invariants.kv_server MAX_BYTES_PER_SECOND [nixl]
+
+It prints its address and serves until its standard input ends. The engine is the fake one: of the
+transports only the bytes matter. They are those of Qwen3-8B, 144 KiB a token.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import numpy as np
+import uvicorn
+import uvloop
+
+from engine.kv_types import ExportWord, KvFormat
+from engine.protocol import EngineFacts
+from service.app import create_app
+from service.config.settings import Settings
+from service.http.protocol import protocol_with_limits
+from tests.fake_engine import FakeEngine, Running
+
+ROOT = Path(__file__).parents[2]
+FORMAT = KvFormat(num_layers=36, num_kv_heads=8, head_dim=128, dtype="bfloat16", rope={})
+BYTES_PER_TOKEN = 2 * 36 * 8 * 128 * 2
+
+
+class LargeEngine(FakeEngine):
+    @property
+    def facts(self) -> EngineFacts:
+        return replace(super().facts, kv_format=FORMAT)
+
+    def _compute_prompt(self, sample: Running) -> None:
+        slot = sample.request.export
+        if slot is None or sample.computed:
+            return
+        sample.computed = True
+        data = np.random.default_rng(0).bytes(slot.num_tokens * BYTES_PER_TOKEN)
+        with slot.arena.open("r+b") as file:
+            file.seek(slot.offset)
+            file.write(data)
+            file.seek(slot.words_offset)
+            file.write(ExportWord.COMMITTED.to_bytes(8, "little"))
+
+
+@contextmanager
+def kv_server(max_bytes_per_second: float | None = None, *, nixl: bool = False) -> Iterator[str]:
+    command = [sys.executable, "-m", "tests.invariants.kv_server", str(max_bytes_per_second or "")]
+    command += ["nixl"] if nixl else []
+    with Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait(timeout=30)
+
+
+async def serve(max_bytes_per_second: float | None, *, nixl: bool) -> None:
+    kv = {
+        "capacity_bytes": 2**29,
+        "max_bytes_per_second": max_bytes_per_second,
+        "nixl": nixl,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings.model_validate({"weights": {"directory": folder}, "kv": kv})
+        app = create_app(settings, LargeEngine(prompt_kv=True, max_context_tokens=4096))
+        config = uvicorn.Config(
+            app,
+            http=protocol_with_limits(settings.limits),
+            port=0,
+            log_level="warning",
+            access_log=False,
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        print(f"http://127.0.0.1:{port}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        server.should_exit = True
+        await serving
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(float(sys.argv[1]) if sys.argv[1] else None, nixl="nixl" in sys.argv[2:]))

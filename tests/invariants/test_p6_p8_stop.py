@@ -1,0 +1,135 @@
+"""P6, P7 and P8 on a real server under load: what signals do to it, its callers and its engine."""
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from engine.runtime.shared_memory import MIN_AGE_SECONDS
+from tests.invariants.load import Load, load
+from tests.invariants.service_process import Home, ServiceProcess, home, service, until
+
+pytestmark = pytest.mark.engine
+
+FRUGAL = ("--engine.max-sequences", "16")
+STOP_SECONDS = 60.0
+
+
+@pytest.fixture
+def place() -> Iterator[Home]:
+    with home() as made:
+        yield made
+
+
+def warm(running: Load, num_calls: int) -> None:
+    until(lambda: len(running.calls) >= num_calls, seconds=90, what="calls are answered")
+
+
+def probe(server: ServiceProcess, path: str) -> int:
+    return httpx.get(f"{server.url}{path}", timeout=30).status_code
+
+
+def status(server: ServiceProcess) -> dict[str, int]:
+    told: dict[str, int] = httpx.get(f"{server.url}/v1/status", timeout=30).json()
+    return told
+
+
+def rollouts_running(server: ServiceProcess) -> int:
+    """Of callers that call again and again: for an instant there may be none."""
+    seen = (status(server)["rollouts_running"] for _ in range(1000))
+    return next(filter(None, seen), 0)
+
+
+def counted(server: ServiceProcess) -> dict[str, int]:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r'^coppice_groups_total\{outcome="(\w+)"\} (\S+)', text, re.M)
+    return {outcome: int(float(count)) for outcome, count in found if float(count)}
+
+
+def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> None:
+    with service(place, *FRUGAL) as server:
+        with load(server.url, max_tokens=24) as early:
+            warm(early, 12)
+        assert all(call.outcomes == ["done"] * 2 for call in early.calls)
+        assert counted(server) == {"done": 2 * len(early.calls)}
+
+        # They can all end in one step, and the drain with them: one that has just begun a long call
+        # keeps the server until the others have come again.
+        with (
+            load(server.url, max_tokens=200, num_threads=3) as running,
+            load(server.url, max_tokens=450, num_threads=1) as long,
+        ):
+            warm(long, 1)
+            server.note_held()
+            until(lambda: rollouts_running(server) == 4, seconds=60, what="all are back")
+            num_answered = len(running.calls) + len(long.calls)
+            num_admitted = rollouts_running(server)
+            told = time.monotonic()
+            server.signal(signal.SIGTERM)
+            until(
+                lambda: any(c.code == "draining" for c in [*running.calls, *long.calls]),
+                seconds=STOP_SECONDS,
+                what="new callers are sent away",
+            )
+            assert server.wait(STOP_SECONDS) == 0
+        calls = [*running.calls, *long.calls]
+        done = [call for call in calls if call.outcomes == ["done"] * 2]
+        assert num_admitted and len(done) >= num_answered + num_admitted
+        for call in calls:
+            assert call in done or call.code == "draining" or (call.broken and call.began > told)
+        until(lambda: not server.living(), seconds=60, what="the engine's processes end")
+    assert place.left() == []
+
+
+def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
+    with service(place, *FRUGAL, "--server.drain-seconds", "600") as server:
+        with load(server.url, max_tokens=900) as running:
+            until(
+                lambda: status(server)["samples_running"] >= 8,
+                seconds=60,
+                what="samples run",
+            )
+            server.note_held()
+            server.signal(signal.SIGINT, group=True)
+            until(lambda: probe(server, "/readyz") == 503, seconds=60, what="it drains")
+            assert probe(server, "/livez") == 200
+            assert {call.code for call in running.calls} <= {"draining"}, "the engine goes on"
+            server.signal(signal.SIGINT, group=True)
+            assert server.wait(STOP_SECONDS) == 0
+        codes = {call.code for call in running.calls if call.code}
+        assert "engine_dead" in codes and codes <= {"engine_dead", "draining"}
+        until(lambda: not server.living(), seconds=60, what="the engine's processes end")
+    assert place.left() == []
+
+
+def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home) -> None:
+    with service(place, *FRUGAL) as server:
+        upload = httpx.put(f"{server.url}/v1/weights/v1/files/a.safetensors", content=b"w")
+        assert upload.json()["state"] == "incomplete"
+        with load(server.url, max_tokens=200) as running:
+            warm(running, 2)
+            server.note_held()
+            server.signal(signal.SIGKILL)
+            until(lambda: not server.living(), seconds=60, what="the engine ends with its service")
+    time.sleep(MIN_AGE_SECONDS)
+    assert place.left()
+
+    flags = ("--engine.step-seconds", "8", "--engine.hang-seconds", "5")
+    with service(place, *FRUGAL, *flags) as next_one:
+        with load(next_one.url, max_tokens=200) as running:
+            warm(running, 2)
+            assert all(call.outcomes == ["done"] * 2 for call in running.calls)
+            next_one.core.send_signal(signal.SIGSTOP)
+            for path in ("/livez", "/readyz"):
+                until(lambda p=path: probe(next_one, p) == 503, seconds=60, what=path)  # type: ignore[misc]
+            hung = len(running.calls)
+            until(lambda: len(running.calls) >= hung + 4, seconds=60, what="everybody is told")
+        assert {call.code for call in running.calls[hung:]} == {"engine_dead"}
+        assert probe(next_one, "/livez") == 503
+        next_one.signal(signal.SIGTERM)
+        assert next_one.wait(STOP_SECONDS) == 0
+        until(lambda: not next_one.living(), seconds=60, what="the engine's processes end")
+    assert place.left() == []

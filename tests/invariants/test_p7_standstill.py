@@ -1,0 +1,42 @@
+"""P7: a service that stood still, as in a suspended machine, does not kill its healthy engine."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.invariants.service_process import Home, ServiceProcess, home, service
+
+pytestmark = pytest.mark.engine
+
+STEP_SECONDS = 5
+HANG_SECONDS = 2
+STANDSTILL_SECONDS = 12.0
+BODY = {
+    "groups": [{"prompt": {"token_ids": [1, 2, 3]}, "n": 2}],
+    "sampling": {"max_tokens": 5, "ignore_eos": True},
+}
+
+
+@pytest.fixture
+def place() -> Iterator[Home]:
+    with home() as made:
+        yield made
+
+
+def stand_still(server: ServiceProcess) -> None:
+    server.signal(signal.SIGSTOP)
+    time.sleep(STANDSTILL_SECONDS)
+    server.signal(signal.SIGCONT)
+
+
+def test_a_service_that_was_suspended_serves_on(place: Home) -> None:
+    flags = ("--engine.step-seconds", str(STEP_SECONDS), "--engine.hang-seconds", str(HANG_SECONDS))
+    with service(place, *flags) as server:
+        stand_still(server)
+        assert httpx.get(f"{server.url}/livez", timeout=30).status_code == 200
+        time.sleep(STEP_SECONDS)  # in which the watch judges again
+        answer = httpx.post(f"{server.url}/v1/rollouts", json=BODY, timeout=60)
+        assert answer.status_code == 200, answer.text

@@ -1,0 +1,113 @@
+"""Texts and the places in them, slowly: plain lists, and a list of places for every context."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kernels.draft_index import params
+
+Context = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Text:
+    """A response begins with the end of its prompt, so that its first tokens have a context."""
+
+    tokens: list[int]
+    num_tail: int = 0
+    """So many of them are the prompt's."""
+    group: int = 0
+    version: int
+    dead: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """All that is known of one prompt. The first text is the prompt itself."""
+
+    texts: list[Text]
+    running: int = 0
+    finished: list[Text] = field(default_factory=list)
+    """The oldest first"""
+    _places: dict[Context, list[tuple[Text, int]]] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Text:
+        return self.texts[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """With those that are dead but still in the way."""
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def charge(self) -> int:
+        texts = len(self.texts) * params.TEXT_BYTES + self.num_tokens * params.TOKEN_BYTES
+        return params.PROMPT_BYTES + texts
+
+    def index(self, text: Text, begin: int) -> None:
+        """The places of its tokens from `begin` on."""
+        for end in range(begin, len(text.tokens)):
+            for order in params.ORDERS:
+                if end >= order:
+                    context = tuple(text.tokens[end - order : end])
+                    self._places.setdefault(context, []).append((text, end))
+
+    def places(self, tokens: list[int], order: int) -> Iterator[tuple[Text, int]]:
+        """Those whose last `order` tokens are these tokens' last ones; the latest first."""
+        found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
+        return reversed(found)
+
+    def drop(self, text: Text) -> None:
+        """It is found no more; its room is won back when half of the record is of this kind."""
+        text.dead = True
+        if 2 * sum(len(text.tokens) for text in self.texts if text.dead) >= self.num_tokens:
+            self.rebuild()
+
+    def forget_finished(self) -> None:
+        for text in self.finished:
+            text.dead = True
+        self.finished.clear()
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        self.texts = [text for text in self.texts if not text.dead]
+        self._places.clear()
+        for text in self.texts:
+            self.index(text, text.num_tail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    prompt: int
+    version: int
+    begin: int
+    end: int
+
+
+@dataclass(eq=False, slots=True)
+class Log:
+    """The latest finished responses to any prompt, the end of the prompt before each."""
+
+    capacity: int
+    tokens: list[int] = field(default_factory=list)
+    texts: list[Logged] = field(default_factory=list)
+    _places: dict[Context, list[tuple[int, Logged]]] = field(default_factory=dict)
+
+    @property
+    def tail(self) -> int:
+        """Where what is remembered begins."""
+        return max(0, len(self.tokens) - self.capacity)
+
+    def append(self, tokens: list[int], *, prompt: int, version: int) -> None:
+        begin = len(self.tokens)
+        text = Logged(prompt=prompt, version=version, begin=begin, end=begin + len(tokens))
+        self.texts.append(text)
+        self.tokens += tokens
+        for end in range(begin + params.ALL_ORDER, text.end):
+            context = tuple(self.tokens[end - params.ALL_ORDER : end])
+            self._places.setdefault(context, []).append((end, text))
+
+    def places(self, tokens: list[int]) -> Iterator[tuple[int, Logged]]:
+        order = params.ALL_ORDER
+        found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
+        return ((end, text) for end, text in reversed(found) if end - order >= self.tail)

@@ -1,0 +1,34 @@
+"""Steps of a store, written as a test would say them."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from kernels.draft_index.interface import Drafted, Int32Array, Store
+
+
+def array(values: Sequence[int]) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def stepped(store: Store, rows: dict[int, Sequence[int]], limit: int = 16) -> Drafted:
+    """Each slot gets its tokens, and a draft."""
+    return store.step(
+        array(list(rows)),
+        array([len(tokens) for tokens in rows.values()]),
+        array([token for tokens in rows.values() for token in tokens]),
+        array([limit] * len(rows)),
+    )
+
+
+def draft(drafted: Drafted, row: int = 0) -> list[int]:
+    found: list[int] = drafted.tokens[row, : drafted.lengths[row]].tolist()
+    return found
+
+
+def assert_alike(one: Drafted, other: Drafted) -> None:
+    for field in fields(Drafted):
+        np.testing.assert_array_equal(
+            getattr(one, field.name), getattr(other, field.name), err_msg=field.name
+        )

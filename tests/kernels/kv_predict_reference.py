@@ -1,0 +1,59 @@
+"""The slow way, one token's channels at a time in float64: what the fast one has to equal."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kernels.kv_predict.predict import Observation
+from kernels.rope_shift.rope_params import Rotary
+from tests.kernels.rope_shift_reference import slow_shift
+
+
+def slow_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    num_tokens = source.shape[3]
+    weights = torch.zeros(len(bases), 2, num_tokens, dtype=torch.float64)
+    for part in range(2):
+        for token in range(num_tokens):
+            own = _of(source, part, token)
+            distances = [math.dist(own, _of(base, part, token)) for base in bases]
+            nought = math.hypot(*own)
+            if min(distances) == 0:  # it has the very text
+                shares = [float(distance == 0) for distance in distances]
+                total = sum(shares)
+            else:
+                shares = [distance**-2 for distance in distances]
+                total = sum(shares) + nought**-2
+            for index, share in enumerate(shares):
+                weights[index, part, token] = share / total
+    return weights
+
+
+def slow_predicted(
+    source: torch.Tensor, shift: int, observed: Sequence[Observation], rotary: Rotary
+) -> torch.Tensor:
+    """The offset of each, in the place where the prediction stands, added one after the other."""
+    out = _moved(source, shift, rotary)
+    base_less = any(seen.base is None for seen in observed)
+    for layer in range(1, len(out)):
+        if base_less:
+            out[layer] = 0
+        for seen in observed:
+            offset = _moved(seen.real, seen.shift, rotary)[layer]
+            if seen.base is not None:
+                offset = offset - _moved(seen.base, shift, rotary)[layer]
+            for part in range(2):
+                for token in range(source.shape[3]):
+                    weight = float(seen.weights[part, token])
+                    out[layer, part, :, token] += weight * offset[part, :, token]
+    return out
+
+
+def _moved(values: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
+    out = values.double().clone()
+    out[:, 0] = slow_shift(values[:, 0].contiguous(), shift, rotary)
+    return out
+
+
+def _of(values: torch.Tensor, part: int, token: int) -> list[float]:
+    return [float(x) for x in values[:, part, :, token].double().flatten()]

@@ -1,0 +1,22 @@
+"""The slow way, one pair of channels at a time in float64: what the fast ones have to equal."""
+
+import math
+
+import torch
+
+from kernels.rope_shift.rope_params import Rotary
+
+
+def slow_shift(keys: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
+    """[.., D] as they would be `shift` positions later, in float64."""
+    half = len(rotary.frequencies)
+    moved = keys.double().clone()
+    for before, after in zip(
+        keys.double().view(-1, keys.shape[-1]), moved.view(-1, keys.shape[-1]), strict=True
+    ):
+        for pair in range(half):
+            angle = float(rotary.frequencies[pair]) * shift
+            real, imaginary = float(before[pair]), float(before[half + pair])
+            after[pair] = real * math.cos(angle) - imaginary * math.sin(angle)
+            after[half + pair] = imaginary * math.cos(angle) + real * math.sin(angle)
+    return moved

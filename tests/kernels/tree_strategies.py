@@ -1,0 +1,53 @@
+"""Trees of rows that share prefixes, drawn by hypothesis."""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from tests.kernels.decode_steps import Levels, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    levels: Levels
+    shape: Shape
+    query_tokens: list[int]
+    seed: int
+
+
+@st.composite
+def drawn(
+    draw: st.DrawFn,
+    *,
+    head_sizes: tuple[int, ...] = (32, 64, 96),
+    longest: int = 100,
+    most_query_tokens: int = 16,
+) -> Drawn:
+    """Up to three levels of any lengths, whole blocks or not, some of them nothing at all, over
+    rows whose suffixes go from their own tokens to several blocks."""
+    widths = draw(st.sampled_from([(1,), (2,), (3,), (1, 1), (1, 2), (2, 2), (3, 2), (2, 1, 2)]))
+    block_size = draw(st.sampled_from([32, 64]))
+    tokens = st.one_of(
+        st.integers(0, longest), st.integers(0, longest // block_size).map(lambda n: n * block_size)
+    )
+    levels: list[list[int]] = []
+    count = 1
+    for width in widths:
+        count *= width
+        levels.append([draw(tokens) for _ in range(count)])
+    num_rows = count * draw(st.integers(1, 3))
+    query_tokens = [draw(st.sampled_from(range(1, most_query_tokens + 1))) for _ in range(num_rows)]
+    # A prefix is seen by all tokens of a row, so the tokens after the first are in its suffix.
+    levels.append([num - 1 + draw(tokens) for num in query_tokens])
+    num_kv_heads = draw(st.integers(1, 2))
+    return Drawn(
+        levels=levels,
+        shape=Shape(
+            num_heads=num_kv_heads * draw(st.integers(1, 6)),
+            num_kv_heads=num_kv_heads,
+            head_size=draw(st.sampled_from(head_sizes)),
+            block_size=block_size,
+        ),
+        query_tokens=query_tokens,
+        seed=draw(st.integers(0, 2**16)),
+    )

@@ -1,0 +1,190 @@
+"""What is done to a fleet that serves, one fault after the other, and how it comes back.
+
+Whoever runs replicas looks at their probes and starts again what is dead; so does this.
+"""
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from tests.invariants.service_process import until
+from tests.redis_server import RedisServer
+from tests.soak.fleet_load import FleetLoad
+from tests.soak.fleet_model import FleetModel
+from tests.soak.replicas import Replica
+
+PAUSE_SECONDS = 3.0
+NOTICED_SECONDS = 40.0
+SHARED = Path("/dev/shm")
+
+
+class Faults:
+    """`done` counts them. `own_memory`: nobody else shares the shared memory, so it can be filled.
+
+    The seconds are those of every drain, and those until the probe said that an engine was dead.
+    """
+
+    def __init__(
+        self,
+        model: FleetModel,
+        redis: RedisServer,
+        fleet: Sequence[Replica],
+        load: FleetLoad,
+        *,
+        own_memory: bool,
+    ) -> None:
+        self.done: Counter[str] = Counter()
+        self.drain_seconds: list[float] = []
+        self.noticed_seconds: list[float] = []
+        self.num_versions = 0
+        self._model = model
+        self._redis = redis
+        self._fleet = fleet
+        self._load = load
+        self._own_memory = own_memory
+        self._dice = random.Random(3)
+
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for name, inflict in self._kinds().items():
+                print(f"{time.strftime('%X')} {name}", flush=True)
+                inflict()
+                self.done[name] += 1
+                self._publish()
+                time.sleep(1)
+
+    def _kinds(self) -> dict[str, Callable[[], None]]:
+        return {
+            "Redis killed and started again": self._kill_redis,
+            "Redis stopped in its tracks (SIGSTOP)": self._pause_redis,
+            "Redis emptied": self._redis.flush,
+            "a replica killed (SIGKILL) and started again": self._kill_replica,
+            "a replica stopped in its tracks (SIGSTOP)": self._pause_replica,
+            **(self._kinds_of_engine() if self._fleet[-1].processes("EngineCore") else {}),
+            **({"shared memory full": self._fill_shared_memory} if self._own_memory else {}),
+            "all replicas rolled, one by one (SIGTERM)": self._roll_all,
+        }
+
+    def _kinds_of_engine(self) -> dict[str, Callable[[], None]]:
+        return {
+            "an EngineCore killed (SIGKILL)": self._kill_core,
+            "a worker of two killed (SIGKILL)": self._kill_worker,
+            "an EngineCore stopped in its tracks (SIGSTOP)": self._stop_core,
+        }
+
+    def _kill_redis(self) -> None:
+        self._redis.kill()
+        time.sleep(PAUSE_SECONDS)
+        self._redis.start()
+
+    def _pause_redis(self) -> None:
+        self._redis.pause()
+        time.sleep(PAUSE_SECONDS)
+        self._redis.resume()
+
+    def _kill_replica(self) -> None:
+        replica = self._dice.choice(self._fleet)
+        replica.kill()
+        time.sleep(1)
+        replica.start()
+
+    def _pause_replica(self) -> None:
+        self._dice.choice(self._fleet).pause(PAUSE_SECONDS)
+
+    def _kill_core(self) -> None:
+        replica = self._dice.choice(self._fleet)
+        replica.processes("EngineCore")[0].kill()
+        self._revive(replica)
+
+    def _kill_worker(self) -> None:
+        replica = self._fleet[-1]
+        replica.processes("Worker")[-1].kill()
+        self._revive(replica)
+
+    def _stop_core(self) -> None:
+        replica = self._dice.choice(self._fleet)
+        replica.processes("EngineCore")[0].send_signal(signal.SIGSTOP)
+        self._revive(replica)
+
+    def _fill_shared_memory(self) -> None:
+        """A replica that starts meanwhile serves without handles, or ends and says that it cannot
+        start; one that runs has its own, but what vLLM's ranks exchange may need pages that are no
+        more."""
+        first, *others = self._fleet
+        with _full(SHARED) as fill:
+            time.sleep(PAUSE_SECONDS)
+            self.drain_seconds.append(first.stop())
+            fill()  # what its arena has left free
+            serves = first.starts()
+            assert not (serves and _capacity(first))
+        for replica in others:
+            if not replica.passes("livez"):
+                self._revive(replica)
+        if serves:
+            self.drain_seconds.append(first.stop())
+        first.start()
+        assert _capacity(first)
+
+    def _roll_all(self) -> None:
+        for replica in self._fleet:
+            self._roll(replica)
+
+    def _roll(self, replica: Replica) -> None:
+        self.drain_seconds.append(replica.stop())
+        replica.start()
+
+    def _revive(self, replica: Replica) -> None:
+        began = time.monotonic()
+        until(
+            lambda: not replica.passes("livez"), seconds=NOTICED_SECONDS, what="a death is noticed"
+        )
+        self.noticed_seconds.append(time.monotonic() - began)
+        replica.stop()
+        replica.start()
+
+    def _publish(self) -> None:
+        """A new version, sent to one of them; what is bound to the old one is told so."""
+        self.num_versions += 1
+        number = self.num_versions
+        place = f"{self._dice.choice(self._fleet).url}/v1/weights/v{number}"
+        put = httpx.put(place, content=self._model.weights(number), timeout=60)
+        assert put.status_code == 201, put.text
+        activated = httpx.post(f"{place}/activate", json={}, timeout=120)
+        assert activated.status_code == 200, activated.text
+        until(lambda: self._all_serve(f"v{number}"), seconds=60, what="all serve what was ordered")
+        self._load.version = number
+
+    def _all_serve(self, label: str) -> bool:
+        with suppress(httpx.TransportError):
+            return all(one.status()["weights_version"] == label for one in self._fleet)
+        return False
+
+
+def _capacity(replica: Replica) -> int:
+    kv = replica.status()["kv"]
+    assert isinstance(kv, dict)
+    capacity: int = kv["capacity_bytes"]
+    return capacity
+
+
+@contextmanager
+def _full(folder: Path) -> Iterator[Callable[[], None]]:
+    """Not a byte is left on that mount. What it yields fills what has become free since."""
+    file = folder / "full"
+
+    def fill() -> None:
+        with file.open("ab", buffering=0) as filling, suppress(OSError):
+            while filling.write(bytes(2**12)):
+                pass
+
+    try:
+        fill()
+        yield fill
+    finally:
+        file.unlink()

@@ -1,0 +1,35 @@
+"""`python -m tests.soak.paced_engine serve ...`: a whole server in a process of its own, over the
+fake engine, whose samples take their time."""
+
+import asyncio
+
+from service.cli import ServeComponents, build_cli
+from tests.fake_engine import FakeEngine
+
+STEP_SECONDS = 0.005
+
+
+class PacedEngine(FakeEngine):
+    """A token for every sample that runs, every few milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__(instant=False, prompt_kv=True)
+        self._pacing: asyncio.Task[None] | None = None
+
+    async def start(self, version: str) -> None:
+        await super().start(version)
+        self._pacing = asyncio.create_task(self._pace())
+
+    async def stop(self) -> None:
+        if self._pacing is not None:
+            self._pacing.cancel()
+        await super().stop()
+
+    async def _pace(self) -> None:
+        while True:
+            self.step()
+            await asyncio.sleep(STEP_SECONDS)
+
+
+if __name__ == "__main__":
+    build_cli(ServeComponents(load_engine=lambda settings: PacedEngine()))()
