@@ -21,13 +21,19 @@ import numpy as np
 import uvloop
 from safetensors.numpy import save_file
 
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from engine.adapters.validation import CONFIG_FILE, PREFIX, PROJECTIONS, SIDES, TENSORS_FILE
+from engine.adapters.validation import (
+    CONFIG_FILE,
+    LORA_SUFFIXES,
+    PREFIX,
+    TARGET_MODULES,
+    TENSORS_FILE,
+)
 from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
-from engine.weights.checkpoint import read_served
+from engine.weights.checkpoint import read_base_checkpoint
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS, RANK = 4, 8, 256, 64, 16
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
@@ -86,7 +92,7 @@ async def measure(model: Path, adapter: Path, rounds: int) -> dict[str, list[flo
         await without.start("bench")
         await within.start("bench")
         await within.load_adapter("bench@1", adapter)
-        await in_turn(
+        await alternate(
             [
                 lambda: one("none served", without, None),
                 lambda: one("none named", within, None),
@@ -130,7 +136,7 @@ def saved(model: Path, folder: Path) -> Path:
     tensors = {
         PREFIX + module + side: draw.normal(scale=0.02, size=shape).astype(np.float32)
         for module, (out, inner) in _projections(model)
-        for side, shape in zip(SIDES, ((RANK, inner), (out, RANK)), strict=True)
+        for side, shape in zip(LORA_SUFFIXES, ((RANK, inner), (out, RANK)), strict=True)
     }
     save_file(tensors, folder / TENSORS_FILE)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
@@ -139,9 +145,9 @@ def saved(model: Path, folder: Path) -> Path:
 
 
 def _projections(model: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, tensor in read_served(model).tensors.items():
+    for name, tensor in read_base_checkpoint(model).tensors.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in PROJECTIONS:
+        if module.rpartition(".")[2] in TARGET_MODULES:
             yield module, tensor.shape
 
 

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field
 
 import uvloop
 
-from bench.harness.in_process_service import served
-from bench.harness.multi_agent_error import heard_by
-from bench.harness.multi_agent_prompts import Talk, num_prompt_tokens
+from bench.harness.in_process_service import running_service
+from bench.harness.multi_agent_error import evaluate_agents
+from bench.harness.multi_agent_prompts import MultiAgentPrompts, num_prompt_tokens
 from bench.harness.multi_agent_rows import agents_rows
 from bench.harness.paired_runs import Pairs
 from bench.harness.record import Record, Row
@@ -37,10 +37,10 @@ from engine.settings import EngineSettings
 from service.prompt_kv.settings import KvSettings
 
 FIRST_TOKENS = (0, 1, 4, 16, 64)
-PLAIN = {"computed": Reuse(mode="off")}
-ORDERED = {"order": Reuse(mode="order")}
+PREFILL = {"computed": Reuse(mode="off")}
+REORDER = {"order": Reuse(mode="order")}
 # What is said is drawn at random, and no text is nearer than another.
-PREDICTED = {"anchors": Reuse(mode="anchors", threshold=1.0)}
+PREDICT = {"anchors": Reuse(mode="anchors", threshold=1.0)}
 PROBLEMS_A_TEXT = (1, 2)
 
 
@@ -48,22 +48,24 @@ PROBLEMS_A_TEXT = (1, 2)
 class Shape:
     """How much each agent has said, and for how many rounds which ways are measured."""
 
-    said: int
+    num_own_tokens: int
     rounds: int
-    ways: dict[str, Reuse]
+    modes: dict[str, Reuse]
 
 
-def placed(first_tokens: int) -> str:
+def splice_modes(first_tokens: int) -> str:
     return f"{first_tokens} computed"
 
 
 def shapes_of(first_tokens: int, rounds: int) -> tuple[Shape, Shape]:
     """The first is what the goal is about: its ways are a curve."""
-    curve = {placed(k): Reuse(mode="recompute", first_tokens=k) for k in (first_tokens, 0, 64)}
-    only = {placed(first_tokens): curve[placed(first_tokens)]}
+    curve = {
+        splice_modes(k): Reuse(mode="recompute", first_tokens=k) for k in (first_tokens, 0, 64)
+    }
+    only = {splice_modes(first_tokens): curve[splice_modes(first_tokens)]}
     return (
-        Shape(said=120, rounds=rounds, ways=PLAIN | ORDERED | curve | PREDICTED),
-        Shape(said=512, rounds=max(1, rounds - 1), ways=PLAIN | only),
+        Shape(num_own_tokens=120, rounds=rounds, modes=PREFILL | REORDER | curve | PREDICT),
+        Shape(num_own_tokens=512, rounds=max(1, rounds - 1), modes=PREFILL | only),
     )
 
 
@@ -94,29 +96,35 @@ async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[
         block_size=block,
     )
     kv = KvSettings(segments_bytes=2**29)
-    async with served(settings, kv=kv) as (engine, url), AsyncRollouts(url, timeout=600) as asking:
-        return [await one_shape(asking, shape, engine.facts.vocab_size) for shape in shapes]
+    async with (
+        running_service(settings, kv=kv) as (engine, url),
+        AsyncRollouts(url, timeout=600) as rollouts,
+    ):
+        return [await one_shape(rollouts, shape, engine.info.vocab_size) for shape in shapes]
 
 
-async def one_shape(asking: AsyncRollouts, shape: Shape, vocab_size: int) -> dict[str, Arm]:
+async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> dict[str, Arm]:
     """Agents' own texts are cached when it begins, as they are after any first round."""
-    arms = {way: Arm() for way in shape.ways}
-    talks = {way: Talk(f"{way} {shape.said}", shape.said, vocab_size) for way in arms}
+    arms = {way: Arm() for way in shape.modes}
+    talks = {
+        way: MultiAgentPrompts(f"{way} {shape.num_own_tokens}", shape.num_own_tokens, vocab_size)
+        for way in arms
+    }
     for talk in talks.values():
-        await asking.rollout(talk.own, max_tokens=1)
+        await rollouts.rollout(talk.own, max_tokens=1)
     for number in range(shape.rounds):
         for way in list(arms) if number % 2 == 0 else list(arms)[::-1]:
-            await one_round(asking, talks[way].prompts(), shape.ways[way], arms[way])
+            await one_round(rollouts, talks[way].prompts(), shape.modes[way], arms[way])
     return arms
 
 
 async def one_round(
-    asking: AsyncRollouts, prompts: Sequence[list[PromptSegment]], reuse: Reuse, arm: Arm
+    rollouts: AsyncRollouts, prompts: Sequence[list[PromptSegment]], reuse: Reuse, arm: Arm
 ) -> None:
     """One after the other, to the first token."""
     for agent, prompt in enumerate(prompts):
         began = time.perf_counter()
-        result = await asking.rollout([prompt], max_tokens=1, reuse=reuse)
+        result = await rollouts.rollout([prompt], max_tokens=1, reuse=reuse)
         seconds = time.perf_counter() - began
         told = result.groups[0].reuse
         assert told is not None and told.reason in (None, "no_anchor"), told
@@ -129,7 +137,10 @@ async def one_round(
 
 
 def time_rows(shape: Shape, arms: dict[str, Arm], first_tokens: int) -> list[Row]:
-    what, goals = f"{num_prompt_tokens(shape.said)} tokens", {placed(first_tokens), *PREDICTED}
+    what, goals = (
+        f"{num_prompt_tokens(shape.num_own_tokens)} tokens",
+        {splice_modes(first_tokens), *PREDICT},
+    )
     rows = []
     for way in [way for way in arms if way != "computed"]:
         for which, of in (("all prompts", "seconds"), ("a round's later prompts", "later")):
@@ -143,7 +154,11 @@ def time_rows(shape: Shape, arms: dict[str, Arm], first_tokens: int) -> list[Row
                 )
             )
     rows += [row for arm in arms.values() if arm.predicted for row in _predicted(what, arms, arm)]
-    return rows + [_told(what, way, arm) for way, arm in arms.items()] + _rates(what, arms, goals)
+    return (
+        rows
+        + [_format_result(what, way, arm) for way, arm in arms.items()]
+        + _rates(what, arms, goals)
+    )
 
 
 def _predicted(what: str, arms: dict[str, Arm], arm: Arm) -> list[Row]:
@@ -167,7 +182,7 @@ def _predicted(what: str, arms: dict[str, Arm], arm: Arm) -> list[Row]:
     ]
 
 
-def _told(what: str, way: str, arm: Arm) -> Row:
+def _format_result(what: str, way: str, arm: Arm) -> Row:
     median, mean = (1000 * of(arm.seconds) for of in (statistics.median, statistics.mean))
     trips = statistics.mean(arm.round_trips)
     return Row(
@@ -199,7 +214,7 @@ def distance_rows(found: Sequence[Distance]) -> list[Row]:
             worst = f"worst prompt {max(values):.3f}, {share:.0f} % placed"
             rows.append(
                 Row(
-                    what=f"{what} of arithmetic: divergence, {placed(first_tokens)}",
+                    what=f"{what} of arithmetic: divergence, {splice_modes(first_tokens)}",
                     value=f"{mean:.4f} nats a token, {worst}",
                     goal="< 0.05",
                     verdict="met" if mean < 0.05 else "missed",
@@ -218,7 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     found = distances(FIRST_TOKENS, options.block_size)
     predicted = [predictions(num_problems) for num_problems in PROBLEMS_A_TEXT]
-    heard = heard_by(options.agents, FIRST_TOKENS, options.block_size)
+    heard = evaluate_agents(options.agents, FIRST_TOKENS, options.block_size)
     shapes = shapes_of(options.first_tokens, options.rounds)
     measured = uvloop.run(measure_time(options.model, shapes, options.block_size))
     rows = [

@@ -17,32 +17,32 @@ from dataclasses import asdict
 
 import uvloop
 
-from bench.harness.drafter_server import BUILD, Traffic, drafted
+from bench.harness.drafter_server import BUILD, Traffic, drafter_server
 from bench.harness.record import Record, Row
-from bench.harness.recovery import GOAL_SHARE, Curve, Point, picture
+from bench.harness.recovery import RECOVERED_SHARE, Curve, Point, picture
 from coppice import AsyncRollouts
 from coppice.wire.drafter import DrafterAnswer
 
 BEFORE_SECONDS = 30.0
-GOAL_SECONDS, GOAL_FALL = 300.0, 1 / 3
+GOAL_SECONDS, MIN_FALL = 300.0, 1 / 3
 WINDOW_SECONDS = 10.0
 
 
 async def curve(*, training: bool, seconds: float) -> Curve:
-    async with drafted(training=training) as rollouts:
+    async with drafter_server(training=training) as rollouts:
         traffic = asyncio.create_task(Traffic(rollouts).run())
         found = [p async for p in _windows(rollouts, BEFORE_SECONDS, -BEFORE_SECONDS)]
         await rollouts.publish_weights("other-notation", BUILD / "other" / "model.safetensors")
         async for point in _windows(rollouts, seconds, 0.0):
             found.append(point)
-            if _over(Curve(points=found)):
+            if _is_recovered(Curve(points=found)):
                 break
         traffic.cancel()
         await asyncio.gather(traffic, return_exceptions=True)
     return Curve(points=found)
 
 
-def _over(so_far: Curve) -> bool:
+def _is_recovered(so_far: Curve) -> bool:
     """Five windows after it is back."""
     back = so_far.recovered_seconds
     return back is not None and so_far.points[-1].seconds >= back + 5 * WINDOW_SECONDS
@@ -53,12 +53,12 @@ async def _windows(rollouts: AsyncRollouts, seconds: float, offset: float) -> As
     while time.monotonic() - began < seconds:
         await asyncio.sleep(WINDOW_SECONDS)
         now = await rollouts.drafter()
-        drafted, accepted = _since(before, now)
-        if drafted:
+        drafter_server, accepted = _since(before, now)
+        if drafter_server:
             point = Point(
                 seconds=time.monotonic() - began + offset,
-                acceptance=accepted / drafted,
-                drafts=drafted,
+                acceptance=accepted / drafter_server,
+                drafts=drafter_server,
                 drafter=now.serving,
             )
             print(point, flush=True)
@@ -68,12 +68,12 @@ async def _windows(rollouts: AsyncRollouts, seconds: float, offset: float) -> As
 
 def _since(before: DrafterAnswer, now: DrafterAnswer) -> tuple[int, int]:
     known = {(p.drafter, p.weights): (p.first_drafted, p.first_accepted) for p in before.acceptance}
-    drafted = accepted = 0
+    drafter_server = accepted = 0
     for pair in now.acceptance:
         was = known.get((pair.drafter, pair.weights), (0, 0))
-        drafted += pair.first_drafted - was[0]
+        drafter_server += pair.first_drafted - was[0]
         accepted += pair.first_accepted - was[1]
-    return drafted, accepted
+    return drafter_server, accepted
 
 
 def recovery(with_it: Curve, without: Curve) -> Record:
@@ -89,8 +89,8 @@ def recovery(with_it: Curve, without: Curve) -> Record:
             Row(
                 what="before the update, and right after it, without training",
                 value=f"{without.before:.3f}, {without.after:.3f}",
-                goal=f"falls by {GOAL_FALL:.0%} or more",
-                verdict="met" if fall >= GOAL_FALL else "missed",
+                goal=f"falls by {MIN_FALL:.0%} or more",
+                verdict="met" if fall >= MIN_FALL else "missed",
             ),
             Row(
                 what=f"{without.points[-1].seconds:.0f} s after it, without training",
@@ -101,7 +101,7 @@ def recovery(with_it: Curve, without: Curve) -> Record:
                 value=f"{with_it.before:.3f}, {with_it.after:.3f}",
             ),
             Row(
-                what=f"back at {GOAL_SHARE:.0%} of what it was, with training",
+                what=f"back at {RECOVERED_SHARE:.0%} of what it was, with training",
                 value=f"after {back:.0f} s" if back else f"not in {GOAL_SECONDS:.0f} s",
                 goal=f"within {GOAL_SECONDS:.0f} s",
                 verdict="met" if back and back <= GOAL_SECONDS else "missed",
@@ -118,7 +118,7 @@ def recovery(with_it: Curve, without: Curve) -> Record:
     )
 
 
-async def recovered(seconds: float) -> Record:
+async def recovery_seconds(seconds: float) -> Record:
     with_it = await curve(training=True, seconds=seconds)
     as_long = with_it.points[-1].seconds
     return recovery(with_it, await curve(training=False, seconds=as_long))
@@ -127,7 +127,7 @@ async def recovered(seconds: float) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=GOAL_SECONDS)
-    result = uvloop.run(recovered(parser.parse_args().seconds))
+    result = uvloop.run(recovery_seconds(parser.parse_args().seconds))
     result.show()
     print(f"\nwrote {result.write().name} and {picture(result.raw).name}")
 

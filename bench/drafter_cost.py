@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 import psutil
 import uvloop
 
-from bench.harness.drafter_server import Traffic, drafted
-from bench.harness.paired_runs import Pairs, Ratio, in_turn
+from bench.harness.drafter_server import Traffic, drafter_server
+from bench.harness.paired_runs import Pairs, Ratio, alternate
 from bench.harness.record import Record, Row
-from engine.drafter.trainer.training_loop import SETTLED_SHARE
+from engine.drafter.trainer.training_loop import CONVERGED_DUTY_CYCLE
 
-GOAL_LOST = 0.05
+MAX_LOSS = 0.05
 SETTLING_SECONDS = 180.0
 ROUNDS = 8
 
@@ -35,7 +35,7 @@ class Cost:
 
 
 async def cost(rounds: int) -> Cost:
-    async with drafted(training=True) as rollouts:
+    async with drafter_server(training=True) as rollouts:
         traffic, trainer = Traffic(rollouts), _trainer()
         learning = await _compared(traffic, trainer, rounds // 2)
         await _until_settled(traffic, trainer)
@@ -51,7 +51,7 @@ async def _compared(traffic: Traffic, trainer: psutil.Process, rounds: int) -> P
         seconds.append(await traffic.timed())
 
     try:
-        await in_turn(
+        await alternate(
             [
                 lambda: timed(signal.SIGSTOP, stopped),
                 lambda: timed(signal.SIGCONT, running),
@@ -71,7 +71,7 @@ async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
         seconds = await traffic.timed()
         share = (trainer.cpu_times().user - before) / seconds
         print(f"{share:.2f} of a processor for training", flush=True)
-        if share < SETTLED_SHARE + 0.1:
+        if share < CONVERGED_DUTY_CYCLE + 0.1:
             return
     raise TimeoutError(f"there was much to learn after {SETTLING_SECONDS:.0f} s")
 
@@ -82,7 +82,7 @@ def _trainer() -> psutil.Process:
     return found
 
 
-def lost(cost: Cost) -> Record:
+def loss_ratio(cost: Cost) -> Record:
     parts = {
         "once what there is to learn is learned": cost.settled,
         "while there is much to learn": cost.learning,
@@ -101,15 +101,15 @@ def _row(when: str, ratio: Ratio) -> Row:
     return Row(
         what=f"tokens a second, training / training stopped, {when}",
         value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
-        goal=f"at least {1 - GOAL_LOST:.2f}",
-        verdict=ratio.verdict(1 - GOAL_LOST),
+        goal=f"at least {1 - MAX_LOSS:.2f}",
+        verdict=ratio.verdict(1 - MAX_LOSS),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    result = lost(uvloop.run(cost(parser.parse_args().rounds)))
+    result = loss_ratio(uvloop.run(cost(parser.parse_args().rounds)))
     result.show()
     print(f"\nwrote {result.write().name}")
 

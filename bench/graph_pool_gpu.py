@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from bench.harness.graph_arms import Arm, Captured, Request
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from engine.cudagraphs.baselines import Limits, product
-from engine.cudagraphs.draft_lengths import Lengths
-from engine.cudagraphs.memory_model import GraphMemory, of_model
+from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 from engine.cudagraphs.shape_trace import Trace, read_trace
 
 TRACE = Path(__file__).parent / "traces" / "seedling.json"
@@ -52,9 +52,9 @@ LLAMA_8B = {
 DRAFTER = LLAMA_8B | {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 2816}
 
 
-def limits_of(trace: Trace) -> Limits:
-    return Limits(
-        lengths=Lengths.parse(trace.about["lengths"]),
+def capture_limits(trace: Trace) -> CaptureLimits:
+    return CaptureLimits(
+        lengths=DraftLengthTiers.parse(trace.about["lengths"]),
         max_sequences=trace.about["max_sequences"],
         max_batched_tokens=MAX_TOKENS,
     )
@@ -62,8 +62,8 @@ def limits_of(trace: Trace) -> Limits:
 
 def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
     """Every size with every length; and what is planned for the trace in 0.4 of its bytes."""
-    limits = limits_of(trace)
-    shapes = tuple(sorted(product(limits), key=lambda s: (s.query is not None, -s.tokens)))
+    limits = capture_limits(trace)
+    shapes = tuple(sorted(vllm_shapes(limits), key=lambda s: (s.query_len is not None, -s.tokens)))
     total = memory.total_bytes(shapes)
     full = Plan(shapes=shapes, estimated_bytes=total, budget_bytes=None)
     budget = int(BYTES_GOAL * total)
@@ -71,9 +71,9 @@ def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
     return full, ours
 
 
-def decode_steps(trace: Trace, number: int) -> list[tuple[Shape, int]]:
+def decode_steps(trace: Trace, number: int) -> list[tuple[GraphShape, int]]:
     """The shapes that the trace decodes most often, and how often."""
-    counted = [(s, steps) for s, steps in trace.counts().items() if s.query]
+    counted = [(s, steps) for s, steps in trace.counts().items() if s.query_len]
     return sorted(counted, key=lambda pair: -pair[1])[:number]
 
 
@@ -84,19 +84,19 @@ def write_model(directory: Path, config: dict[str, object]) -> Path:
 
 
 async def measure(
-    full: Arm, ours: Arm, steps: list[tuple[Shape, int]], rounds: int
+    full: Arm, ours: Arm, steps: list[tuple[GraphShape, int]], rounds: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of the trace's decode steps, weighted as it has them, round by round."""
     seconds: dict[str, list[float]] = {"full": [], "ours": []}
 
     def timed(name: str, arm: Arm) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
-            times = [(arm.seconds(Request(s.samples, (s.query or 1) - 1)), n) for s, n in steps]
+            times = [(arm.seconds(Request(s.samples, (s.query_len or 1) - 1)), n) for s, n in steps]
             seconds[name].append(sum(t * n for t, n in times) / sum(n for _, n in times))
 
         return run
 
-    await in_turn([timed("full", full), timed("ours", ours)], rounds=rounds)
+    await alternate([timed("full", full), timed("ours", ours)], rounds=rounds)
     return seconds["full"][1:], seconds["ours"][1:]
 
 
@@ -107,7 +107,7 @@ def table(
     hit_rate = ours.hits / max(ours.hits + ours.misses, 1)
     ratio = pairs.ratio()
     sizes = [plan.estimated_bytes / MIB for plan in estimates]
-    naive, bucketed = TLT_GIGABYTES
+    naive, tlt_shapes = TLT_GIGABYTES
     return [
         Row(
             what=f"bytes of {ours.num_graphs} graphs to those of {full.num_graphs}",
@@ -118,7 +118,7 @@ def table(
         ),
         Row(
             what="TLT's, of its own, as published",
-            value=f"{bucketed / naive:.2f}: {naive} -> {bucketed} GB",
+            value=f"{tlt_shapes / naive:.2f}: {naive} -> {tlt_shapes} GB",
         ),
         Row(
             what=f"hit rate, on the shapes of {100 * covered:.0f} % of the trace's decode steps",
@@ -146,12 +146,12 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     trace = read_trace(arguments.trace)
     steps = decode_steps(trace, arguments.shapes)
-    decoded = sum(n for shape, n in trace.counts().items() if shape.query is not None)
+    decoded = sum(n for shape, n in trace.counts().items() if shape.query_len is not None)
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", dict(LLAMA_8B))
         drafter = write_model(Path(scratch) / "drafter", dict(DRAFTER))
-        estimates = plans(trace, of_model(model))
-        limits = limits_of(trace)
+        estimates = plans(trace, estimate_memory(model))
+        limits = capture_limits(trace)
         with (
             Arm(model, drafter, limits, estimates[0]) as full,
             Arm(model, drafter, limits, estimates[1]) as ours,

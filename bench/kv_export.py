@@ -21,9 +21,9 @@ from pathlib import Path
 
 import uvloop
 
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from engine.kv_types import ExportSlot, ExportWord
+from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
@@ -46,20 +46,20 @@ class Arena:
         return ExportSlot(
             arena=self.path,
             offset=begin + WORD_BYTES,
-            words_offset=begin,
+            status_offset=begin,
             num_tokens=PROMPT_TOKENS - 1,
         )
 
     def clear(self) -> None:
         with self.path.open("r+b") as file:
             for group in range(GROUPS):
-                os.pwrite(file.fileno(), bytes(8), self.slot(group).words_offset)
+                os.pwrite(file.fileno(), bytes(8), self.slot(group).status_offset)
 
     def words(self) -> list[int]:
         with self.path.open("rb") as file:
-            places = [self.slot(group).words_offset for group in range(GROUPS)]
+            places = [self.slot(group).status_offset for group in range(GROUPS)]
             stored = [os.pread(file.fileno(), 8, place) for place in places]
-        return [int.from_bytes(word, "little") for word in stored]
+        return [int.from_bytes(status, "little") for status in stored]
 
 
 @contextmanager
@@ -104,7 +104,7 @@ async def run(engine: VllmEngine, number: int, slots: list[ExportSlot | None]) -
         ]
         pending += await engine.submit(samples)
     completions = await asyncio.gather(*pending)
-    await engine.settle_exports()
+    await engine.flush_exports()
     seconds = time.perf_counter() - began
     return sum(len(completion.token_ids) for completion in completions) / seconds
 
@@ -121,24 +121,24 @@ async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
         )
     )
     await engine.start("bench")
-    with arena(engine.facts.kv_bytes_per_token) as slots:
+    with arena(engine.info.kv_bytes_per_token) as slots:
 
         async def exported() -> None:
             slots.clear()
             places: list[ExportSlot | None] = [slots.slot(group) for group in range(GROUPS)]
             arms.exported.append(await run(engine, next(numbers), places))
-            assert slots.words() == [ExportWord.COMMITTED] * GROUPS, "every prompt is exported"
+            assert slots.words() == [ExportStatus.COMMITTED] * GROUPS, "every prompt is exported"
 
         async def plain() -> None:
             arms.plain.append(await run(engine, next(numbers), [None] * GROUPS))
 
         try:
-            await in_turn([exported, plain], rounds=rounds)
+            await alternate([exported, plain], rounds=rounds)
         finally:
             await engine.stop()
     for values in (arms.exported, arms.plain):
         del values[0]  # the warm-up
-    return arms, engine.facts.kv_bytes_per_token
+    return arms, engine.info.kv_bytes_per_token
 
 
 def record(arms: Arms, bytes_per_token: int) -> Record:

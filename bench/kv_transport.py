@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
@@ -41,7 +41,7 @@ Arms = dict[str, Callable[[], Callable[[], None] | None]]
 H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
 
 
-def send_for_ever(path: Path, offset: int, num_bytes: int) -> None:
+def serve_bytes(path: Path, offset: int, num_bytes: int) -> None:
     """The bare socket's other side: the whole for every connection, of the server's own memory."""
     with path.open("rb") as file:
         arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -116,7 +116,7 @@ class Reader:
         if self._nixl is not None:
             arms[NIXL] = self.nixl_checked
         self.seconds |= {arm: [] for arm in arms}
-        await in_turn([self._timed(*arm) for arm in arms.items()], rounds=rounds)
+        await alternate([self._timed(*arm) for arm in arms.items()], rounds=rounds)
         for values in self.seconds.values():
             del values[0]  # the warm-up
 
@@ -161,7 +161,7 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
     return reader.seconds, handle.num_bytes
 
 
-def beside_readers(num_rounds: int) -> list[Row]:
+def latency_beside_readers(num_rounds: int) -> list[Row]:
     """P10: a quarter of what loopback carries, to four readers, while others ask for little."""
     rate = loopback_bytes_per_second() / 4
     with kv_server(rate) as url:
@@ -216,9 +216,9 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
             what="first layer usable over HTTP",
             value=f"{1000 * first:.1f} ms; all 36 after {1000 * whole:.1f} ms, unchecked",
         ),
-        *_beside_http(seconds),
+        *_relative_to_http(seconds),
         *rows,
-        *(_worth(arm, per_second[arm], speed, small_bytes, needed) for arm in ARMS[2:4]),
+        *(_worth_row(arm, per_second[arm], speed, small_bytes, needed) for arm in ARMS[2:4]),
     ]
     return Record(
         name="kv_transport",
@@ -229,7 +229,7 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
     )
 
 
-def _beside_http(seconds: dict[str, list[float]]) -> list[Row]:
+def _relative_to_http(seconds: dict[str, list[float]]) -> list[Row]:
     if NIXL not in seconds:
         return []
     ratio = Pairs(a=seconds["HTTP, checked"], b=seconds[NIXL]).ratio()
@@ -241,7 +241,7 @@ def _beside_http(seconds: dict[str, list[float]]) -> list[Row]:
     ]
 
 
-def _worth(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:
+def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:
     """A fetch is worth it above the bytes a second that the forward is worth."""
     here = speed * small_bytes
     return Row(
@@ -260,10 +260,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.send is not None:
         path, offset, num_bytes = arguments.send
-        send_for_ever(Path(path), int(offset), int(num_bytes))
+        serve_bytes(Path(path), int(offset), int(num_bytes))
         return
     seconds, length = transports(arguments.rounds)
-    result = record(seconds, length, beside_readers(100), arguments.model)
+    result = record(seconds, length, latency_beside_readers(100), arguments.model)
     result.show()
     print(f"\nwrote {result.write().name}")
 

@@ -25,7 +25,7 @@ POLICIES: Sequence[FinishPolicyName] = ("first", "random_k", "balanced_length")
 NEEDED = (4, 6)
 
 
-def lengths_of(num_prompts: int) -> list[list[int]]:
+def recorded_lengths(num_prompts: int) -> list[list[int]]:
     torch.manual_seed(SEED)
     model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
     words = AutoTokenizer.from_pretrained(SEEDLING, padding_side="left")
@@ -33,7 +33,7 @@ def lengths_of(num_prompts: int) -> list[list[int]]:
     return [[sample.num_tokens for sample in group] for group in groups]
 
 
-def taken(
+def simulate_policy(
     policy: FinishPolicyName, lengths: Sequence[int], *, num_required: int, seed: int
 ) -> tuple[float, int]:
     """The mean length of what a group takes, and the tokens after which it had enough."""
@@ -47,7 +47,8 @@ def taken(
 
 def row(policy: FinishPolicyName, num_required: int, groups: Sequence[Sequence[int]]) -> Row:
     found = [
-        taken(policy, each, num_required=num_required, seed=i) for i, each in enumerate(groups)
+        simulate_policy(policy, each, num_required=num_required, seed=i)
+        for i, each in enumerate(groups)
     ]
     mean = statistics.mean(length for lengths in groups for length in lengths)
     longest = statistics.mean(max(lengths) for lengths in groups)
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result = record(lengths_of(arguments.prompts))
+    result = record(recorded_lengths(arguments.prompts))
     result.show()
     print(f"\nwrote {result.write().name}")
 

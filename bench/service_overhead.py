@@ -16,10 +16,10 @@ import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.harness.in_process_service import served
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.in_process_service import running_service
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from bench.harness.rollout_process import GROUPS, SAMPLES, TOKENS, caller, prompts
+from bench.harness.rollout_process import GROUPS, SAMPLES, TOKENS, prompts, rollout_process
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 
@@ -45,7 +45,7 @@ async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
     http, direct = Arm(), Arm()
     numbers = iter(range(1, 10**6))
     settings = EngineSettings(model=model, seed=0, max_sequences=GROUPS * SAMPLES)
-    async with served(settings) as (engine, url), caller(url) as trainer:
+    async with running_service(settings) as (engine, url), rollout_process(url) as trainer:
 
         async def over_http() -> None:
             cpu = time.process_time()
@@ -59,7 +59,7 @@ async def measure(model: str, rounds: int) -> tuple[Arm, Arm]:
             direct.add(time.perf_counter() - began, time.process_time() - cpu)
             assert sum(outputs) == GROUPS * SAMPLES * TOKENS
 
-        await in_turn([over_http, straight], rounds=rounds)
+        await alternate([over_http, straight], rounds=rounds)
     for arm in (http, direct):
         for values in (arm.tokens_per_second, arm.cpu_milliseconds, arm.num_bytes):
             del values[0]  # the warm-up

@@ -25,7 +25,7 @@ import torch
 from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
-from engine.launch.environment import spawning, started_by_coppice
+from engine.launch.environment import engine_environment, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
 PARTS = {
@@ -74,9 +74,9 @@ def planning_row(what: str, tree: Tree) -> Row:
     positions = np.full(tree.num_rows, tree.length - 1, np.int32)
     anew: list[float] = []
     same: list[float] = []
-    kept = Planner(BLOCK)
+    load_measured = Planner(BLOCK)
     for _ in range(500):
-        for planner, times in ((Planner(BLOCK), anew), (kept, same)):
+        for planner, times in ((Planner(BLOCK), anew), (load_measured, same)):
             began = time.thread_time()
             planner.plan(table, positions)
             times.append(1e6 * (time.thread_time() - began))
@@ -97,23 +97,23 @@ def measure(part: str, *, alone: bool, seconds: float, rounds: int) -> None:
         settings = speculated if part == "speculated" else {}
         engine = Engine(model, Path(folder), alone=alone, **settings)
         measured = {}
-        kept = kept_in(alone)
-        kept.mkdir(parents=True, exist_ok=True)
+        load_measured = measured_file(alone)
+        load_measured.mkdir(parents=True, exist_ok=True)
         for case in PARTS[part]:
             steps = engine.measure(case, seconds=seconds, rounds=rounds)
             print(steps.row(case.name, case.goal), flush=True)
             measured[case.name] = asdict(steps)
-            (kept / f"{part}.json").write_text(json.dumps(measured))
+            (load_measured / f"{part}.json").write_text(json.dumps(measured))
         engine.close()
 
 
-def kept_in(alone: bool) -> Path:
+def measured_file(alone: bool) -> Path:
     return Path("build/shared_prefix") / ("alone" if alone else "shared")
 
 
-def kept(alone: bool) -> dict[str, Steps]:
+def load_measured(alone: bool) -> dict[str, Steps]:
     """Of the parts that were measured, as far as they came."""
-    files = [kept_in(alone) / f"{part}.json" for part in PARTS]
+    files = [measured_file(alone) / f"{part}.json" for part in PARTS]
     parts = [json.loads(file.read_text()) for file in files if file.exists()]
     return {name: Steps(**steps) for part in parts for name, steps in part.items()}
 
@@ -131,7 +131,7 @@ def record(measured: dict[str, Steps], *, alone: bool) -> Record:
                 for case in CASES
                 if case.name in measured
             ),
-            *kept_rows(measured),
+            *throughput_kept_rows(measured),
             *planning_rows(),
         ],
         raw={name: asdict(steps) for name, steps in measured.items()},
@@ -143,10 +143,10 @@ def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
     if not case.drafted:
         return case.goal
     alike = measured.get(replace(case, drafted=0).name)
-    return None if alike is None else alike.gain().median
+    return None if alike is None else alike.speedup().median
 
 
-def kept_rows(measured: dict[str, Steps]) -> list[Row]:
+def throughput_kept_rows(measured: dict[str, Steps]) -> list[Row]:
     """What is left of the throughput when a group's prefix grows from 1K to 16K."""
     cases = [Case(num_groups=1, group_size=32, prefix=prefix) for prefix in (1024, LONGEST)]
     if not all(case.name in measured for case in cases):
@@ -174,18 +174,18 @@ def main() -> None:
         return measure(arguments.part, alone=alone, seconds=seconds, rounds=rounds)
     if not arguments.merge:
         for part in [arguments.part] if arguments.part else PARTS:
-            in_a_process_of_its_own(part)
+            run_in_subprocess(part)
     if not arguments.part:
-        result = record(kept(alone), alone=alone)
+        result = record(load_measured(alone), alone=alone)
         result.show()
         print(f"\nwrote {result.write().name}")
 
 
-def in_a_process_of_its_own(part: str) -> None:
+def run_in_subprocess(part: str) -> None:
     with (
-        tempfile.TemporaryDirectory() as scratch,
-        spawning(
-            EngineSettings(), attention=AttentionSettings(), on_cpu=True, scratch=Path(scratch)
+        tempfile.TemporaryDirectory() as temp_dir,
+        engine_environment(
+            EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=Path(temp_dir)
         ),
     ):
         command = [sys.executable, "-m", "bench.shared_prefix", *sys.argv[1:], "--part", part]

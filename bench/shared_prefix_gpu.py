@@ -18,7 +18,7 @@ from itertools import product
 
 import torch
 
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
 from kernels.shared_prefix_attention import cuda
@@ -173,7 +173,7 @@ async def measure(case: Case, rounds: int) -> tuple[Row, dict[str, list[float]]]
     async def ours() -> None:
         seconds["ours"].append(inputs.seconds(inputs.ours))
 
-    await in_turn([stock, ours], rounds=rounds, warm_up=3)
+    await alternate([stock, ours], rounds=rounds, warm_up=3)
     for values in seconds.values():
         del values[:3]
     ratio = Pairs(a=seconds["stock"], b=seconds["ours"]).ratio()

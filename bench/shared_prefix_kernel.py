@@ -23,12 +23,12 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from bench.harness.machine_peak import Peak, measured, seconds_of
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.machine_peak import Peak, best_seconds, measure_peak
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
 from kernels.shared_prefix_attention import cpu
-from kernels.shared_prefix_attention.reference import Step, whole
+from kernels.shared_prefix_attention.reference import Step, full_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 4, 64, 32
 SCALE, SUFFIX = SIZE**-0.5, 48
@@ -149,7 +149,7 @@ class Inputs:
             )
 
     def ours(self) -> None:
-        step = cpu.Decoding(
+        step = cpu.DecodeStep(
             self.plan,
             block_table=self.block_table,
             seq_lens=self.seq_lens,
@@ -167,7 +167,7 @@ class Inputs:
         rows = torch.tensor(list(chosen))
         blocks = self.block_table[rows]
         used, places = map(torch.from_numpy, np.unique(blocks.numpy(), return_inverse=True))
-        want, _ = whole(
+        want, _ = full_attention(
             Step(
                 query=self.query[at].double(),
                 keys=self.keys.view(size)[used.long()].double(),
@@ -213,7 +213,7 @@ async def measure(
         (inputs.stock if arm == "stock" else inputs.ours)()
         seconds[arm].append((clock() - began) / len(inputs.caches))
 
-    await in_turn([lambda: timed("stock"), lambda: timed("ours")], rounds=rounds)
+    await alternate([lambda: timed("stock"), lambda: timed("ours")], rounds=rounds)
     for values in seconds.values():
         del values[0]  # the warm-up
     ratio = Pairs(a=seconds["stock"], b=seconds["ours"]).ratio()
@@ -242,7 +242,7 @@ def gemm_row() -> Row:
 def gemm_flops(m: int, k: int, n: int) -> float:
     a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    return 2.0 * m * k * n / seconds_of(lambda: torch.mm(a, b, out=out))
+    return 2.0 * m * k * n / best_seconds(lambda: torch.mm(a, b, out=out))
 
 
 def peak_rows(peak: Peak, isa: cpu.Isa) -> list[Row]:
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--machine", choices=("alone", "shared"), default="alone")
     arguments = parser.parse_args()
     alone = arguments.machine == "alone"
-    isa = cpu.available()
+    isa = cpu.best_isa()
     if isa is None:
         print("the kernel was not built, or not for this processor: not run")
         return
@@ -273,7 +273,7 @@ def main() -> None:
     if not alone:
         torch.set_num_threads(1)
         clock, how = time.thread_time, " One thread on a machine with other work, its own time."
-    peak = measured(PEAK_FLAGS[isa], num_threads=torch.get_num_threads())
+    peak = measure_peak(PEAK_FLAGS[isa], num_threads=torch.get_num_threads())
     rows, raw = [], {}
     for case in CASES:
         if arguments.only in case.name:

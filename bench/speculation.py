@@ -21,14 +21,14 @@ from bench.harness.decode_timing import write_config
 from bench.harness.record import RECORDS, Record
 from bench.harness.replay_estimate import cells, foretold
 from bench.harness.speculation_arm import Workload, prompts
-from bench.harness.speculation_results import Round, guard_rows, kept, workload_rows
+from bench.harness.speculation_results import Round, guard_rows, summarize_run, workload_rows
 
 FIXED = ("fixed-1", "fixed-2", "fixed-4", "fixed-8")
 ALL = ("off", "ours", "ngram", "suffix", *FIXED, "oracle")
 CACHE = Path("build/speculation_profile")
 
 
-def worked(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
+def run_workloads(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
     """The first workload warms up."""
     rounds, runs_of, texts_of = [], [], []
     for number, work in enumerate(works):
@@ -55,17 +55,17 @@ def _fill(
     for name in runs_of[0]:
         seconds = foretold(name, asked, texts_of, steps)
         for number, (one, runs) in enumerate(zip(rounds, runs_of, strict=True)):
-            one.arms[name] = kept(runs[name], seconds[number] if seconds else None)
+            one.arms[name] = summarize_run(runs[name], seconds[number] if seconds else None)
     rounds[-1].steps.extend(steps)
 
 
-def guarded(arms: Arms, works: Sequence[Workload]) -> list[Round]:
+def run_guard(arms: Arms, works: Sequence[Workload]) -> list[Round]:
     """Texts of one length, and nothing to be foretold in them: each arm draws its own."""
     rounds = []
     for number, work in enumerate(works):
         order = ("off", "ours") if number % 2 else ("ours", "off")
         runs = {name: arms.run(name, work, None) for name in order}
-        made = {name: kept(run, None) for name, run in runs.items()}
+        made = {name: summarize_run(run, None) for name, run in runs.items()}
         rounds.append(Round(seed=work.seed, surprise=runs["off"]["surprise"], arms=made))
     return rounds[1:]
 
@@ -92,7 +92,7 @@ def main() -> None:
             sampling |= {"max_tokens": 64, "ignore_eos": True}
         works = [Workload(seed=seed, **sampling) for seed in seeds]
         with arms(names, model, cache=options.cache, arctic=options.arctic) as begun:
-            rounds = guarded(begun, works) if is_guard else worked(names, begun, works)
+            rounds = run_guard(begun, works) if is_guard else run_workloads(names, begun, works)
     result = record(options.part, model.name, options.temperature, rounds)
     result.show()
     print(f"\nwrote {result.write().name}")
@@ -112,7 +112,7 @@ def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> R
             "the grown seedling in bfloat16. All arms say the same texts, drawn without drafts."
         )
         rows = workload_rows(rounds)
-    raw = {"rounds": [one.told() for one in rounds]}
+    raw = {"rounds": [one.summary() for one in rounds]}
     return Record(name=name, bench="speculation", claim=claim, rows=rows, raw=raw)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import uvloop
 
-from bench.harness.in_process_service import served
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.in_process_service import running_service
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from coppice import AsyncRollouts, Finish, GroupRequest, Prompt, Sample
 from engine.settings import EngineSettings
@@ -28,7 +28,7 @@ SEEDLING = Path(EngineSettings().model)
 
 
 @dataclass(slots=True)
-class Waits:
+class WaitTimes:
     """Seconds of each round."""
 
     enough: list[float] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Prompts:
         return [draw(self._rng, held_out=True).prompt for _ in range(number)]
 
 
-async def wait_times(rollouts: AsyncRollouts, rounds: int) -> Waits:
-    waits, prompts = Waits(), Prompts()
+async def wait_times(rollouts: AsyncRollouts, rounds: int) -> WaitTimes:
+    waits, prompts = WaitTimes(), Prompts()
 
     async def timed(finish: Finish | None) -> float:
         asked, began = prompts.next(GROUPS), time.perf_counter()
@@ -72,7 +72,7 @@ async def wait_times(rollouts: AsyncRollouts, rounds: int) -> Waits:
     async def whole() -> None:
         waits.whole.append(await timed(None))
 
-    await in_turn([enough, whole], rounds=rounds)
+    await alternate([enough, whole], rounds=rounds)
     del waits.enough[0], waits.whole[0]  # the warm-up
     return waits
 
@@ -113,9 +113,9 @@ def _group(prompt: str, n: int) -> GroupRequest:
     return GroupRequest(prompt=Prompt(text=prompt), n=n)
 
 
-async def measure(model: str, rounds: int) -> tuple[Waits, float, Run, Run]:
+async def measure(model: str, rounds: int) -> tuple[WaitTimes, float, Run, Run]:
     settings = EngineSettings(model=model, seed=0, max_sequences=GROUPS * N)
-    async with served(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
+    async with running_service(settings) as (_, url), AsyncRollouts(url, timeout=600) as rollouts:
         waits = await wait_times(rollouts, rounds)
         deadline = DEADLINE_SHARE * statistics.median(waits.whole)
         without = await simulated_run(rollouts, deadline, continued=False)
@@ -123,7 +123,7 @@ async def measure(model: str, rounds: int) -> tuple[Waits, float, Run, Run]:
     return waits, deadline, without, with_it
 
 
-def record(waits: Waits, deadline: float, without: Run, with_it: Run) -> Record:
+def record(waits: WaitTimes, deadline: float, without: Run, with_it: Run) -> Record:
     ratio = Pairs(a=waits.whole, b=waits.enough).ratio()
     runs = (("thrown away", without), ("gone on with", with_it))
     return Record(

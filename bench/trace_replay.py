@@ -12,90 +12,95 @@ from pathlib import Path
 
 from bench.harness.paired_runs import Ratio
 from bench.harness.record import RECORDS, Record, Row
-from bench.replay.costs import Costs, Measured, Stated, measured_steps
-from bench.replay.drafters import ARCTIC, Arctic, Drafter, Ngram, Ours
+from bench.replay.costs import Costs, LinearCost, MeasuredCost, measured_steps
+from bench.replay.drafters import ARCTIC, Drafter, NgramDrafter, StoreDrafter, SuffixDrafter
 from bench.replay.replay import (
     Controller,
     Fixed,
-    Likely,
-    Outcome,
-    Replayer,
+    Replay,
+    ReplayResult,
+    ThresholdPolicy,
 )
 from bench.replay.traces import TRACES, Group, Trace
-from engine.speculation.calibration import Trust
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.cost import Step, StepCost
-from kernels.draft_index.interface import EVERY_SCOPE, Scope
+from engine.speculation.cost import Step, StepCostModel
+from kernels.draft_index.interface import ALL_SCOPES, Scope
 
-FINISHED = (0, 1, 3, 7, 15)
-SEER = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
+NUM_FINISHED = (0, 1, 3, 7, 15)
+SEER_RESULTS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 LONGEST, SEER_LONGEST, RUNNING = 16, 8, 64
-STATED = Stated(fixed=1.0, token=0.02)
+LINEAR_COST = LinearCost(fixed=1.0, token=0.02)
 RESAMPLES = 2000
 MEASURED = RECORDS / "speculation_25m_1.json"
 
-ARCTICS: dict[str, Callable[[], Drafter]] = {
-    "Arctic, as vLLM sets it": lambda: Arctic(),
-    "Arctic, four times its match": lambda: Arctic(factor=4.0),
-    "Arctic, four times its match, any probability": lambda: Arctic(factor=4.0, least=0.0),
+SUFFIX_DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "SuffixDrafter, as vLLM sets it": lambda: SuffixDrafter(),
+    "SuffixDrafter, four times its match": lambda: SuffixDrafter(factor=4.0),
+    "SuffixDrafter, four times its match, any probability": lambda: SuffixDrafter(
+        factor=4.0, threshold=0.0
+    ),
 }
 OURS: dict[str, Callable[[], Drafter]] = {
-    "ours": lambda: Ours(),
-    "ours, no ageing": lambda: Ours(ages=False),
-    "ours, no history": lambda: Ours(scopes=frozenset({Scope.SELF, Scope.SIBLINGS})),
-    "ours, no siblings": lambda: Ours(scopes=EVERY_SCOPE - {Scope.SIBLINGS}),
-    "ours, itself only": lambda: Ours(scopes=frozenset({Scope.SELF})),
+    "ours": lambda: StoreDrafter(),
+    "ours, no ageing": lambda: StoreDrafter(ages=False),
+    "ours, no history": lambda: StoreDrafter(scopes=frozenset({Scope.SELF, Scope.SIBLINGS})),
+    "ours, no siblings": lambda: StoreDrafter(scopes=ALL_SCOPES - {Scope.SIBLINGS}),
+    "ours, itself only": lambda: StoreDrafter(scopes=frozenset({Scope.SELF})),
 }
-ALL: dict[str, Callable[[], Drafter]] = {"n-gram 2..4": Ngram, **ARCTICS, **OURS}
-ONES = ("n-gram 2..4", *ARCTICS, "ours")
+ALL: dict[str, Callable[[], Drafter]] = {"n-gram 2..4": NgramDrafter, **SUFFIX_DRAFTERS, **OURS}
+DRAFTERS_COMPARED = ("n-gram 2..4", *SUFFIX_DRAFTERS, "ours")
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
-    "drafts as far as they are 30% likely": lambda: Likely(0.3),
-    "drafts as far as they are 50% likely": lambda: Likely(0.5),
-    "drafts as far as they are 70% likely": lambda: Likely(0.7),
+    "drafts as far as they are 30% likely": lambda: ThresholdPolicy(0.3),
+    "drafts as far as they are 50% likely": lambda: ThresholdPolicy(0.5),
+    "drafts as far as they are 70% likely": lambda: ThresholdPolicy(0.7),
 }
 
 
-def whole(
+def replay_all(
     trace: Trace,
     drafter: Drafter,
     controller: Controller,
-    costs: Costs = STATED,
+    costs: Costs = LINEAR_COST,
     *,
-    knows: bool = False,
-) -> Outcome:
+    is_oracle: bool = False,
+) -> ReplayResult:
     """All epochs, one after the other, the weights one version older after each."""
-    replayer = Replayer(
+    replayer = Replay(
         drafter=drafter,
         controller=controller,
         max_running=RUNNING,
-        longest=LONGEST,
+        max_draft_tokens=LONGEST,
         costs=costs,
-        knows=knows,
+        is_oracle=is_oracle,
     )
     for number, groups in enumerate(trace.epochs):
         replayer.epoch(number, groups)
         drafter.age()
-    return replayer.outcome
+    return replayer.result
 
 
-def with_finished(trace: Trace, drafter: Callable[[], Drafter], number: int) -> Outcome:
+def replay_with_finished(trace: Trace, drafter: Callable[[], Drafter], number: int) -> ReplayResult:
     """Each response of the first epoch alone, when so many of its siblings have finished, and
     nothing else is known."""
-    outcome = Outcome()
+    result = ReplayResult()
     for index, group in enumerate(trace.epochs[0]):
         for at, response in enumerate(group.responses):
             others = [group.responses[(at + 1 + i) % len(group.responses)] for i in range(number)]
             fresh = drafter()
-            feed(fresh, b"%d" % index, group.prompt, others)
-            one = Replayer(
-                drafter=fresh, controller=Fixed(SEER_LONGEST), longest=SEER_LONGEST, outcome=outcome
+            add_finished(fresh, b"%d" % index, group.prompt, others)
+            one = Replay(
+                drafter=fresh,
+                controller=Fixed(SEER_LONGEST),
+                max_draft_tokens=SEER_LONGEST,
+                result=result,
             )
             one.epoch(index, [Group(prompt=group.prompt, responses=(response,))])
-    return outcome
+    return result
 
 
-def feed(
+def add_finished(
     drafter: Drafter, group: bytes, prompt: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> None:
     """They have finished, and nothing was drafted for them."""
@@ -103,15 +108,15 @@ def feed(
         drafter.end(drafter.begin(b"%s/0" % group, prompt), response)
 
 
-def against(one: Outcome, other: Outcome) -> Ratio:
+def accepted_length_ratio(one: ReplayResult, other: ReplayResult) -> Ratio:
     """The ratio of mean accepted lengths; the interval is a bootstrap over prompts' groups."""
     groups = sorted(one.by_group)
     chance = random.Random(0)
 
     def ratio(drawn: Sequence[bytes]) -> float:
         sums = [
-            [sum(outcome.by_group[group][i] for group in drawn) for i in (0, 1)]
-            for outcome in (one, other)
+            [sum(result.by_group[group][i] for group in drawn) for i in (0, 1)]
+            for result in (one, other)
         ]
         return (sums[0][1] / sums[0][0]) / (sums[1][1] / sums[1][0])
 
@@ -124,17 +129,19 @@ def against(one: Outcome, other: Outcome) -> Ratio:
 
 
 def finished_rows(trace: Trace) -> Iterator[Row]:
-    for number in FINISHED:
-        found = {name: with_finished(trace, ALL[name], number) for name in ONES}
+    for number in NUM_FINISHED:
+        found = {name: replay_with_finished(trace, ALL[name], number) for name in DRAFTERS_COMPARED}
         ours = found["ours"]
-        lengths = ", ".join(f"{name} {found[name].accepted_length:.2f}" for name in ONES)
-        seer = f"; Seer, Table 2 {SEER[number]:.2f}" if number in SEER else ""
+        lengths = ", ".join(
+            f"{name} {found[name].accepted_length:.2f}" for name in DRAFTERS_COMPARED
+        )
+        seer = f"; Seer, Table 2 {SEER_RESULTS[number]:.2f}" if number in SEER_RESULTS else ""
         yield Row(
             what=f"T {trace.temperature}, {number} finished siblings: accepted length",
             value=lengths + seer,
         )
-        for name in ARCTICS:
-            ratio = against(ours, found[name])
+        for name in SUFFIX_DRAFTERS:
+            ratio = accepted_length_ratio(ours, found[name])
             goal = number >= 4
             yield Row(
                 what=f"T {trace.temperature}, {number} finished siblings: ours / {name}",
@@ -146,7 +153,7 @@ def finished_rows(trace: Trace) -> Iterator[Row]:
 
 def whole_rows(trace: Trace) -> Iterator[Row]:
     for name, make in ALL.items():
-        found = whole(trace, make(), Fixed(SEER_LONGEST))
+        found = replay_all(trace, make(), Fixed(SEER_LONGEST))
         yield Row(
             what=f"T {trace.temperature}, all epochs, {name}",
             value=f"accepted length {found.accepted_length:.2f}, passes saved "
@@ -157,21 +164,26 @@ def whole_rows(trace: Trace) -> Iterator[Row]:
 def regret_rows(trace: Trace, steps: Sequence[Step]) -> Iterator[Row]:
     """At what steps are stated to cost, and with the engine's own controller at what `steps` of an
     engine took."""
-    yield from _regrets(trace, "a stated cost", STATED, CONTROLLERS)
+    yield from _regret_rows_of(trace, "a stated cost", LINEAR_COST, CONTROLLERS)
     if steps:
-        ruling = {"the engine's controller": lambda: Ruling(StepCost(steps), Trust())}
-        costs = Measured(StepCost(steps))
-        yield from _regrets(trace, "measured costs", costs, CONTROLLERS | ruling)
+        ruling = {
+            "the engine's controller": lambda: Ruling(StepCostModel(steps), DraftCalibration())
+        }
+        costs = MeasuredCost(StepCostModel(steps))
+        yield from _regret_rows_of(trace, "measured costs", costs, CONTROLLERS | ruling)
 
 
-def _regrets(
+def _regret_rows_of(
     trace: Trace, what: str, costs: Costs, controllers: Mapping[str, Callable[[], Controller]]
 ) -> Iterator[Row]:
-    fixed = {length: whole(trace, Ours(), Fixed(length), costs).seconds for length in LENGTHS}
+    fixed = {
+        length: replay_all(trace, StoreDrafter(), Fixed(length), costs).seconds
+        for length in LENGTHS
+    }
     best = min(fixed, key=fixed.__getitem__)
-    oracle = whole(trace, Ours(), Fixed(LONGEST), costs, knows=True).seconds
+    oracle = replay_all(trace, StoreDrafter(), Fixed(LONGEST), costs, is_oracle=True).seconds
     for name, controller in controllers.items():
-        seconds = whole(trace, Ours(), controller(), costs).seconds
+        seconds = replay_all(trace, StoreDrafter(), controller(), costs).seconds
         yield Row(
             what=f"T {trace.temperature}, {what}, {name}: time",
             value=f"{fixed[0] / seconds:.2f} times as fast as without; it takes "
@@ -181,15 +193,17 @@ def _regrets(
 
 
 def reliability_rows(trace: Trace) -> Iterator[Row]:
-    drafter = Ours()
-    whole(trace, drafter, Fixed(LONGEST))
+    drafter = StoreDrafter()
+    replay_all(trace, drafter, Fixed(LONGEST))
     found = drafter.store.reliability()
-    tried, came, foretold = (each.sum(axis=0) for each in (found.tried, found.came, found.foretold))
+    tried, accepted, predicted = (
+        each.sum(axis=0) for each in (found.tried, found.accepted, found.predicted)
+    )
     yield Row(
         what=f"T {trace.temperature}, probabilities, foretold against found",
         value=f"{found.error():.3f} apart over {tried.sum():,} drafted tokens: "
         + ", ".join(
-            f"{foretold[i] / tried[i]:.2f}: {came[i] / tried[i]:.2f}"
+            f"{predicted[i] / tried[i]:.2f}: {accepted[i] / tried[i]:.2f}"
             for i in range(len(tried))
             if tried[i] >= 100
         ),
@@ -215,7 +229,7 @@ def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
         f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
-        f"{STATED.fixed:g} and {STATED.token:g} more per token{also}."
+        f"{LINEAR_COST.fixed:g} and {LINEAR_COST.token:g} more per token{also}."
     )
 
 

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bench.harness.paired_runs import Pairs
-from bench.harness.record import RECORDS, Record, Row, circumstances
+from bench.harness.record import RECORDS, Record, Row, environment
 from bench.training.grid import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
 
 NAME = "trainer_step"
@@ -47,7 +47,7 @@ PINNED = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
 }
 # What a tensor frees goes back at once: a peak is what tensors hold, not what malloc keeps of them.
-GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+MALLOC_TRIM = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def run_worker(*arguments: str, **environment: str) -> Iterator[dict[str, Any]]:
@@ -75,7 +75,7 @@ def peaks(machine: str, cells: Iterable[Cell]) -> Iterator[tuple[Cell, dict[str,
     """Each arm in a process of its own, whose memory nothing has touched before."""
     for cell in cells:
         results = {
-            arm: next(run_worker(machine, "peak", arm, str(cell), **GIVING_BACK)) for arm in ARMS
+            arm: next(run_worker(machine, "peak", arm, str(cell), **MALLOC_TRIM)) for arm in ARMS
         }
         found = {arm: result["mib"] for arm, result in results.items()}
         yield cell, {"cell": str(cell), "mib": found}
@@ -164,7 +164,7 @@ def earlier(machine: str) -> Cells:
     path = RECORDS / f"{_name(machine)}.json"
     if not path.exists():
         return {}
-    there, here = json.loads(path.read_text()), circumstances(NAME)
+    there, here = json.loads(path.read_text()), environment(NAME)
     if any(there[what] != here[what] for what in ("machine", "versions")):
         return {}
     cells: Cells = there["raw"]["measured"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from bench.harness.in_process_service import computed_prompt_tokens, served
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.in_process_service import computed_prompt_tokens, running_service
+from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
@@ -78,10 +78,10 @@ async def measure(model: str, rounds: int) -> list[Measured]:
         arms: list[Callable[[], Awaitable[None]]] = []
         for each in found:
             attention = AttentionSettings(shared_prefix=each.attention)
-            _, url = await stack.enter_async_context(served(settings, attention))
+            _, url = await stack.enter_async_context(running_service(settings, attention))
             rollouts = await stack.enter_async_context(AsyncRollouts(url, timeout=600))
             arms += [asking(rollouts, each, kind, numbers) for kind in ("tree", "flat")]
-        await in_turn(arms, rounds=rounds)
+        await alternate(arms, rounds=rounds)
     for arm in (arm for each in found for arm in (each.tree, each.flat)):
         for values in (arm.seconds, arm.sampled, arm.computed, arm.leaves):
             del values[0]  # the warm-up
@@ -116,7 +116,7 @@ def independent(result: RolloutResult) -> float:
     return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
 
 
-def gained(what: str, without: Arm, shared: Arm) -> Row:
+def speedup_rows(what: str, without: Arm, shared: Arm) -> Row:
     ratio = Pairs(a=without.seconds, b=shared.seconds).ratio()
     return Row(
         what=f"time of {what}, without shared-prefix attention / with it",
@@ -139,8 +139,8 @@ def record(without: Measured, shared: Measured) -> Record:
         rows=[
             *without.rows(),
             *shared.rows(),
-            gained("trees", without.tree, shared.tree),
-            gained("plain samples", without.flat, shared.flat),
+            speedup_rows("trees", without.tree, shared.tree),
+            speedup_rows("plain samples", without.flat, shared.flat),
             both("tokens sampled", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
             both("prompt tokens computed", tree.computed, flat.computed),
             both("independent leaves a group is worth", tree.leaves, flat.leaves),

@@ -41,7 +41,7 @@ from examples.seedling.grow import SEEDLING
 LEARNING_RATES = {1e-4: "the demonstration's", 1e-6: "usual for large models"}
 SEED = 1
 Bits = NDArray[np.uint16]
-NOWHERE = Lineage("0" * 64, "0" * 64)
+EMPTY_LINEAGE = Lineage("0" * 64, "0" * 64)
 
 
 class Recording(Learner):
@@ -92,7 +92,7 @@ def run(learning_rate: float, steps: int, folder: Path) -> list[Pair]:
 
 
 def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
-    for _ in write_delta(old, new, NOWHERE, delta):
+    for _ in write_delta(old, new, EMPTY_LINEAGE, delta):
         pass
     with (delta.parent / "result").open("wb") as result:
         apply_delta(old, delta, result)
@@ -123,11 +123,11 @@ def sizes(arrays: dict[str, Bits]) -> list[int]:
     return [array.size for array in arrays.values()]
 
 
-def rows(learning_rate: float, whose: str, pairs: Sequence[Pair]) -> list[Row]:
+def rows(learning_rate: float, label: str, pairs: Sequence[Pair]) -> list[Row]:
     def share(name: str) -> float:
         return float(mean(getattr(pair, name) / pair.num_bytes for pair in pairs))
 
-    label = f"learning rate {learning_rate:g} ({whose})"
+    label = f"learning rate {learning_rate:g} ({label})"
     received = share("received_bytes")
     return [
         Row(
@@ -150,10 +150,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     found, raw = [], {}
-    for learning_rate, whose in LEARNING_RATES.items():
+    for learning_rate, label in LEARNING_RATES.items():
         with tempfile.TemporaryDirectory() as folder:
             pairs = run(learning_rate, options.steps, Path(folder))
-        found += rows(learning_rate, whose, pairs)
+        found += rows(learning_rate, label, pairs)
         raw[f"{learning_rate:g}"] = [
             {"received_bytes": p.received_bytes, "num_bytes": p.num_bytes} for p in pairs
         ]

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-IN_ROOT = """
+CHROOT_SCRIPT = """
 set -e
 mount --bind {root} {root}
 mount -t proc none {root}/proc
@@ -33,7 +33,7 @@ done
 mkdir -p {root}/dev/shm && mount -t tmpfs -o mode=1777 none {root}/dev/shm
 """
 
-PROBE = """
+PROBE_SCRIPT = """
 import json, os, shutil, socket, sys, time, urllib.error, urllib.request as r
 url = "http://127.0.0.1:8000"
 for name in ("gcc", "g++", "cc", "c++", "clang", "pip"):
@@ -121,7 +121,7 @@ class Builder:
         self._now = self._stages[name] = Stage(root)
 
     def _run(self, rest: str) -> None:
-        run(self.now, ["/bin/sh", "-c", rest], binds=self._binds, env=_of_pip())
+        run(self.now, ["/bin/sh", "-c", rest], binds=self._binds, env=_pip_package_sources())
 
     def _copy(self, rest: str) -> None:
         *sources, target = rest.split()
@@ -156,7 +156,7 @@ class Builder:
         self.now.health = json.loads(rest.partition("CMD ")[2])
 
 
-def _of_pip() -> dict[str, str]:
+def _pip_package_sources() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
 
 
@@ -167,7 +167,7 @@ def _chroot(stage: Stage, command: list[str], env: dict[str, str]) -> str:
 
 
 def run(stage: Stage, command: list[str], *, binds: list[str], env: dict[str, str]) -> None:
-    script = IN_ROOT.format(root=stage.root)
+    script = CHROOT_SCRIPT.format(root=stage.root)
     for bind in binds:
         script += f"mkdir -p {stage.root}{bind} && mount --bind {bind} {stage.root}{bind}\n"
     script += "exec " + _chroot(stage, command, env)
@@ -177,12 +177,12 @@ def run(stage: Stage, command: list[str], *, binds: list[str], env: dict[str, st
 def start(stage: Stage) -> None:
     """The server as process 1 of its own, then a probe beside it, then SIGTERM."""
     uid, gid = stage.user.split(":")
-    probe = ["/opt/coppice/bin/python", "-c", PROBE]
+    probe = ["/opt/coppice/bin/python", "-c", PROBE_SCRIPT]
     server = _chroot(
         stage, stage.entrypoint + stage.command, {"COPPICE_SERVER__ALLOW_OPEN": "true"}
     )
     script = (
-        IN_ROOT.format(root=stage.root)
+        CHROOT_SCRIPT.format(root=stage.root)
         + f"""
 ip link set lo up
 mount -o remount,ro,bind {stage.root}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 
-class ExportWord(IntEnum):
+class ExportStatus(IntEnum):
     """What a rank has to say about its part of an export: written once, after the bytes."""
 
     PENDING = 0
@@ -45,46 +45,47 @@ class ExportSlot:
 
     arena: Path
     offset: int
-    words_offset: int
+    status_offset: int
     num_tokens: int
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What another prompt of the same shape has where a piece stands: its tokens from `skip` on, to
-    be moved by `shift` positions. `base` is that prompt's own text, computed alone, from the first
-    token of the piece on; without one all tokens of it count by `weight`.
+class ObservedKv:
+    """What another prompt of the same shape has where a piece stands: its tokens from
+    `token_offset` on, to be moved by `shift` positions. `base` is that prompt's own text, computed
+    alone, from the first token of the piece on; without one all tokens of it count by `weight`.
     """
 
     real: ExportSlot
-    skip: int
+    token_offset: int
     shift: int
     base: ExportSlot | None = None
-    base_skip: int = 0
+    base_token_offset: int = 0
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPiece:
-    """`num_tokens` of an export's tokens, those from its own `skip` on, which stand in the prompt
+    """`num_tokens` of an export's tokens, those from its own `token_offset` on, which stand in the
+    prompt
     from `start` on, with their keys moved by `shift` positions.
 
-    With `observed` what is written is predicted, in every layer but the first: the source, plus by
-    how much each that was observed was off its own base, or the observed alone where they have
+    With `observations` what is written is predicted, in every layer but the first: the source, plus
+    by how much each that was observed was off its own base, or the observed alone where they have
     none. Token by token they count by how near their base is to the source.
     """
 
     source: ExportSlot
-    skip: int
+    token_offset: int
     num_tokens: int
     start: int
     shift: int
-    observed: tuple[Observed, ...] = ()
+    observations: tuple[ObservedKv, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class KvLoad:
     """Keys and values in a prompt's midst that are not computed but taken from exports.
 
     A request computes nothing but its prompt's tail, so a prompt with several pieces is a `chain`

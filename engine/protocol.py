@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from engine.kv_types import ExportSlot, KvFormat, Load
+from engine.kv_types import ExportSlot, KvFormat, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
 EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
-EngineFinish = Literal["stop", "length", "abort", "error"]
+EngineFinishReason = Literal["stop", "length", "abort", "error"]
 KvReason = Literal["disabled", "unsupported_cache"]
-SkipReason = Literal[
+AttentionFallbackReason = Literal[
     "not_built",
     "isa",
     "dtype",
@@ -38,13 +38,13 @@ SkipReason = Literal[
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
 """Whose text a drafted token is taken from: the sample's own, its live siblings', earlier responses
 to the same prompt, everything; the last is the text that a drafter writes."""
-SpeculationChoice = Literal[
+SpeculationDecision = Literal[
     "drafted", "nothing_drafted", "not_worth_it", "checked", "resting", "probed"
 ]
 """What became of a step's drafts: sent; there were none; verifying would cost more than it saves;
 left out, to measure what a step costs without; all left out for a while, because they cost more
 than they saved; a single token sent all the same, to see how a drafter does."""
-SpeculationSkip = Literal["refused", "seeded", "no_room", "failed"]
+SpeculationSkipReason = Literal["refused", "seeded", "no_room", "failed"]
 """Why a sample got no drafts: its request said so; it has a seed; the store takes no more responses
 to one prompt at once; and of a step: an error, which is in the log."""
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]
@@ -71,8 +71,8 @@ class SampleRequest:
     """One sample to draw. `id` is the server's own and never repeats. One sample of a group may
     carry an export; it is written once, as soon as the prompt is computed.
 
-    With `entropy_over` k, every token comes with the entropy of the k likeliest, renormalised; with
-    `num_likeliest` k these come themselves. Not both.
+    With `entropy_top_k` k, every token comes with the entropy of the k likeliest, renormalised;
+    with `num_top_logprobs` k these come themselves. Not both.
     Prefixes are shared among samples of the same `cache_salt`, and of none. Samples of one `group`
     may be drafted from each other's text, unless they refuse `speculation`. An `adapter` is one
     that was loaded under this label.
@@ -84,16 +84,16 @@ class SampleRequest:
     seed: int | None = None
     priority: int = 0
     export: ExportSlot | None = None
-    entropy_over: int = 0
-    num_likeliest: int = 0
+    entropy_top_k: int = 0
+    num_top_logprobs: int = 0
     cache_salt: str | None = None
     group: str | None = None
     speculation: bool = True
-    load: Load | None = None
+    load: KvLoad | None = None
     adapter: str | None = None
 
 
-class Ranked(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token's log-probability, and how many were likelier, counted from 1."""
 
     token_id: int
@@ -101,12 +101,12 @@ class Ranked(NamedTuple):
     rank: int
 
 
-Place = list[Ranked]
+TopLogprobs = list[TokenLogprob]
 """The token that is there, then the likeliest, itself again if it is one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterForm:
+class AdapterInfo:
     """A LoRA adapter that was checked; `rank` is the highest of its modules'."""
 
     rank: int
@@ -115,7 +115,7 @@ class AdapterForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ChatRequest:
     """Messages as OpenAI writes them. Of `template_options` those are rendered that the facts name;
     others change nothing."""
 
@@ -135,7 +135,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ChatResponse:
     """A response, split into content, reasoning and tool calls.
 
     `parsed` is false if a parser failed on it; then all of it is content.
@@ -165,15 +165,15 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    finish: EngineFinish
+    finish: EngineFinishReason
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
     entropy: list[float] | None = None
-    likeliest: list[Place] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineInfo:
     """What a running engine is; fixed from its start to its end."""
 
     model: str
@@ -203,13 +203,13 @@ class EngineFacts:
     max_logprobs: int = 0
     """How many of the likeliest tokens a request may ask for."""
     template_variables: frozenset[str] = frozenset()
-    """The names among `Conversation.template_options` that the chat template renders."""
+    """The names among `ChatRequest.template_options` that the chat template renders."""
     max_token_chars: int | None = None
     """Of text: a longer one than this many per token of context cannot fit. None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class EngineHealth:
     """A sign of life: what the engine is doing and for how long it has given no other sign."""
 
     stage: EngineStage
@@ -219,17 +219,17 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefixCounts:
+class SharedPrefixStats:
     """What shared-prefix attention has done since the engine started; it only grows."""
 
     steps_grouped: int = 0
     rows_grouped: int = 0
     prefix_bytes_not_read: int = 0
-    steps_skipped: Mapping[SkipReason, int] = field(default_factory=dict)
+    steps_skipped: Mapping[AttentionFallbackReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationCounts:
+class SpeculationStats:
     """What speculation has done since the engine started: counts that only grow, but for the last.
 
     `drafts` are numbered by their length. `version_drafted` and `version_accepted` are since the
@@ -241,8 +241,8 @@ class SpeculationCounts:
     drafted: Mapping[DraftScope, int] = field(default_factory=dict)
     accepted: Mapping[DraftScope, int] = field(default_factory=dict)
     drafts: Mapping[int, int] = field(default_factory=dict)
-    steps: Mapping[SpeculationChoice, int] = field(default_factory=dict)
-    skipped: Mapping[SpeculationSkip, int] = field(default_factory=dict)
+    steps: Mapping[SpeculationDecision, int] = field(default_factory=dict)
+    skipped: Mapping[SpeculationSkipReason, int] = field(default_factory=dict)
     version_drafted: int = 0
     version_accepted: int = 0
     gain_ratio: float = 1.0
@@ -251,7 +251,7 @@ class SpeculationCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterPair:
+class DrafterPairStats:
     """What a drafter has done for one version of the weights. Of `first_drafted` drafts so many
     first tokens were accepted: a rate that does not depend on how long drafts were."""
 
@@ -270,7 +270,7 @@ class DrafterStatus:
 
     serving: str
     candidate: str | None = None
-    pairs: tuple[DrafterPair, ...] = ()
+    pairs: tuple[DrafterPairStats, ...] = ()
     outcomes: Mapping[DrafterOutcome, int] = field(default_factory=dict)
     training: TrainingState = "off"
     num_steps: int = 0
@@ -280,7 +280,7 @@ class DrafterStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphCounts:
+class CudaGraphStats:
     """The CUDA graphs that were captured to a plan, if any were, and how steps have used them.
 
     `hits` decoded with a graph; `misses` decoded without one, by samples, rounded up to a power of
@@ -342,21 +342,21 @@ class Engine(Protocol):
         not taken.
     check_adapter: as check_weights, for the directory of a LoRA adapter.
     load_adapter: from a checked directory, which stays as it is until it is unloaded, under a label
-        that is not in use; at most `facts.max_adapters`. Samples run on meanwhile. A label that was
+        that is not in use; at most `info.max_adapters`. Samples run on meanwhile. A label that was
         used before never meets prefixes of that time. LoadFailed: nothing has changed.
     unload_adapter: of an adapter that no sample runs under; unknown labels are ignored.
     """
 
     @property
-    def facts(self) -> EngineFacts: ...
+    def info(self) -> EngineInfo: ...
 
-    def pulse(self) -> Pulse: ...
+    def health(self) -> EngineHealth: ...
 
-    def shared_prefix(self) -> SharedPrefixCounts: ...
+    def shared_prefix(self) -> SharedPrefixStats: ...
 
-    def speculation(self) -> SpeculationCounts: ...
+    def speculation(self) -> SpeculationStats: ...
 
-    def graphs(self) -> GraphCounts: ...
+    def graphs(self) -> CudaGraphStats: ...
 
     async def start(self, version: str) -> None: ...
 
@@ -366,9 +366,11 @@ class Engine(Protocol):
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]: ...
+    def encode_chat(self, chat_request: ChatRequest) -> list[int]: ...
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply: ...
+    def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest
+    ) -> ChatResponse: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -382,23 +384,23 @@ class Engine(Protocol):
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
     ) -> list[float]: ...
 
-    async def likeliest(
-        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
-    ) -> list[Place]: ...
+    async def top_logprobs(
+        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
+    ) -> list[TopLogprobs]: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
-    async def settle_exports(self) -> None: ...
+    async def flush_exports(self) -> None: ...
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 
     async def resume(self) -> None: ...
 
-    async def forget_prefixes(self) -> None: ...
+    async def reset_prefix_cache(self) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
 
-    async def swap_weights(self, path: Path, version: str) -> None: ...
+    async def update_weights(self, path: Path, version: str) -> None: ...
 
     def drafter(self) -> DrafterStatus | None: ...
 
@@ -406,9 +408,9 @@ class Engine(Protocol):
 
     def check_drafter(self, path: Path) -> None: ...
 
-    async def offer_drafter(self, path: Path, version: str) -> None: ...
+    async def submit_drafter(self, path: Path, version: str) -> None: ...
 
-    def check_adapter(self, path: Path) -> AdapterForm: ...
+    def check_adapter(self, path: Path) -> AdapterInfo: ...
 
     async def load_adapter(self, label: str, path: Path) -> None: ...
 

@@ -13,10 +13,10 @@ from pydantic import (
     model_validator,
 )
 
-from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 
 GIB = 2**30
-LONGEST_DRAFT = 15
+MAX_DRAFT_TOKENS = 15
 """With the token before it, 16 query tokens: what attention over shared prefixes takes."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SharedPrefixMode = Literal["auto", "always", "off"]
@@ -24,12 +24,12 @@ SpeculationMode = Literal["auto", "off", "siblings", "drafter"]
 AdapterRank = Literal[8, 16, 32, 64, 128, 256]
 
 
-def _off(value: object) -> object:
+def _parse_off(value: object) -> object:
     """As YAML reads the word."""
     return "off" if value is False else value
 
 
-def _number(value: object) -> object:
+def _parse_number(value: object) -> object:
     """Flags and variables are text."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
@@ -47,7 +47,7 @@ class AttentionSettings(BaseModel):
 
     shared_prefix: Annotated[
         SharedPrefixMode,
-        BeforeValidator(_off),
+        BeforeValidator(_parse_off),
         Field(
             description="read a shared prefix once a step; auto: where that was measured to be "
             "faster; always: wherever anything is shared"
@@ -66,7 +66,7 @@ class SpeculationSettings(BaseModel):
 
     mode: Annotated[
         SpeculationMode,
-        BeforeValidator(_off),
+        BeforeValidator(_parse_off),
         Field(
             description="siblings: draft from the group's own text; drafter: by a small model; "
             "auto: siblings on CPU, unless a short profile at the start says that it cannot pay, "
@@ -76,7 +76,9 @@ class SpeculationSettings(BaseModel):
     longest_draft: Annotated[
         int,
         Field(
-            ge=1, le=LONGEST_DRAFT, description="tokens drafted for one sample in one step at most"
+            ge=1,
+            le=MAX_DRAFT_TOKENS,
+            description="tokens drafted for one sample in one step at most",
         ),
     ] = 8
     store_bytes: Annotated[
@@ -114,9 +116,9 @@ class SpeculationSettings(BaseModel):
     ] = 0.5
 
 
-def _readable(text: str | None) -> str | None:
+def _validate_lengths(text: str | None) -> str | None:
     if text is not None:
-        Lengths.parse(text)
+        DraftLengthTiers.parse(text)
     return text
 
 
@@ -134,7 +136,7 @@ class GraphsSettings(BaseModel):
     lengths: Annotated[
         str | None,
         BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-        AfterValidator(_readable),
+        AfterValidator(_validate_lengths),
         Field(
             description="draft tokens that may be chosen, by samples running: 8:0,2,4 32:0,2 0 is "
             "0, 2 or 4 up to 8 samples, 0 or 2 up to 32, none beyond; none: as speculation drafts"
@@ -251,7 +253,7 @@ class EngineSettings(BaseModel):
     ] = 0
     max_adapter_rank: Annotated[
         AdapterRank,
-        BeforeValidator(_number),
+        BeforeValidator(_parse_number),
         Field(description="rank of such an adapter at most"),
     ] = 16
     weight_transfer: Annotated[

@@ -22,51 +22,56 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.adapters.registry import LoadedAdapters
 from engine.adapters.validation import check_adapter
-from engine.attention.counters import over_ranks
-from engine.cudagraphs.counters import over_ranks as graphs_over_ranks
+from engine.attention.counters import aggregate_ranks
+from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
-from engine.drafter.service.bootstrap import open_folder
-from engine.drafter.service.checkpoint_dir import Folder
+from engine.drafter.service.bootstrap import open_drafter_dir
+from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.io import token_text
-from engine.io.chat import Chat
-from engine.io.prompt_logprobs import scored
-from engine.io.vllm_types import Pending, first_logprobs, places, sampling_params
+from engine.io.chat import ChatProcessor
+from engine.io.prompt_logprobs import prompt_logprobs_of
+from engine.io.vllm_types import (
+    PendingSample,
+    parse_top_logprobs,
+    sampled_logprobs,
+    sampling_params,
+)
 from engine.launch.arguments import WORKER_EXTENSION
-from engine.launch.info import gather_facts, kv_support
-from engine.launch.model_files import locate
+from engine.launch.info import collect_info, kv_support
+from engine.launch.model_files import resolve_model
 from engine.launch.processes import engine_processes, kill_processes, launch
 from engine.protocol import (
-    AdapterForm,
+    AdapterInfo,
+    ChatRequest,
+    ChatResponse,
     Completion,
-    Conversation,
+    CudaGraphStats,
     DrafterStatus,
-    EngineFacts,
-    GraphCounts,
+    EngineHealth,
+    EngineInfo,
     PauseMode,
-    Place,
-    Pulse,
-    Reply,
     SampleRequest,
-    SharedPrefixCounts,
-    SpeculationCounts,
+    SharedPrefixStats,
+    SpeculationStats,
+    TopLogprobs,
 )
 from engine.runtime import shared_memory
 from engine.runtime.heartbeat import Heartbeat
-from engine.runtime.rpc import answered
-from engine.runtime.temp_dir import Scratch
+from engine.runtime.rpc import await_engine
+from engine.runtime.temp_dir import TempDir
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import lifecycle as speculation_start
-from engine.speculation.counters import counts_of
-from engine.weights.checkpoint import Checkpoint, read_served
-from engine.weights.validation import check
+from engine.speculation.counters import to_speculation_stats
+from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.validation import check_checkpoint
 
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 30.0
-KILL_AGAIN_SECONDS = 0.5
+KILL_RETRY_SECONDS = 0.5
 
 
 class VllmEngine:
@@ -83,39 +88,39 @@ class VllmEngine:
     ) -> None:
         self._settings = settings
         self._attention = attention or AttentionSettings()
-        self._speculating = speculation_start.resolved(
+        self._speculation_settings = speculation_start.resolve_mode(
             speculation or SpeculationSettings(), settings
         )
-        self._shared_prefix = SharedPrefixCounts()
-        self._speculation = SpeculationCounts()
+        self._shared_prefix = SharedPrefixStats()
+        self._speculation = SpeculationStats()
         self._graph_settings = graphs or GraphsSettings()
         self._plan: Plan | None = None
-        self._graphs = GraphCounts()
+        self._graphs = CudaGraphStats()
         self._worker_extension = worker_extension
-        self._heart = Heartbeat(
-            bounds={
+        self._heartbeat = Heartbeat(
+            timeouts={
                 "starting": settings.start_seconds,
                 "serving": settings.step_seconds,
                 "activating": settings.activation_seconds,
             }
         )
-        self._watching: asyncio.Task[None] | None = None
-        self._starting: asyncio.Future[None] | None = None
-        self._scratch: Scratch | None = None
+        self._background_task: asyncio.Task[None] | None = None
+        self._start_future: asyncio.Future[None] | None = None
+        self._temp_dir: TempDir | None = None
         self._llm: AsyncLLM | None = None
-        self._facts: EngineFacts | None = None
-        self._chat: Chat
-        self._first: Checkpoint | None = None
+        self._info: EngineInfo | None = None
+        self._chat: ChatProcessor
+        self._base_checkpoint: Checkpoint | None = None
         self._serving_path: Path | None = None
-        self._drafters: Folder | None = None
-        self._first_drafter: Checkpoint | None = None
+        self._drafter_dir: DrafterDir | None = None
+        self._drafter_checkpoint: Checkpoint | None = None
         self._drafter: Drafter | None = None
         self._adapters = LoadedAdapters(settings.max_adapters)
 
     @property
-    def facts(self) -> EngineFacts:
-        assert self._facts is not None, "the engine has not started"
-        return self._facts
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the engine has not started"
+        return self._info
 
     @property
     def llm(self) -> AsyncLLM:
@@ -124,16 +129,16 @@ class VllmEngine:
             raise EngineDead("the engine is not running")
         return self._llm
 
-    def pulse(self) -> Pulse:
-        return self._heart.pulse()
+    def health(self) -> EngineHealth:
+        return self._heartbeat.health()
 
-    def shared_prefix(self) -> SharedPrefixCounts:
+    def shared_prefix(self) -> SharedPrefixStats:
         return self._shared_prefix
 
-    def speculation(self) -> SpeculationCounts:
+    def speculation(self) -> SpeculationStats:
         return self._speculation
 
-    def graphs(self) -> GraphCounts:
+    def graphs(self) -> CudaGraphStats:
         return self._graphs
 
     # Start and stop
@@ -142,42 +147,44 @@ class VllmEngine:
         try:
             await self._start(version)
         except Exception as error:  # whatever it was: nobody may wait for an engine that never is
-            self._heart.died(str(error))
+            self._heartbeat.mark_dead(str(error))
             if isinstance(error, StartFailed):
                 raise
             raise StartFailed(f"vLLM did not start: {error}") from error
 
     async def _start(self, version: str) -> None:
-        shared_memory.sweep()
+        shared_memory.remove_leftovers()
         self._serving_path = await asyncio.to_thread(
-            locate, self._settings.model, self._settings.revision
+            resolve_model, self._settings.model, self._settings.revision
         )
-        self._first = await asyncio.to_thread(read_served, self._serving_path)
-        await asyncio.to_thread(self._open_drafters, self._serving_path, self._first)
-        self._starting = asyncio.ensure_future(
+        self._base_checkpoint = await asyncio.to_thread(read_base_checkpoint, self._serving_path)
+        await asyncio.to_thread(self._open_drafter_dir, self._serving_path, self._base_checkpoint)
+        self._start_future = asyncio.ensure_future(
             asyncio.to_thread(self._start_vllm, self._serving_path)
         )
-        await asyncio.shield(self._starting)
+        await asyncio.shield(self._start_future)
         await self._verify_plugin()
         kv = await kv_support(self.llm, self._settings)
-        self._chat = await asyncio.to_thread(Chat, self.llm, self._settings)
-        self._facts = gather_facts(
+        self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)
+        self._info = collect_info(
             self.llm, self._settings, self._serving_path, kv, self._chat.template_variables
         )
         await self._warm_up()
-        await speculation_start.begin(self.llm, self._speculating, self._facts)
-        await self._begin_drafter()
-        await self._begin_graphs()
-        await answered(self.llm, self.llm.update_weight_version(version))
-        self._heart.enter("serving")
-        self._watching = asyncio.create_task(self._watched(), name="engine-watch")
+        await speculation_start.start_drafting(self.llm, self._speculation_settings, self._info)
+        await self._start_drafter()
+        await self._start_graph_counters()
+        await await_engine(self.llm, self.llm.update_weight_version(version))
+        self._heartbeat.set_stage("serving")
+        self._background_task = asyncio.create_task(
+            self._run_background_tasks(), name="engine-watch"
+        )
 
     def _start_vllm(self, model: Path) -> None:
-        self._scratch = Scratch()
+        self._temp_dir = TempDir()
         self._plan = plan_for_start(
             self._settings,
             self._graph_settings,
-            self._speculating,
+            self._speculation_settings,
             model,
             on_cpu=current_platform.is_cpu(),
         )
@@ -185,130 +192,138 @@ class VllmEngine:
             self._settings,
             model,
             attention=self._attention,
-            speculation=self._speculating,
+            speculation=self._speculation_settings,
             graphs=self._plan,
             worker_extension=self._worker_extension,
-            scratch=self._scratch.path,
+            temp_dir=self._temp_dir.path,
         )
 
-    def _open_drafters(self, model: Path, served: Checkpoint) -> None:
+    def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
         """vLLM is told of the one that serves, as if it had been given."""
-        if self._speculating.mode != "drafter":
+        if self._speculation_settings.mode != "drafter":
             return
-        self._drafters = open_folder(
-            self._speculating.drafter_directory,
-            self._speculating.drafter,
+        self._drafter_dir = open_drafter_dir(
+            self._speculation_settings.drafter_directory,
+            self._speculation_settings.drafter,
             model,
             served,
             ranks=self._settings.tensor_parallel_size,
         )
-        self._first_drafter = read_served(self._drafters.start)
-        self._speculating = self._speculating.model_copy(update={"drafter": self._drafters.start})
+        self._drafter_checkpoint = read_base_checkpoint(self._drafter_dir.start)
+        self._speculation_settings = self._speculation_settings.model_copy(
+            update={"drafter": self._drafter_dir.start}
+        )
 
-    async def _begin_drafter(self) -> None:
-        if self._drafters is not None:
-            self._drafter = Drafter(self._speculating, self._drafters, self.llm, self.facts)
-            await self._drafter.begin()
+    async def _start_drafter(self) -> None:
+        if self._drafter_dir is not None:
+            self._drafter = Drafter(
+                self._speculation_settings, self._drafter_dir, self.llm, self.info
+            )
+            await self._drafter.start_drafting()
 
-    async def _begin_graphs(self) -> None:
+    async def _start_graph_counters(self) -> None:
         if self._plan is None:
             return
-        ranks = await answered(self.llm, self.llm.collective_rpc("coppice_begin_graphs"))
+        ranks = await await_engine(
+            self.llm, self.llm.collective_rpc("coppice_reset_graph_counters")
+        )
         if None in ranks:
             raise StartFailed(
                 "graphs.budget_bytes needs vLLM's second model runner, which is not used"
             )
-        self._graphs = graphs_over_ranks(ranks)
+        self._graphs = aggregate_graph_ranks(ranks)
 
     async def _verify_plugin(self) -> None:
         """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
         try:
-            await self._utility("coppice_ping")
+            await self._call_utility("coppice_ping")
         except Exception as error:
             raise StartFailed("the Coppice plugin is not active in the engine process") from error
 
     async def _warm_up(self) -> None:
         """The first generation compiles for seconds; nobody should have to wait for that."""
-        token = self.facts.eos_token_ids[0] if self.facts.eos_token_ids else 0
+        token = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
         params = SamplingParams(
             max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False
         )
         async for _ in self.llm.generate(tokens_input([token] * 4), params, "warm-up"):
             pass
 
-    async def _watched(self) -> None:
+    async def _run_background_tasks(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._beat())
-            tasks.create_task(self._watch())
+            tasks.create_task(self._run_heartbeat())
+            tasks.create_task(self._kill_if_hung())
             if self._drafter is not None:
                 tasks.create_task(self._drafter.run())
 
-    async def _beat(self) -> None:
+    async def _run_heartbeat(self) -> None:
         try:
-            await self._heart.run(self._ping, engine_processes())
+            await self._heartbeat.run(self._ping, engine_processes())
         except EngineDead as error:
-            self._heart.died(str(error))
+            self._heartbeat.mark_dead(str(error))
         except Exception as error:  # without a heartbeat nothing can be said for the engine
             log.exception("the heartbeat failed")
-            self._heart.died(f"the heartbeat failed: {error}")
+            self._heartbeat.mark_dead(f"the heartbeat failed: {error}")
 
     async def _ping(self) -> None:
-        ping = await self._utility("coppice_ping")
-        self._shared_prefix = over_ranks(ping["shared_prefix"])
-        drafting = ping["drafter"]
-        speculated = drafting["speculation"] if drafting else ping["speculation"][0]
-        self._speculation = counts_of(speculated)
+        ping = await self._call_utility("coppice_ping")
+        self._shared_prefix = aggregate_ranks(ping["shared_prefix"])
+        drafter_counters = ping["drafter"]
+        speculation_counters = (
+            drafter_counters["speculation"] if drafter_counters else ping["speculation"][0]
+        )
+        self._speculation = to_speculation_stats(speculation_counters)
         if self._drafter is not None:
-            self._drafter.pinged(drafting, ping["num_running"])
-        self._graphs = graphs_over_ranks(ping["graphs"])
+            self._drafter.on_ping(drafter_counters, ping["num_running"])
+        self._graphs = aggregate_graph_ranks(ping["graphs"])
 
-    async def _watch(self) -> None:
+    async def _kill_if_hung(self) -> None:
         """A hang that goes on is made a death, so that whoever waits for the engine is told."""
-        await self._heart.watch(self._settings.hang_seconds)
-        log.error("%s: the engine is killed", self._heart.pulse().reason)
-        self._heart.died(f"it hung: {self._heart.pulse().reason}")
+        await self._heartbeat.watch(self._settings.hang_seconds)
+        log.error("%s: the engine is killed", self._heartbeat.health().reason)
+        self._heartbeat.mark_dead(f"it hung: {self._heartbeat.health().reason}")
         self.kill()
 
     async def stop(self) -> None:
-        self._heart.enter("stopping")
-        if self._watching is not None:
-            self._watching.cancel()
+        self._heartbeat.set_stage("stopping")
+        if self._background_task is not None:
+            self._background_task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._watching
-        await self._end_start()
-        await self._end_drafter()
-        await self._keep_drafts()
+                await self._background_task
+        await self._abort_start()
+        await self._close_drafter()
+        await self._save_drafts()
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a death
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
-        await asyncio.to_thread(self._sweep)
+        await asyncio.to_thread(self._clean_up)
 
-    async def _end_drafter(self) -> None:
+    async def _close_drafter(self) -> None:
         if self._drafter is not None:
             await self._drafter.close()
-        if self._drafters is not None:
-            self._drafters.close()
+        if self._drafter_dir is not None:
+            self._drafter_dir.close()
 
-    async def _keep_drafts(self) -> None:
+    async def _save_drafts(self) -> None:
         """Of an engine that hangs they are not worth waiting for."""
-        if self._llm is not None and self._heart.stage == "stopping" and self._facts is not None:
+        if self._llm is not None and self._heartbeat.stage == "stopping" and self._info is not None:
             with suppress(EngineDead, TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
-                    await speculation_start.end(self._llm, self._speculating)
+                    await speculation_start.stop_drafting(self._llm, self._speculation_settings)
 
-    def _sweep(self) -> None:
+    def _clean_up(self) -> None:
         """vLLM kills its processes if they take long, and then nobody tidies up after them."""
-        if self._scratch is not None:
-            self._scratch.close()
-        shared_memory.sweep()
+        if self._temp_dir is not None:
+            self._temp_dir.close()
+        shared_memory.remove_leftovers()
 
-    async def _end_start(self) -> None:
+    async def _abort_start(self) -> None:
         """A start cannot be cancelled, only made to fail."""
-        while self._starting is not None and not self._starting.done():
+        while self._start_future is not None and not self._start_future.done():
             kill_processes()
-            await asyncio.wait({self._starting}, timeout=KILL_AGAIN_SECONDS)
+            await asyncio.wait({self._start_future}, timeout=KILL_RETRY_SECONDS)
 
     def kill(self) -> None:
         kill_processes()
@@ -319,11 +334,11 @@ class VllmEngine:
         tokenizer = self.llm.get_tokenizer()
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        return self._chat.encode(conversation)
+    def encode_chat(self, chat_request: ChatRequest) -> list[int]:
+        return self._chat.encode(chat_request)
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        return self._chat.reply(token_ids, conversation)
+    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+        return self._chat.chat_response(token_ids, chat_request)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         tokenizer = self.llm.get_tokenizer()
@@ -341,7 +356,7 @@ class VllmEngine:
         pending: list[Awaitable[Completion]] = []
         try:
             for sample in samples:
-                params = sampling_params(sample, self.facts.max_context_tokens)
+                params = sampling_params(sample, self.info.max_context_tokens)
                 queue = await self.llm.add_request(
                     sample.id,
                     tokens_input(list(sample.prompt_token_ids), cache_salt=sample.cache_salt),
@@ -349,9 +364,11 @@ class VllmEngine:
                     lora_request=self._adapters.request(sample.adapter),
                     priority=sample.priority,
                 )
-                learner = self._drafter if self._drafter and self._drafter.learns else None
-                ended = functools.partial(learner.heard, sample) if learner else None
-                pending.append(Pending(queue, sample, ended))
+                learner = self._drafter if self._drafter and self._drafter.is_training else None
+                on_finished = (
+                    functools.partial(learner.on_sample_finished, sample) if learner else None
+                )
+                pending.append(PendingSample(queue, sample, on_finished))
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         except (VLLMClientError, ValueError, RequestRefused) as error:
@@ -362,57 +379,61 @@ class VllmEngine:
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
     ) -> list[float]:
-        under = self._adapters.request(adapter)
-        flat = await scored(self.llm, [*prompt, *response], under)
-        return first_logprobs(flat)[len(prompt) :]
+        lora_request = self._adapters.request(adapter)
+        flat = await prompt_logprobs_of(self.llm, [*prompt, *response], lora_request)
+        return sampled_logprobs(flat)[len(prompt) :]
 
-    async def likeliest(
-        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
-    ) -> list[Place]:
-        under = self._adapters.request(adapter)
-        return places(await scored(self.llm, prompt, under, num_likeliest=num_likeliest))
+    async def top_logprobs(
+        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
+    ) -> list[TopLogprobs]:
+        lora_request = self._adapters.request(adapter)
+        return parse_top_logprobs(
+            await prompt_logprobs_of(
+                self.llm, prompt, lora_request, num_top_logprobs=num_top_logprobs
+            )
+        )
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDead, EngineDeadError):
             await self.llm.abort(list(sample_ids))
 
-    async def settle_exports(self) -> None:
+    async def flush_exports(self) -> None:
         """A call of all workers comes after every abort and every step that was sent before it."""
-        if self.facts.kv_format is not None:
-            await answered(self.llm, self.llm.collective_rpc("coppice_settle_exports"))
+        if self.info.kv_format is not None:
+            await await_engine(self.llm, self.llm.collective_rpc("coppice_flush_exports"))
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
-        await answered(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))
+        await await_engine(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))
 
     async def resume(self) -> None:
-        await answered(self.llm, self.llm.resume_generation())
+        await await_engine(self.llm, self.llm.resume_generation())
 
-    async def forget_prefixes(self) -> None:
-        await self._utility("coppice_forget_prefixes")
+    async def reset_prefix_cache(self) -> None:
+        await self._call_utility("coppice_reset_prefix_cache")
 
     # Weights
 
     def check_weights(self, path: Path) -> None:
-        assert self._first is not None, "the engine has not started"
-        check(self._first, path, dtype=self.facts.dtype)
+        assert self._base_checkpoint is not None, "the engine has not started"
+        check_checkpoint(self._base_checkpoint, path, dtype=self.info.dtype)
 
-    async def swap_weights(self, path: Path, version: str) -> None:
-        self._heart.enter("activating")
+    async def update_weights(self, path: Path, version: str) -> None:
+        self._heartbeat.set_stage("activating")
         previous = str(self._serving_path)
         load = self.llm.collective_rpc("coppice_load_weights", args=(str(path), previous))
-        answers = await answered(self.llm, load)
-        failed = [answer for answer in answers if not answer["ok"]]
-        if not all(answer["restored"] for answer in failed):
-            self._heart.died("the weights are half loaded")
+        results = await await_engine(self.llm, load)
+        failed = [result for result in results if not result["ok"]]
+        if not all(result["restored"] for result in failed):
+            self._heartbeat.mark_dead("the weights are half loaded")
             raise EngineDead("loading failed and the previous weights could not be put back")
         # After a restore as well: what was computed in between must not be found.
-        await self.forget_prefixes()
+        await self.reset_prefix_cache()
         if failed:
-            self._heart.enter("serving")
+            self._heartbeat.set_stage("serving")
             raise LoadFailed("loading broke off; the previous weights serve on")
-        await answered(self.llm, self.llm.update_weight_version(version))
+        await await_engine(self.llm, self.llm.update_weight_version(version))
         self._serving_path = path
-        self._heart.enter("serving")
+        self._heartbeat.set_stage("serving")
 
     # The drafter
 
@@ -424,19 +445,19 @@ class VllmEngine:
         return self._drafter.file
 
     def check_drafter(self, path: Path) -> None:
-        assert self._first_drafter is not None, "there is one"
-        check(self._first_drafter, path, dtype=self.facts.dtype)
+        assert self._drafter_checkpoint is not None, "there is one"
+        check_checkpoint(self._drafter_checkpoint, path, dtype=self.info.dtype)
 
-    async def offer_drafter(self, path: Path, version: str) -> None:
+    async def submit_drafter(self, path: Path, version: str) -> None:
         assert self._drafter is not None, "there is one"
-        await self._drafter.offer(path, version)
+        await self._drafter.submit(path, version)
 
     # Adapters
 
-    def check_adapter(self, path: Path) -> AdapterForm:
-        assert self._first is not None, "the engine has not started"
-        rank = self.facts.max_adapter_rank
-        return check_adapter(self._first, path, max_rank=rank, dtype=self.facts.dtype)
+    def check_adapter(self, path: Path) -> AdapterInfo:
+        assert self._base_checkpoint is not None, "the engine has not started"
+        rank = self.info.max_adapter_rank
+        return check_adapter(self._base_checkpoint, path, max_rank=rank, dtype=self.info.dtype)
 
     async def load_adapter(self, label: str, path: Path) -> None:
         await self._adapters.load(self.llm, label, path)
@@ -444,5 +465,5 @@ class VllmEngine:
     async def unload_adapter(self, label: str) -> None:
         await self._adapters.unload(self.llm, label)
 
-    async def _utility(self, method: str) -> Any:
-        return await answered(self.llm, self.llm.engine_core.call_utility_async(method))
+    async def _call_utility(self, method: str) -> Any:
+        return await await_engine(self.llm, self.llm.engine_core.call_utility_async(method))

@@ -98,9 +98,9 @@ def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def rendered() -> str:
+def render() -> str:
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(rendered(), encoding="utf-8")
+    FILE.write_text(render(), encoding="utf-8")

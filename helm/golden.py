@@ -22,11 +22,11 @@ def _chart() -> helm_python.Chart:
 
 def templates(values: dict[str, Any], *, name: str = "rl", namespace: str = "rl") -> dict[str, str]:
     """Rendered text by template. Raises HelmError where the schema or the chart refuses."""
-    rendered: dict[str, str] = _chart().render(values, name=name, namespace=namespace)
-    return rendered
+    render: dict[str, str] = _chart().render(values, name=name, namespace=namespace)
+    return render
 
 
-def rendered(example: Path) -> str:
+def render(example: Path) -> str:
     texts = templates(yaml.safe_load(example.read_text(encoding="utf-8")))
     filled = ((name, text.strip()) for name, text in sorted(texts.items()) if text.strip())
     return "".join(f"---\n# {name}\n{text.removeprefix('---').strip()}\n" for name, text in filled)
@@ -38,4 +38,4 @@ def golden(example: Path) -> Path:
 
 if __name__ == "__main__":
     for one in EXAMPLES:
-        golden(one).write_text(rendered(one), encoding="utf-8")
+        golden(one).write_text(render(one), encoding="utf-8")

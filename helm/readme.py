@@ -35,7 +35,7 @@ together, with the reason.
 _KEY = re.compile(r"^( *)([A-Za-z]+):")
 
 
-def described() -> Iterator[tuple[str, str]]:
+def documented_values() -> Iterator[tuple[str, str]]:
     """Every commented value by its dotted path."""
     path: list[str] = []
     comment: list[str] = []
@@ -56,15 +56,18 @@ def default(path: str) -> Any:
     return node
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
     return f"`{text.removesuffix('...').strip()}`"
 
 
-def rendered() -> str:
-    rows = (f"| `{path}` | {_shown(default(path))} | {text} |\n" for path, text in described())
+def render() -> str:
+    rows = (
+        f"| `{path}` | {_format_value(default(path))} | {text} |\n"
+        for path, text in documented_values()
+    )
     return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":
-    FILE.write_text(rendered(), encoding="utf-8")
+    FILE.write_text(render(), encoding="utf-8")

@@ -169,9 +169,9 @@ def schema() -> Schema:
     return {"$schema": "http://json-schema.org/draft-07/schema#", **values}
 
 
-def rendered() -> str:
+def render() -> str:
     return json.dumps(schema(), indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(rendered(), encoding="utf-8")
+    FILE.write_text(render(), encoding="utf-8")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def load_engine(settings: Settings) -> Engine:
     """By name, and only here: nothing else of the service may pull in torch and vLLM."""
     try:
-        with gc_freeze.importing():
+        with gc_freeze.gc_disabled_during_imports():
             module = importlib.import_module("engine.vllm_engine")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

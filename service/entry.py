@@ -6,7 +6,7 @@ from engine.launch.environment import started_by_coppice
 from engine.runtime import gc_freeze
 
 if started_by_coppice():
-    gc_freeze.begin_imports()  # the plugin ends them
+    gc_freeze.disable_gc()  # the plugin ends them
 
 
 def main() -> None:

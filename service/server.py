@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
-from engine.protocol import Engine, Pulse
+from engine.protocol import Engine, EngineHealth
 from service.adapters.manager import AdapterManager
 from service.adapters.upload import AdapterFiles
 from service.cluster.factory import create_registry
@@ -211,8 +211,8 @@ class Server:
     def uptime_seconds(self) -> float:
         return time.monotonic() - self._started_at
 
-    def pulse(self) -> Pulse:
-        return self.engine.pulse()
+    def health(self) -> EngineHealth:
+        return self.engine.health()
 
     async def drain(self, seconds: float) -> None:
         """Takes nothing new, lets what was admitted end, and then ends what still runs.
@@ -255,7 +255,7 @@ class Server:
 
     async def _begin_serving(self) -> None:
         first = self.versions.active
-        self.versions.put(replace(first, path=self.engine.facts.model_path))
+        self.versions.put(replace(first, path=self.engine.info.model_path))
         self.prompt_kv.open()
         self.kv_reuse.store.open()
         self.readiness.started = True

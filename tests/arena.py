@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_types import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 
 ALIGNMENT = 64
 CANARY = 0xA5
@@ -32,17 +32,19 @@ class TestArena:
         words = self._take(8 * self._num_ranks)
         self.bytes[words : words + 8 * self._num_ranks] = 0
         offset = self._take(self.num_bytes(num_tokens))
-        return ExportSlot(arena=self.path, offset=offset, words_offset=words, num_tokens=num_tokens)
+        return ExportSlot(
+            arena=self.path, offset=offset, status_offset=words, num_tokens=num_tokens
+        )
 
     def num_bytes(self, num_tokens: int) -> int:
         form = self.form
         values = 2 * form.num_layers * form.num_kv_heads * num_tokens * form.head_dim
         return values * ITEM_BYTES[form.dtype]
 
-    def words(self, slot: ExportSlot) -> list[ExportWord]:
-        end = slot.words_offset + 8 * self._num_ranks
-        stored = self.bytes[slot.words_offset : end].view("<u8")
-        return [ExportWord(int(word)) for word in stored]
+    def words(self, slot: ExportSlot) -> list[ExportStatus]:
+        end = slot.status_offset + 8 * self._num_ranks
+        stored = self.bytes[slot.status_offset : end].view("<u8")
+        return [ExportStatus(int(status)) for status in stored]
 
     def data(self, slot: ExportSlot) -> npt.NDArray[np.uint8]:
         """The slot's bytes as they are now."""

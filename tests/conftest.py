@@ -35,11 +35,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection() -> None:
-    gc_freeze.begin_imports()
+    gc_freeze.disable_gc()
 
 
 def pytest_collection_finish() -> None:
-    gc_freeze.end_imports()
+    gc_freeze.freeze_gc()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,25 +18,25 @@ from engine.errors import (
     EngineError,
     RequestRefused,
 )
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from engine.protocol import (
-    AdapterForm,
+    AdapterInfo,
+    ChatRequest,
+    ChatResponse,
     Completion,
-    Conversation,
+    CudaGraphStats,
     DrafterStatus,
-    EngineFacts,
-    EngineFinish,
+    EngineFinishReason,
+    EngineHealth,
+    EngineInfo,
     EngineStage,
-    GraphCounts,
     PauseMode,
-    Place,
-    Pulse,
-    Ranked,
-    Reply,
     SampleRequest,
-    SharedPrefixCounts,
-    SpeculationCounts,
+    SharedPrefixStats,
+    SpeculationStats,
+    TokenLogprob,
     ToolCall,
+    TopLogprobs,
     VersionSpan,
 )
 from tests.fake_export import FORMAT, write_export
@@ -54,7 +54,7 @@ class Running:
     limit: int
     computed: bool = False
     num_cached: int = 0
-    ends: EngineFinish | None = None
+    ends: EngineFinishReason | None = None
     token_versions: list[str] = field(default_factory=list)
 
 
@@ -73,7 +73,7 @@ class FakeEngine:
         self.model_given = model_given
         self.instant = instant
         self.prompt_kv = prompt_kv
-        self.export_word = ExportWord.COMMITTED
+        self.export_status = ExportStatus.COMMITTED
         self.settle_gate: asyncio.Event | None = None
         self.max_context_tokens = max_context_tokens
         self.start_error: EngineError | None = None
@@ -85,7 +85,7 @@ class FakeEngine:
         self.scoring = 0
         self.scored_under: list[str | None] = []
         self.alive = True
-        self.finish: EngineFinish = "length"
+        self.finish: EngineFinishReason = "length"
         self.parses = True
         self.calls: list[str] = []
         self.submitted: list[SampleRequest] = []
@@ -99,9 +99,9 @@ class FakeEngine:
         self.version = ""
         self.entropy: Callable[[int], float] = lambda place: float(place % 7)
         self.paused = False
-        self.counted = SharedPrefixCounts()
-        self.speculated = SpeculationCounts()
-        self.update_graphs = GraphCounts()
+        self.counted = SharedPrefixStats()
+        self.speculated = SpeculationStats()
+        self.update_graphs = CudaGraphStats()
         self.drafting: DrafterStatus | None = None
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
@@ -109,8 +109,8 @@ class FakeEngine:
         self._stage: EngineStage = "starting"
 
     @property
-    def facts(self) -> EngineFacts:
-        return EngineFacts(
+    def info(self) -> EngineInfo:
+        return EngineInfo(
             model="fake",
             model_given=self.model_given,
             model_path=Path("/nowhere"),
@@ -136,17 +136,17 @@ class FakeEngine:
             max_adapter_rank=16 if self.max_adapters else 0,
         )
 
-    def pulse(self) -> Pulse:
+    def health(self) -> EngineHealth:
         reason = None if self.alive else "stopped"
-        return Pulse(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
+        return EngineHealth(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
 
-    def shared_prefix(self) -> SharedPrefixCounts:
+    def shared_prefix(self) -> SharedPrefixStats:
         return self.counted
 
-    def speculation(self) -> SpeculationCounts:
+    def speculation(self) -> SpeculationStats:
         return self.speculated
 
-    def graphs(self) -> GraphCounts:
+    def graphs(self) -> CudaGraphStats:
         return self.update_graphs
 
     async def start(self, version: str) -> None:
@@ -169,24 +169,26 @@ class FakeEngine:
         """Without a special token of its own."""
         return list(text.encode())
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        if conversation.template_options.get("max_length"):
+    def encode_chat(self, chat_request: ChatRequest) -> list[int]:
+        if chat_request.template_options.get("max_length"):
             raise ConversationRefused("chat_template_kwargs", "max_length: not a variable")
-        messages = conversation.messages
+        messages = chat_request.messages
         if any(message["role"] not in ROLES for message in messages):
             raise RequestRefused("unknown role")
-        named = [str(tool["function"]["name"]) for tool in conversation.tools]
+        named = [str(tool["function"]["name"]) for tool in chat_request.tools]
         contents = [str(message["content"]) for message in messages]
         return self.encode_text("".join(named + contents))
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
         """With tools, every response calls the first one, unless `parses` is false."""
         if not self.parses:
-            return Reply(content=self.decode(token_ids), parsed=False)
-        if not conversation.tools:
-            return Reply(content=self.decode(token_ids))
-        name = conversation.tools[0]["function"]["name"]
-        return Reply(content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),))
+            return ChatResponse(content=self.decode(token_ids), parsed=False)
+        if not chat_request.tools:
+            return ChatResponse(content=self.decode(token_ids))
+        name = chat_request.tools[0]["function"]["name"]
+        return ChatResponse(
+            content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),)
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")
@@ -231,12 +233,12 @@ class FakeEngine:
             self.scoring -= 1
         return [-float(len(prompt) + i) for i in range(len(response))]
 
-    async def likeliest(
-        self, prompt: Sequence[int], num_likeliest: int, adapter: str | None = None
-    ) -> list[Place]:
+    async def top_logprobs(
+        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
+    ) -> list[TopLogprobs]:
         scores = await self.score([], prompt, adapter)
         places = zip(prompt[1:], scores[1:], strict=True)
-        return [[], *(_place(token, score, num_likeliest) for token, score in places)]
+        return [[], *(_place(token, score, num_top_logprobs) for token, score in places)]
 
     def step(self, num_tokens: int = 1) -> None:
         """Samples so many more tokens for everyone, up to each one's limit."""
@@ -254,7 +256,7 @@ class FakeEngine:
             if sample_id in self.running:
                 self._finish(self.running[sample_id], "abort")
 
-    async def settle_exports(self) -> None:
+    async def flush_exports(self) -> None:
         if self.settle_gate is not None:
             await self.settle_gate.wait()
 
@@ -273,7 +275,7 @@ class FakeEngine:
         if self.instant:
             self.step(VOCAB_SIZE)
 
-    async def forget_prefixes(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         assert self.paused, "prefixes are forgotten under a pause"
         self.calls.append("forget")
 
@@ -281,7 +283,7 @@ class FakeEngine:
         if path.name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[path.name])
 
-    async def swap_weights(self, path: Path, version: str) -> None:
+    async def update_weights(self, path: Path, version: str) -> None:
         assert self.paused, "weights are swapped under a pause"
         self.calls.append(f"swap {version}")
         if isinstance(self.load_error, EngineDead):
@@ -301,19 +303,19 @@ class FakeEngine:
         if isinstance(self.refused_drafter, CheckpointRefused):
             raise self.refused_drafter
 
-    async def offer_drafter(self, path: Path, version: str) -> None:
+    async def submit_drafter(self, path: Path, version: str) -> None:
         if self.refused_drafter is not None:
             raise self.refused_drafter
         self.offered.append((version, path.read_bytes()))
         path.unlink()
 
-    def check_adapter(self, path: Path) -> AdapterForm:
+    def check_adapter(self, path: Path) -> AdapterInfo:
         """Whatever is in the file; its config's `refused` says why it does not fit."""
         config = json.loads((path / "adapter_config.json").read_bytes())
         if "refused" in config:
             raise CheckpointRefused(config["refused"])
         num_bytes = (path / "adapter_model.safetensors").stat().st_size
-        return AdapterForm(rank=config["r"], num_modules=1, num_bytes=num_bytes)
+        return AdapterInfo(rank=config["r"], num_modules=1, num_bytes=num_bytes)
 
     async def load_adapter(self, label: str, path: Path) -> None:
         assert label not in self.adapters and len(self.adapters) < self.max_adapters
@@ -334,7 +336,7 @@ class FakeEngine:
         self.running.clear()
 
     def _compute_prompt(self, sample: Running) -> None:
-        """`export_word` is what becomes of every export: bytes for COMMITTED only."""
+        """`export_status` is what becomes of every export: bytes for COMMITTED only."""
         if not sample.computed:
             self._load(sample)
             self._export(sample.request)
@@ -343,8 +345,8 @@ class FakeEngine:
     def _export(self, request: SampleRequest) -> None:
         if request.export is None:
             return
-        write_export(request.export, request.prompt_token_ids, self.version, self.export_word)
-        if self.export_word == ExportWord.COMMITTED and request.export.name is not None:
+        write_export(request.export, request.prompt_token_ids, self.version, self.export_status)
+        if self.export_status == ExportStatus.COMMITTED and request.export.name is not None:
             self.written[request.export.name] = self.version
 
     def _load(self, sample: Running) -> None:
@@ -355,7 +357,9 @@ class FakeEngine:
         sample.num_cached = min(self.left.get((load.chain, self.version), 0), length - 1)
         for piece in load.pieces:
             end = piece.start + piece.num_tokens
-            seen = [slot for o in piece.observed for slot in (o.real, o.base) if slot is not None]
+            seen = [
+                slot for o in piece.observations for slot in (o.real, o.base) if slot is not None
+            ]
             names = [slot.name or "" for slot in (piece.source, *seen)]
             if not piece.start <= sample.num_cached < end < length:
                 continue
@@ -364,7 +368,7 @@ class FakeEngine:
             sample.num_cached = end
         self.left[load.chain, self.version] = length // BLOCK_SIZE * BLOCK_SIZE
 
-    def _finish(self, sample: Running, finish: EngineFinish) -> None:
+    def _finish(self, sample: Running, finish: EngineFinishReason) -> None:
         del self.running[sample.request.id]
         if sample.done.done():
             return
@@ -377,24 +381,24 @@ class FakeEngine:
             finish=finish,
             versions=_spans(sample.token_versions),
             num_cached_tokens=sample.num_cached,
-            entropy=[self.entropy(p) for p in places] if sample.request.entropy_over else None,
-            likeliest=_places(places, sample.request.num_likeliest),
+            entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
+            top_logprobs=_places(places, sample.request.num_top_logprobs),
         )
         sample.done.set_result(completion)
 
 
-def _places(places: range, num_likeliest: int) -> list[Place] | None:
-    if not num_likeliest:
+def _places(places: range, num_top_logprobs: int) -> list[TopLogprobs] | None:
+    if not num_top_logprobs:
         return None
-    return [_place(place % VOCAB_SIZE, -0.5, num_likeliest) for place in places]
+    return [_place(place % VOCAB_SIZE, -0.5, num_top_logprobs) for place in places]
 
 
-def _place(token: int, logprob: float, num_likeliest: int) -> Place:
+def _place(token: int, logprob: float, num_top_logprobs: int) -> TopLogprobs:
     """The token and those after it, itself the likeliest."""
-    others = range(num_likeliest)
+    others = range(num_top_logprobs)
     return [
-        Ranked(token, logprob, 1),
-        *(Ranked((token + i) % VOCAB_SIZE, logprob - i, i + 1) for i in others),
+        TokenLogprob(token, logprob, 1),
+        *(TokenLogprob((token + i) % VOCAB_SIZE, logprob - i, i + 1) for i in others),
     ]
 
 

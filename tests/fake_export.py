@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_types import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 
 FORMAT = KvFormat(
     num_layers=2,
@@ -26,16 +26,16 @@ def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
     return (places + of_tokens + of_version).astype(np.float32)
 
 
-def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportWord) -> None:
+def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportStatus) -> None:
     """Bytes only where they are committed; a slot that leaves the file gets none."""
     data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
     with slot.arena.open("r+b") as file:
         size = file.seek(0, 2)
         if slot.offset + len(data) > size:
-            word = ExportWord.FAILED
-        if word == ExportWord.COMMITTED:
+            word = ExportStatus.FAILED
+        if word == ExportStatus.COMMITTED:
             file.seek(slot.offset)
             file.write(data)
-        if slot.words_offset + 8 <= size:
-            file.seek(slot.words_offset)
+        if slot.status_offset + 8 <= size:
+            file.seek(slot.status_offset)
             file.write(word.to_bytes(8, "little"))

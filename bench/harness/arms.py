@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.speculation_arm import GNU, Workload
-from engine.launch.environment import spawning
+from engine.launch.environment import engine_environment
 from engine.settings import AttentionSettings, EngineSettings
 
 Run = dict[str, Any]
@@ -26,7 +26,7 @@ class Arms:
         self._processes = processes
 
     def run(self, name: str, work: Workload, texts: Texts | None) -> Run:
-        process = self._processes[hosted_by(name)]
+        process = self._processes[process_of(name)]
         assert process.stdin
         told = {"name": name, "work": asdict(work), "texts": texts}
         process.stdin.write(json.dumps(told) + "\n")
@@ -38,7 +38,7 @@ class Arms:
 @contextmanager
 def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) -> Iterator[Arms]:
     """Ours measures what its steps cost when it starts, and has to be alone for that."""
-    hosts = dict.fromkeys(hosted_by(name) for name in names)
+    hosts = dict.fromkeys(process_of(name) for name in names)
     with ExitStack() as stack:
         begun: dict[str, subprocess.Popen[str]] = {}
         alone = [[host] for host in hosts if host.startswith("ours")]
@@ -52,12 +52,12 @@ def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) 
         yield Arms(begun)
 
 
-def hosted_by(name: str) -> str:
+def process_of(name: str) -> str:
     own = name.endswith(GNU) or name in ("off", "ngram", "suffix")
     return name if own else "ours"
 
 
-def _gnu(environment: dict[str, str]) -> dict[str, str]:
+def _gnu_environment(environment: dict[str, str]) -> dict[str, str]:
     """What an engine is started with where Intel's OpenMP is not installed."""
     cpus = " ".join(map(str, sorted(os.sched_getaffinity(0))))
     kept = {k: v for k, v in environment.items() if k != "LD_PRELOAD" and not k.startswith("KMP_")}
@@ -69,9 +69,9 @@ def _process(
     name: str, model: Path, cache: Path, arctic: str | None
 ) -> "Iterator[subprocess.Popen[str]]":
     with (
-        tempfile.TemporaryDirectory() as scratch,
-        spawning(
-            EngineSettings(), attention=AttentionSettings(), on_cpu=True, scratch=Path(scratch)
+        tempfile.TemporaryDirectory() as temp_dir,
+        engine_environment(
+            EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=Path(temp_dir)
         ),
     ):
         paths = [arctic if name == "suffix" else None, os.environ.get("PYTHONPATH")]
@@ -82,7 +82,7 @@ def _process(
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         if name.endswith(GNU):
-            environment = _gnu(environment)
+            environment = _gnu_environment(environment)
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.harness.speculation_arm", name, str(model), str(cache)],
             stdin=subprocess.PIPE,

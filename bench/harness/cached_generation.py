@@ -14,24 +14,24 @@ from transformers import DynamicCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompted:
+class CachedPrompt:
     """`cache` is of all of a prompt's tokens but the `last`."""
 
     cache: DynamicCache
     last: int
 
 
-def log_probabilities(model: Any, prompted: Prompted, response: Sequence[int]) -> torch.Tensor:
+def log_probabilities(model: Any, prompted: CachedPrompt, response: Sequence[int]) -> torch.Tensor:
     """[T + 1, V], where the response's tokens were to come, and what follows them."""
     tokens = torch.tensor([[prompted.last, *response]])
     with torch.inference_mode():
-        logits: torch.Tensor = model(tokens, past_key_values=_copied(prompted.cache)).logits[0]
+        logits: torch.Tensor = model(tokens, past_key_values=_copy(prompted.cache)).logits[0]
     return logits.log_softmax(-1)
 
 
-def answered(
+def generate(
     model: Any,
-    prompted: Prompted,
+    prompted: CachedPrompt,
     noise: torch.Tensor,
     *,
     draft: Sequence[int],
@@ -42,11 +42,11 @@ def answered(
     A token is the largest of logits and noise: zeros make it greedy, Gumbel noise a sample at
     temperature 1. The same noise makes the same choices wherever distributions are alike.
     """
-    cache, last, said = _copied(prompted.cache), prompted.last, list[int]()
+    cache, last, said = _copy(prompted.cache), prompted.last, list[int]()
     while len(said) < len(noise) and end not in said:
         guess = draft[len(said) : len(noise) - 1]
-        chosen = _chosen(model, cache, [last, *guess], noise[len(said) :])
-        right = _num_equal(chosen, guess)
+        chosen = _choose(model, cache, [last, *guess], noise[len(said) :])
+        right = _matching_prefix(chosen, guess)
         if right < len(guess):
             cache.crop(right - len(guess))
         said += chosen[: right + 1]
@@ -54,7 +54,7 @@ def answered(
     return said[: said.index(end) + 1] if end in said else said
 
 
-def _chosen(
+def _choose(
     model: Any, cache: DynamicCache, tokens: Sequence[int], noise: torch.Tensor
 ) -> list[int]:
     with torch.inference_mode():
@@ -63,10 +63,10 @@ def _chosen(
     return chosen
 
 
-def _num_equal(chosen: Sequence[int], guess: Sequence[int]) -> int:
+def _matching_prefix(chosen: Sequence[int], guess: Sequence[int]) -> int:
     pairs = enumerate(zip(chosen, guess, strict=False))
     return next((at for at, (one, other) in pairs if one != other), len(guess))
 
 
-def _copied(cache: DynamicCache) -> DynamicCache:
+def _copy(cache: DynamicCache) -> DynamicCache:
     return DynamicCache([(layer.keys, layer.values) for layer in cache.layers])

@@ -94,19 +94,19 @@ class Steps:
     without: list[float] = field(default_factory=list)
     grouped: list[bool] = field(default_factory=list)
 
-    def gain(self) -> Ratio:
+    def speedup(self) -> Ratio:
         return Pairs(a=self.stock, b=self.shared).ratio()
 
     def row(self, what: str, goal: float | None) -> Row:
-        gain, bound = self.gain(), Pairs(a=self.stock, b=self.without).ratio()
+        speedup, bound = self.speedup(), Pairs(a=self.stock, b=self.without).ratio()
         stock, shared = (statistics.median(arm) for arm in (self.stock, self.shared))
         left = "" if any(self.grouped) else "; left to stock"
         return Row(
             what=what,
-            value=f"{gain.median:.2f}x [{gain.low:.2f}, {gain.high:.2f}]: {stock:.1f} -> "
+            value=f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]: {stock:.1f} -> "
             f"{shared:.1f} ms a step; without attention {bound.median:.2f}x{left}",
             goal=f">= {goal:.2f}x" if goal else "",
-            verdict=gain.verdict(goal) if goal else "",
+            verdict=speedup.verdict(goal) if goal else "",
         )
 
 
@@ -136,7 +136,7 @@ class Engine:
         self._client = core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         [[group]] = runner.attn_groups
-        self._sharer = group.get_metadata_builder().sharer
+        self._grouper = group.get_metadata_builder().grouper
         layers = runner.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in group.layer_names]
         self._number = 0
@@ -188,11 +188,11 @@ class Engine:
     def _round(self, steps: Steps, number: int) -> None:
         arms = [("off", steps.stock), ("auto", steps.shared)]
         for mode, times in arms if number % 2 == 0 else arms[::-1]:
-            self._sharer.mode = mode
-            before = self._num_grouped()
+            self._grouper.mode = mode
+            before = self._count_grouped_steps()
             times.append(self._step())
             if mode == "auto":
-                steps.grouped.append(self._num_grouped() > before)
+                steps.grouped.append(self._count_grouped_steps() > before)
         with self._without_attention():
             steps.without.append(self._step())
 
@@ -202,14 +202,14 @@ class Engine:
         self._llm.llm_engine.step()
         return 1000 * (clock() - began)
 
-    def _num_grouped(self) -> int:
-        from engine.attention.counters import COUNTS
+    def _count_grouped_steps(self) -> int:
+        from engine.attention.counters import COUNTERS
 
-        return COUNTS.steps_grouped
+        return COUNTERS.steps_grouped
 
     @contextmanager
     def _without_attention(self) -> Iterator[None]:
-        self._sharer.mode = "off"
+        self._grouper.mode = "off"
         for impl in self._impls:
             impl.forward = lambda *_, output, **__: output.zero_()
         yield

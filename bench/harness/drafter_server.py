@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.harness.in_process_service import served
+from bench.harness.in_process_service import running_service
 from coppice import AsyncRollouts
 from engine.settings import EngineSettings, SpeculationSettings
 from examples.seedling.arithmetic import draw
@@ -22,7 +22,7 @@ ROLLOUTS = 3
 
 
 @asynccontextmanager
-async def drafted(*, training: bool) -> AsyncIterator[AsyncRollouts]:
+async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
     with tempfile.TemporaryDirectory() as folder:
         speculation = SpeculationSettings(
             mode="drafter",
@@ -34,7 +34,7 @@ async def drafted(*, training: bool) -> AsyncIterator[AsyncRollouts]:
         )
         settings = EngineSettings(seed=0, cpu_threads=1, max_sequences=64)
         async with (
-            served(settings, speculation=speculation) as (_, url),
+            running_service(settings, speculation=speculation) as (_, url),
             AsyncRollouts(url, timeout=600) as rollouts,
         ):
             yield rollouts

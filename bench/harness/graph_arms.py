@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.counters import COUNTS
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 
 STEPS, SETTLING = 20, 4
@@ -40,10 +40,10 @@ class Captured:
 class Arm:
     """Owns its process. A failure there is an EOFError here, below its own traceback."""
 
-    def __init__(self, model: Path, drafter: Path, limits: Limits, plan: Plan) -> None:
+    def __init__(self, model: Path, drafter: Path, limits: CaptureLimits, plan: Plan) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        arguments = (there, str(model), str(drafter), limits, plan.dumped())
+        arguments = (there, str(model), str(drafter), limits, plan.to_json())
         self._process = context.Process(target=_work, args=arguments)
         self._process.start()
         there.close()
@@ -71,13 +71,13 @@ class Arm:
         self._process.kill()
 
 
-def _work(pipe: Connection, model: str, drafter: str, limits: Limits, plan: str) -> None:
+def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, plan: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
     from engine.patches import graph_candidates
 
-    planned = Plan.loaded(plan)
-    graph_candidates.install_plan(planned)
-    engine = _Engine(_llm(model, drafter, limits, planned))
+    make_plan = Plan.from_json(plan)
+    graph_candidates.install_plan(make_plan)
+    engine = _Engine(_llm(model, drafter, limits, make_plan))
     pipe.send("ready")
     while True:
         try:
@@ -87,7 +87,7 @@ def _work(pipe: Connection, model: str, drafter: str, limits: Limits, plan: str)
         pipe.send(engine.captured() if asked == "captured" else engine.seconds(asked))
 
 
-def _llm(model: str, drafter: str, limits: Limits, plan: Plan) -> Any:
+def _llm(model: str, drafter: str, limits: CaptureLimits, plan: Plan) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -102,13 +102,13 @@ def _llm(model: str, drafter: str, limits: Limits, plan: Plan) -> Any:
         speculative_config={
             "method": "draft_model",
             "model": drafter,
-            "num_speculative_tokens": limits.widest - 1,
+            "num_speculative_tokens": limits.max_query_len - 1,
             "num_speculative_tokens_per_batch_size": schedule(limits),
         },
     )
 
 
-def schedule(limits: Limits) -> list[tuple[int, int, int]]:
+def schedule(limits: CaptureLimits) -> list[tuple[int, int, int]]:
     """One that has every length somewhere, for the longest where it may be chosen."""
     ranges: list[tuple[int, int, int]] = []
     for samples in range(1, limits.max_sequences + 1):
@@ -117,7 +117,9 @@ def schedule(limits: Limits) -> list[tuple[int, int, int]]:
             ranges[-1] = (ranges[-1][0], samples, drafts)
         else:
             ranges.append((samples, samples, drafts))
-    missing = {query - 1 for query in limits.lengths.queries} - {drafts for *_, drafts in ranges}
+    missing = {query_len - 1 for query_len in limits.lengths.query_lens} - {
+        drafts for *_, drafts in ranges
+    }
     assert not missing, f"the schedule leaves out drafts of {missing} tokens"
     return ranges
 
@@ -151,7 +153,7 @@ class _Engine:
         return seconds
 
     def captured(self) -> Captured:
-        counted = COUNTS.read()
+        counted = COUNTERS.read()
         assert counted is not None, "nothing was captured to the plan"
         return Captured(
             num_graphs=counted["num_graphs"],
@@ -182,6 +184,6 @@ class _Engine:
 
 
 def _counted() -> tuple[int, int]:
-    counted = COUNTS.read()
+    counted = COUNTERS.read()
     assert counted is not None, "nothing was captured to the plan"
     return counted["hits"], sum(steps for *_, steps in counted["misses"])

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from engine.kv_types import ExportSlot
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import rotary_of
+from kernels.rope_shift.rope_params import parse_rotary
 from service.kv_reuse.anchor_selection import (
     AnchorSelection,
     find_candidates,
@@ -30,12 +30,12 @@ from service.prompt_kv.allocator import Extent
 SCOPE = Scope("nobody", None)
 
 
-class Foreseen:
+class HfPredictor:
     """Of one model; its segments are computed alone, once, and so are its anchors."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._rotary = rotary_of(model.config.rope_parameters, model.config.head_dim)
+        self._rotary = parse_rotary(model.config.rope_parameters, model.config.head_dim)
         self._alone: dict[tuple[int, ...], torch.Tensor] = {}
         self._of: dict[Anchor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -62,7 +62,7 @@ class Foreseen:
             self._alone[key] = self.computed(key) if key else torch.empty(0)
         return self._alone[key]
 
-    def put_together(
+    def assemble(
         self,
         parts: Sequence[PromptSpan],
         anchors: Sequence[Anchor],
@@ -151,5 +151,5 @@ def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[An
 
 
 def _nowhere() -> CacheEntry:
-    slot = ExportSlot(arena=Path("/nowhere"), offset=0, words_offset=0, num_tokens=0)
+    slot = ExportSlot(arena=Path("/nowhere"), offset=0, status_offset=0, num_tokens=0)
     return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))

@@ -9,17 +9,17 @@ import torch
 from transformers import DynamicCache
 
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import rotary_of
+from kernels.rope_shift.rope_params import parse_rotary
 from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
 
 
-class Placed:
+class HfAssembler:
     """Of one model in float32; its segments are computed alone, once."""
 
     def __init__(self, model: Any, *, block: int = 32) -> None:
         self._model, self._block = model, block
         config = model.config
-        self._rotary = rotary_of(config.rope_parameters, config.head_dim)
+        self._rotary = parse_rotary(config.rope_parameters, config.head_dim)
         self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def dense(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Placed:
             logits: torch.Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0]
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
-    def put_together(
+    def assemble(
         self, parts: Sequence[PromptSpan], response: Sequence[int], *, first_tokens: int
     ) -> torch.Tensor:
         """As `dense`, of the prompt as a chain makes it."""

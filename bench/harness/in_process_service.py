@@ -18,7 +18,7 @@ from service.prompt_kv.settings import KvSettings
 
 
 @asynccontextmanager
-async def served(
+async def running_service(
     engine_settings: EngineSettings,
     attention: AttentionSettings | None = None,
     kv: KvSettings | None = None,
@@ -42,7 +42,7 @@ async def served(
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
-        while engine.pulse().stage != "serving":
+        while engine.health().stage != "serving":
             await asyncio.sleep(0.1)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-STEPS, TIMES, FLOATS = 2_000_000, 20, 2**26
+STEPS, NUM_REPEATS, NUM_FLOATS = 2_000_000, 20, 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Peak:
     """Read from memory, by far more than fits into caches."""
 
 
-def measured(flags: list[str], *, num_threads: int) -> Peak:
+def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
     """Of loops compiled for the instruction set that the flags name, on every core."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "peak.so"
@@ -34,10 +34,10 @@ def measured(flags: list[str], *, num_threads: int) -> Peak:
         flops, read = loops.flops_per_second, loops.bytes_per_second
         flops.restype = read.restype = ctypes.c_double
         read.argtypes = [ctypes.c_void_p, ctypes.c_long]
-        memory = [np.ones(FLOATS, np.float32) for _ in range(num_threads)]
+        memory = [np.ones(NUM_FLOATS, np.float32) for _ in range(num_threads)]
         return Peak(
             flops_per_second=_best(lambda _: flops(STEPS), num_threads),
-            bytes_per_second=_best(lambda i: read(memory[i].ctypes.data, FLOATS), num_threads),
+            bytes_per_second=_best(lambda i: read(memory[i].ctypes.data, NUM_FLOATS), num_threads),
         )
 
 
@@ -47,7 +47,7 @@ def _best(measure: Callable[[int], float], num_threads: int) -> float:
 
     def all_of(thread: int) -> list[float]:
         speeds = []
-        for _ in range(TIMES):
+        for _ in range(NUM_REPEATS):
             together.wait()
             speeds.append(measure(thread))  # ctypes lets go of the GIL
         return speeds
@@ -57,7 +57,7 @@ def _best(measure: Callable[[int], float], num_threads: int) -> float:
     return float(max(sum(at_once) for at_once in zip(*speeds, strict=True)))
 
 
-def seconds_of(run: Callable[[], object], times: int = TIMES) -> float:
+def best_seconds(run: Callable[[], object], times: int = NUM_REPEATS) -> float:
     """At its best."""
     seconds = []
     for _ in range(times):

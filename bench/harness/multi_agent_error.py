@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.harness.cached_generation import Prompted, answered, log_probabilities
-from bench.harness.hf_splice import Placed, divergence
+from bench.harness.cached_generation import CachedPrompt, generate, log_probabilities
+from bench.harness.hf_splice import HfAssembler, divergence
 from examples.seedling import agents
 from service.kv_reuse.layout import PromptSpan, joined, token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutTogether:
+class AssembledPrompt:
     cache: DynamicCache
     num_placed: int
 
 
-Way = Callable[[Sequence[PromptSpan]], PutTogether]
+Assembly = Callable[[Sequence[PromptSpan]], AssembledPrompt]
 
 SHAPES = (
     agents.Shape(num_peers=2, own=80, steps=7),
@@ -39,11 +39,11 @@ SHAPES = (
     agents.Shape(num_peers=4, own=640, steps=9),
 )
 NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 1, 72, 7
-COMPUTED = "computed"
+PREFILLED = "computed"
 
 
 @dataclass(slots=True, kw_only=True)
-class Heard:
+class TurnScores:
     """Of turns of one shape, turn by turn; of the answers, which share was right."""
 
     tokens: list[int] = field(default_factory=list)
@@ -58,57 +58,61 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Case:
     parts: list[PromptSpan]
     answer: list[int]
     question: agents.Question
 
 
-class Hearing:
+class AgentEvaluation:
     """A model, and what it is asked."""
 
     def __init__(self, model: Any, words: Any) -> None:
         self.model, self._words = model, words
 
     @classmethod
-    def of(cls, folder: str) -> "Hearing":
+    def of(cls, folder: str) -> "AgentEvaluation":
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return cls(model.eval(), AutoTokenizer.from_pretrained(folder))
 
-    def asked(self, shape: agents.Shape, num_turns: int) -> list[Asked]:
+    def asked(self, shape: agents.Shape, num_turns: int) -> list[Case]:
         draw = random.Random(SEED)
         return [self._asked(agents.draw(draw, shape, held_out=True)) for _ in range(num_turns)]
 
-    def heard(self, asked: Sequence[Asked], ways: Mapping[str, Way]) -> Heard:
-        """`COMPUTED` is the first of the ways: the others are compared with it."""
-        heard = Heard()
+    def scores(self, asked: Sequence[Case], ways: Mapping[str, Assembly]) -> TurnScores:
+        """`PREFILLED` is the first of the ways: the others are compared with it."""
+        scores = TurnScores()
         for number, one in enumerate(asked):
-            self._hear(one, ways, self._noise(number), heard)
-        return heard
+            self._score_turn(one, ways, self._noise(number), scores)
+        return scores
 
-    def _hear(self, one: Asked, ways: Mapping[str, Way], noise: torch.Tensor, heard: Heard) -> None:
+    def _score_turn(
+        self, one: Case, ways: Mapping[str, Assembly], noise: torch.Tensor, scores: TurnScores
+    ) -> None:
         prompt = joined(one.parts)
-        heard.tokens.append(len(prompt))
+        scores.tokens.append(len(prompt))
         exact, drafts = None, [one.answer] * len(noise)
         for name, way in ways.items():
             put = way(one.parts)
-            prompted = Prompted(cache=put.cache, last=prompt[-1])
+            prompted = CachedPrompt(cache=put.cache, last=prompt[-1])
             logs = log_probabilities(self.model, prompted, one.answer)[:-1]
             answers = [self._answer(prompted, *drawn) for drawn in zip(noise, drafts, strict=True)]
             if exact is None:
                 # With the same noise the other ways' answers are mostly the same ones.
                 exact, drafts = logs, answers
-                heard.surprises.append(_surprise(logs, one.answer))
+                scores.surprises.append(_surprise(logs, one.answer))
             rewards = [self._reward(one.question, answer) for answer in answers]
-            heard.shares.setdefault(name, []).append(put.num_placed / len(prompt))
-            heard.divergences.setdefault(name, []).append(divergence(exact, logs))
-            heard.chances.setdefault(name, []).append(_chance(logs, one.answer))
-            heard.greedy.setdefault(name, []).append(rewards[0])
-            heard.sampled.setdefault(name, []).append(statistics.mean(rewards[1:]))
+            scores.shares.setdefault(name, []).append(put.num_placed / len(prompt))
+            scores.divergences.setdefault(name, []).append(divergence(exact, logs))
+            scores.chances.setdefault(name, []).append(_chance(logs, one.answer))
+            scores.greedy.setdefault(name, []).append(rewards[0])
+            scores.sampled.setdefault(name, []).append(statistics.mean(rewards[1:]))
 
-    def _answer(self, prompted: Prompted, noise: torch.Tensor, draft: Sequence[int]) -> list[int]:
+    def _answer(
+        self, prompted: CachedPrompt, noise: torch.Tensor, draft: Sequence[int]
+    ) -> list[int]:
         end = self._words.eos_token_id
-        return answered(self.model, prompted, noise, draft=draft, end=end)
+        return generate(self.model, prompted, noise, draft=draft, end=end)
 
     def _reward(self, question: agents.Question, answer: Sequence[int]) -> float:
         text = self._words.decode(answer, skip_special_tokens=True)
@@ -121,9 +125,9 @@ class Hearing:
         gumbel = -torch.empty(shape).exponential_(generator=chance).log()
         return torch.cat([torch.zeros(1, *shape[1:]), gumbel])
 
-    def _asked(self, turn: agents.Turn) -> Asked:
+    def _asked(self, turn: agents.Turn) -> Case:
         encode = self._words.encode
-        return Asked(
+        return Case(
             parts=[
                 PromptSpan(token_ids=encode(turn.own)),
                 PromptSpan(token_ids=encode(turn.told), name="question"),
@@ -138,30 +142,32 @@ class Hearing:
         )
 
 
-def heard_by(folder: str, first_tokens: Sequence[int], block: int) -> list[Heard]:
+def evaluate_agents(folder: str, first_tokens: Sequence[int], block: int) -> list[TurnScores]:
     """Of turns of every shape, in all ways."""
-    hearing = Hearing.of(folder)
+    hearing = AgentEvaluation.of(folder)
     return [
-        hearing.heard(hearing.asked(shape, NUM_TURNS), ways_of(hearing.model, first_tokens, block))
+        hearing.scores(
+            hearing.asked(shape, NUM_TURNS), assembly_modes(hearing.model, first_tokens, block)
+        )
         for shape in SHAPES
     ]
 
 
-def ways_of(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Way]:
+def assembly_modes(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Assembly]:
     """For one shape's turns, whose segments are kept."""
-    kept = Placed(model, block=block)
+    kept = HfAssembler(model, block=block)
 
-    def computed(parts: Sequence[PromptSpan]) -> PutTogether:
-        return PutTogether(cache=kept.computed_cache(parts), num_placed=0)
+    def computed(parts: Sequence[PromptSpan]) -> AssembledPrompt:
+        return AssembledPrompt(cache=kept.computed_cache(parts), num_placed=0)
 
-    def placed(first: int, parts: Sequence[PromptSpan]) -> PutTogether:
+    def placed(first: int, parts: Sequence[PromptSpan]) -> AssembledPrompt:
         runs = token_runs(parts, first_tokens=first, block=block)
-        return PutTogether(
+        return AssembledPrompt(
             cache=kept.cache(parts, first_tokens=first),
             num_placed=sum(run.num_tokens for run in runs if run.span is not None),
         )
 
-    ways: dict[str, Way] = {COMPUTED: computed}
+    ways: dict[str, Assembly] = {PREFILLED: computed}
     return ways | {f"{k} computed": partial(placed, k) for k in first_tokens}
 
 

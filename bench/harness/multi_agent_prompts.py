@@ -11,7 +11,7 @@ def num_prompt_tokens(said: int) -> int:
     return OWN + QUESTION + (NUM_AGENTS - 1) * said + ASK
 
 
-class Talk:
+class MultiAgentPrompts:
     """What all agents say in all rounds, drawn anew for every arm."""
 
     def __init__(self, seed: str, said: int, vocab_size: int) -> None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.harness.multi_agent_error import COMPUTED, Heard
+from bench.harness.multi_agent_error import PREFILLED, TurnScores
 from bench.harness.paired_runs import RESAMPLES
 from bench.harness.record import Row
 
@@ -42,25 +42,25 @@ def change(computed: Sequence[float], placed: Sequence[float]) -> Change:
     return Change(mean=statistics.fmean(points), low=low, high=high)
 
 
-def agents_rows(found: Sequence[Heard]) -> list[Row]:
-    return [row for heard in found for row in _rows(heard)]
+def agents_rows(found: Sequence[TurnScores]) -> list[Row]:
+    return [row for scores in found for row in _rows(scores)]
 
 
-def _rows(heard: Heard) -> list[Row]:
-    what = f"agents: {statistics.mean(heard.tokens):.0f} tokens"
-    surprise = f"{statistics.mean(heard.surprises):.3f} nats a token"
-    ways = [way for way in heard.divergences if way != COMPUTED]
+def _rows(scores: TurnScores) -> list[Row]:
+    what = f"agents: {statistics.mean(scores.tokens):.0f} tokens"
+    surprise = f"{statistics.mean(scores.surprises):.3f} nats a token"
+    ways = [way for way in scores.divergences if way != PREFILLED]
     return [
         Row(what=f"{what}: surprise at the right answer, computed", value=surprise),
-        *(_divergence(what, way, heard) for way in ways),
-        *_accuracy(f"{what}: right answers, greedy", heard.greedy, ways),
-        *_accuracy(f"{what}: right answers, temperature 1", heard.sampled, ways),
-        *_accuracy(f"{what}: chance of the right answer", heard.chances, ways),
+        *(_divergence(what, way, scores) for way in ways),
+        *_accuracy(f"{what}: right answers, greedy", scores.greedy, ways),
+        *_accuracy(f"{what}: right answers, temperature 1", scores.sampled, ways),
+        *_accuracy(f"{what}: chance of the right answer", scores.chances, ways),
     ]
 
 
-def _divergence(what: str, way: str, heard: Heard) -> Row:
-    values, share = heard.divergences[way], 100 * statistics.mean(heard.shares[way])
+def _divergence(what: str, way: str, scores: TurnScores) -> Row:
+    values, share = scores.divergences[way], 100 * statistics.mean(scores.shares[way])
     mean = statistics.mean(values)
     return Row(
         what=f"{what}: divergence, {way}",
@@ -71,8 +71,8 @@ def _divergence(what: str, way: str, heard: Heard) -> Row:
 
 
 def _accuracy(what: str, rewards: Mapping[str, Sequence[float]], ways: Sequence[str]) -> list[Row]:
-    computed = rewards[COMPUTED]
-    rows = [Row(what=f"{what}, {COMPUTED}", value=f"{100 * statistics.mean(computed):.1f} %")]
+    computed = rewards[PREFILLED]
+    rows = [Row(what=f"{what}, {PREFILLED}", value=f"{100 * statistics.mean(computed):.1f} %")]
     for way in ways:
         changed = change(computed, rewards[way])
         points = f"{changed.mean:+.1f} points [{changed.low:+.1f}, {changed.high:+.1f}]"

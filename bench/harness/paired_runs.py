@@ -47,7 +47,7 @@ class Pairs:
         return Ratio(median=statistics.median(ratios), low=low, high=high)
 
 
-async def in_turn(
+async def alternate(
     arms: Sequence[Callable[[], Awaitable[None]]], *, rounds: int, warm_up: int = 1
 ) -> None:
     """Each arm records for itself; every second round runs backwards: none is always first."""

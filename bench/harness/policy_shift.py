@@ -17,15 +17,15 @@ from transformers import AutoTokenizer
 
 SEEDLING = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 EMBEDDING = "model.embed_tokens.weight"
-EXCHANGED = ("0123456789=:", "0729153846~;")
+EXCHANGED_BYTES = ("0123456789=:", "0729153846~;")
 """Zero stays, or numbers would begin with it. Of these prompts have digits alone."""
 
 
-def exchanged(tokens: int) -> torch.Tensor:
+def permuted_rows(tokens: int) -> torch.Tensor:
     """Whose row each token has from now on."""
     words = AutoTokenizer.from_pretrained(SEEDLING)
     whose = torch.arange(tokens)
-    for old, new in zip(*EXCHANGED, strict=True):
+    for old, new in zip(*EXCHANGED_BYTES, strict=True):
         [one], [other] = words.encode(old), words.encode(new)
         whose[other] = one
         if not new.isdigit():
@@ -41,7 +41,7 @@ def main() -> None:
     shutil.copytree(SEEDLING, out, dirs_exist_ok=True)
     tensors = load_file(SEEDLING / "model.safetensors")
     embedding = tensors[EMBEDDING]
-    tensors[EMBEDDING] = embedding[exchanged(len(embedding))].contiguous()
+    tensors[EMBEDDING] = embedding[permuted_rows(len(embedding))].contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     print(f"{out}: the seedling, in another notation")
 

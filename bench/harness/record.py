@@ -40,7 +40,7 @@ class Record:
         RECORDS.mkdir(exist_ok=True)
         path = RECORDS / f"{self.name}.json"
         path.write_text(
-            json.dumps(asdict(self) | circumstances(self.bench or self.name), indent=2) + "\n"
+            json.dumps(asdict(self) | environment(self.bench or self.name), indent=2) + "\n"
         )
         return path
 
@@ -52,7 +52,7 @@ class Record:
             print(f"  {row.what:<{width}}  {row.value}{goal}")
 
 
-def circumstances(bench: str) -> dict[str, Any]:
+def environment(bench: str) -> dict[str, Any]:
     return {
         "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),

@@ -15,7 +15,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 ARMS = (("with", "trained in the background", "#2f7d4f"), ("without", "not trained", "#8a8f98"))
-GOAL_SHARE = 0.95
+RECOVERED_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Curve:
     @property
     def recovered_seconds(self) -> float | None:
         """From here on it stays above the goal's share of what it was, for two windows."""
-        wanted = GOAL_SHARE * self.before
+        wanted = RECOVERED_SHARE * self.before
         pairs = zip(self.points, self.points[1:], strict=False)
         return next(
             (
@@ -74,7 +74,7 @@ def picture(raw: dict[str, Any]) -> Path:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.4), layout="constrained")
         axes = figure.subplots()
-        goal = GOAL_SHARE * Curve(points=[Point(**point) for point in raw["with"]]).before
+        goal = RECOVERED_SHARE * Curve(points=[Point(**point) for point in raw["with"]]).before
         axes.axhline(goal, color="#cfd4da", linewidth=1)
         axes.axvline(0, color="#b5793a", linewidth=1, linestyle=":")
         axes.annotate("new weights", (0, 0.02), xytext=(4, 0), textcoords="offset points")

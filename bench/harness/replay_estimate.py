@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.harness.speculation_arm import GNU, LONGEST, ROWS
-from bench.replay.costs import Measured
-from bench.replay.drafters import Ours
-from bench.replay.replay import Controller, Fixed, Replayer
+from bench.replay.costs import MeasuredCost
+from bench.replay.drafters import StoreDrafter
+from bench.replay.replay import Controller, Fixed, Replay
 from bench.replay.traces import Group
-from engine.speculation.calibration import Trust
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.cost import Step, StepCost
+from engine.speculation.cost import Step, StepCostModel
 
 LEAST = 2
 
@@ -44,28 +44,30 @@ def foretold(
     """Seconds of each round's decode steps; None of an arm that is not ours."""
     if name in ("ngram", "suffix") or name.endswith(GNU):
         return None
-    replayer = Replayer(
-        drafter=Ours(longest=LONGEST),
+    replayer = Replay(
+        drafter=StoreDrafter(max_draft_tokens=LONGEST),
         controller=_controller(name, steps),
         max_running=ROWS,
-        longest=LONGEST,
-        costs=Measured(StepCost(steps)),
-        knows=name == "oracle",
+        max_draft_tokens=LONGEST,
+        costs=MeasuredCost(StepCostModel(steps)),
+        is_oracle=name == "oracle",
     )
     ends = [0.0]
     for number, (asked, said) in enumerate(zip(prompts, texts, strict=True)):
         replayer.epoch(number, _groups(asked, said))
-        ends.append(replayer.outcome.seconds)
+        ends.append(replayer.result.seconds)
     return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
 
 
 def _controller(name: str, steps: Sequence[Step]) -> Controller:
     if name == "ours":
-        return Ruling(StepCost(steps), Trust())
-    return Fixed(int(name.removeprefix("fixed-")) if name.startswith("fixed") else _at_most(name))
+        return Ruling(StepCostModel(steps), DraftCalibration())
+    return Fixed(
+        int(name.removeprefix("fixed-")) if name.startswith("fixed") else _max_draft_of(name)
+    )
 
 
-def _at_most(name: str) -> int:
+def _max_draft_of(name: str) -> int:
     return LONGEST if name == "oracle" else 0
 
 

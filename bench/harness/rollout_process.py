@@ -16,7 +16,7 @@ import httpx
 GROUPS, SAMPLES, TOKENS, PROMPT_TOKENS = 32, 8, 128, 64
 
 
-class Caller:
+class RolloutProcess:
     """The process as the benchmark sees it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -32,14 +32,14 @@ class Caller:
 
 
 @asynccontextmanager
-async def caller(url: str) -> AsyncIterator[Caller]:
+async def rollout_process(url: str) -> AsyncIterator[RolloutProcess]:
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-m", "bench.harness.rollout_process", url],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        yield Caller(process)
+        yield RolloutProcess(process)
     finally:
         process.kill()
         await process.wait()

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.teacher_forced import Fixed, Forced, Knowing
+from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.settings import AttentionSettings, SpeculationSettings
-from engine.speculation.counters import Counts
+from engine.speculation.counters import Counters
 from engine.speculation.lifecycle import PROFILE_SECONDS
-from engine.speculation.proposer import stored
+from engine.speculation.proposer import open_store
 from engine.speculation.speculator import Speculator
 
 LONGEST = 8
@@ -55,7 +55,7 @@ class Workload:
 
 
 @dataclass(slots=True)
-class Came:
+class RunResult:
     """`decoded`: of each step that computed no prompt its rows, their context, the tokens that it
     computed and those that came, and seconds. `texts` of all samples, in the order of their
     prompts; `surprise`: nats of all their tokens."""
@@ -109,51 +109,51 @@ class Arm:
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._number = 0
         self._speculators: dict[str, Speculator] = {}
-        self._forced = Forced(self._runner)
+        self._teacher_forced = TeacherForced(self._runner)
         if name == "ours":
-            self._wire()
+            self._attach()
 
-    def _wire(self) -> None:
-        from engine.speculation.profile import batches, num_tokens
+    def _attach(self) -> None:
+        from engine.speculation.profile import num_tokens, profile_batches
 
         proposer = self._runner.drafter
         proposer.verify(self._runner)
-        proposer.wire(self._runner)
+        proposer.attach(self._runner)
         if not proposer.begin_profile():
             return
         began = time.monotonic()
         for number, batch in enumerate(
-            batches(max_sequences=ROWS, max_context_tokens=1000, longest=LONGEST)
+            profile_batches(max_sequences=ROWS, max_context_tokens=1000, max_draft_tokens=LONGEST)
         ):
             if number > 1 and time.monotonic() - began > PROFILE_SECONDS:
                 break
             prompts = [[7] * batch.prompt] * batch.running
             self._begin(prompts, max_tokens=num_tokens(LONGEST), ignore_eos=True)
-            self._steps(Came())
+            self._steps(RunResult())
         proposer.end_profile()
 
-    def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> Came:
+    def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> RunResult:
         """With `texts` the samples say these."""
-        from engine.speculation.request_slots import GROUP
+        from engine.speculation.request_slots import GROUP_ARG
 
-        came, ids = Came(), []
-        self._be(name.removesuffix(GNU))
+        came, ids = RunResult(), []
+        self._switch_to(name.removesuffix(GNU))
         for number, prompt in enumerate(prompts(work)):
             ids += self._begin(
                 [prompt] * work.size,
                 max_tokens=work.max_tokens,
                 ignore_eos=work.ignore_eos,
                 temperature=work.temperature,
-                extra_args={GROUP: f"{work.seed}.{number}"},
+                extra_args={GROUP_ARG: f"{work.seed}.{number}"},
             )
-        self._forced.texts = {} if texts is None else dict(zip(ids, texts, strict=True))
+        self._teacher_forced.texts = {} if texts is None else dict(zip(ids, texts, strict=True))
         began = time.perf_counter()
         said = self._steps(came)
         came.seconds = time.perf_counter() - began
         came.texts = [said[one] for one in ids]
         return came
 
-    def _be(self, name: str) -> None:
+    def _switch_to(self, name: str) -> None:
         """Each has a store and a memory of its own: all of them say the same."""
         if name in ("off", "ngram", "suffix"):
             return
@@ -164,10 +164,10 @@ class Arm:
             kind, _, length = name.partition("-")
             self._speculators[name] = Speculator(
                 self._runner,
-                stored(None, LONGEST, 0),
-                Fixed(int(length)) if kind == "fixed" else Knowing(self._forced),
-                Counts(),
-                longest=LONGEST,
+                open_store(None, LONGEST, 0),
+                Fixed(int(length)) if kind == "fixed" else OraclePolicy(self._teacher_forced),
+                Counters(),
+                max_draft_tokens=LONGEST,
             )
         drafter.speculator = self._speculators[name]
 
@@ -190,7 +190,7 @@ class Arm:
             ids.append(self._llm.llm_engine.add_request(str(self._number), asked, params))
         return ids
 
-    def _steps(self, came: Came) -> dict[str, list[int]]:
+    def _steps(self, came: RunResult) -> dict[str, list[int]]:
         scheduler, said = self._core.scheduler, {}
         while scheduler.has_unfinished_requests():
             there = {name: each.num_output_tokens for name, each in scheduler.requests.items()}
@@ -213,8 +213,8 @@ class Arm:
         context = int(self._runner.input_batch.num_tokens_no_spec[:rows].sum())
         return rows, context, int(self._runner.query_start_loc.np[rows])
 
-    def _count(self, answer: Any, came: Came) -> None:
-        if not self._forced.texts:
+    def _count(self, answer: Any, came: RunResult) -> None:
+        if not self._teacher_forced.texts:
             each = zip(answer.token_ids, answer.logprobs, strict=True)
             came.surprise -= sum(of[token].logprob for token, of in each)
         if (metrics := answer.spec_decode_metrics) is not None:

@@ -14,11 +14,11 @@ from engine.speculation.cost import Step
 
 BUCKETS = (1, 8, 32, ROWS)
 """Running samples, up to so many."""
-NEVER_BELOW, OF_ORACLE, OF_REPLAY, OVER_OTHERS = 0.97, 0.85, 0.97, 1.1
+MIN_SPEED, MIN_SHARE_OF_ORACLE, MIN_SHARE_OF_REPLAY, MIN_SPEEDUP = 0.97, 0.85, 0.97, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ArmResult:
     """Of one arm's run. By bucket of its decode steps: their number, rows, context, seconds and
     tokens. `foretold`: what a replay makes of their seconds."""
 
@@ -40,14 +40,14 @@ class Kept:
 STEPS, RUNNING, CONTEXT, SECONDS, TOKENS = range(5)
 
 
-def kept(run: dict[str, Any], foretold: float | None) -> Kept:
+def summarize_run(run: dict[str, Any], foretold: float | None) -> ArmResult:
     buckets = {str(most): [0.0] * 5 for most in BUCKETS}
     for rows, context, _, tokens, seconds in run["decoded"]:
         bucket = buckets[str(next(most for most in BUCKETS if rows <= most))]
         for what, more in enumerate((1, rows, context, seconds, tokens)):
             bucket[what] += more
     counted = {name: run[name] for name in ("seconds", "tokens", "drafted", "accepted")}
-    return Kept(**counted, buckets=buckets, foretold=foretold)
+    return ArmResult(**counted, buckets=buckets, foretold=foretold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,10 @@ class Round:
 
     seed: int
     surprise: float
-    arms: dict[str, Kept]
+    arms: dict[str, ArmResult]
     steps: list[Step] = field(default_factory=list)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
@@ -71,7 +71,7 @@ class Round:
             cls(
                 seed=one["seed"],
                 surprise=one["surprise"],
-                arms={name: Kept(**arm) for name, arm in one["arms"].items()},
+                arms={name: ArmResult(**arm) for name, arm in one["arms"].items()},
                 steps=[Step(**step) for step in one["steps"]],
             )
             for one in known
@@ -95,7 +95,7 @@ def described(name: str, rounds: Sequence[Round]) -> Row:
     )
 
 
-def against(
+def speedup(
     rounds: Sequence[Round], other: str, goal: float | None = None, one: str = "ours"
 ) -> Row:
     """Tokens a second of one over the other, of the whole and of its tail."""
@@ -114,7 +114,9 @@ def against(
     )
 
 
-def shared(rounds: Sequence[Round], other: str, one: str = "ours") -> list[tuple[Kept, Kept]]:
+def shared(
+    rounds: Sequence[Round], other: str, one: str = "ours"
+) -> list[tuple[ArmResult, ArmResult]]:
     both = [each.arms for each in rounds if one in each.arms and other in each.arms]
     return [(arms[one], arms[other]) for arms in both]
 
@@ -131,8 +133,8 @@ def replayed(rounds: Sequence[Round]) -> Row:
         what="ours over off, measured over what replay foretells",
         value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; it foretells "
         f"{statistics.median(said):.2f}x",
-        goal=f">= {OF_REPLAY:.2f}",
-        verdict=ratio.verdict(OF_REPLAY),
+        goal=f">= {MIN_SHARE_OF_REPLAY:.2f}",
+        verdict=ratio.verdict(MIN_SHARE_OF_REPLAY),
     )
 
 
@@ -141,15 +143,20 @@ def guard_rows(rounds: Sequence[Round]) -> list[Row]:
     both = shared(rounds, "off")
     low = Pairs(a=[a.rate() for a, _ in both], b=[b.rate() for _, b in both]).ratio().low
     row = replace(
-        against(rounds, "off"),
-        goal=f"lower end >= {NEVER_BELOW:.2f}x",
-        verdict="met" if low >= NEVER_BELOW else "missed",
+        speedup(rounds, "off"),
+        goal=f"lower end >= {MIN_SPEED:.2f}x",
+        verdict="met" if low >= MIN_SPEED else "missed",
     )
     return [*(described(name, rounds) for name in ("off", "ours")), row]
 
 
 def workload_rows(rounds: Sequence[Round]) -> list[Row]:
-    goals = {"off": None, "oracle": OF_ORACLE, "ngram": OVER_OTHERS, "suffix": OVER_OTHERS}
+    goals = {
+        "off": None,
+        "oracle": MIN_SHARE_OF_ORACLE,
+        "ngram": MIN_SPEEDUP,
+        "suffix": MIN_SPEEDUP,
+    }
     names = list(dict.fromkeys(name for one in rounds for name in one.arms))
     others = [name for name in names if name != "ours" and not name.endswith(GNU)]
     tokens = sum(next(iter(one.arms.values())).tokens for one in rounds)
@@ -159,9 +166,9 @@ def workload_rows(rounds: Sequence[Round]) -> list[Row]:
             value=f"{sum(one.surprise for one in rounds) / tokens:.3f} nats a token",
         ),
         *(described(name, rounds) for name in names),
-        *(against(rounds, n, goals.get(n)) for n in others if shared(rounds, n)),
+        *(speedup(rounds, n, goals.get(n)) for n in others if shared(rounds, n)),
         *(
-            against(rounds, gnu, one=name)
+            speedup(rounds, gnu, one=name)
             for name in ("off", "ours")
             if shared(rounds, gnu := name + GNU, name)
         ),

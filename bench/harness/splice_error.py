@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness.hf_splice import Placed, divergence
+from bench.harness.hf_splice import HfAssembler, divergence
 from examples.seedling import arithmetic
 from service.kv_reuse.layout import PromptSpan, joined, token_runs
 
@@ -37,7 +37,7 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Case:
     parts: list[PromptSpan]
     answer: list[int]
 
@@ -49,12 +49,12 @@ def distances(first_tokens: Sequence[int], block: int) -> list[Distance]:
     for num_problems in PROBLEMS_A_TEXT:
         draw = random.Random(7)
         asked = [_asked(words, draw, num_problems) for _ in range(NUM_PROMPTS)]
-        found.append(_distance(Placed(model, block=block), asked, first_tokens, block))
+        found.append(_distance(HfAssembler(model, block=block), asked, first_tokens, block))
     return found
 
 
 def _distance(
-    placed: Placed, asked: Sequence[Asked], first_tokens: Sequence[int], block: int
+    placed: HfAssembler, asked: Sequence[Case], first_tokens: Sequence[int], block: int
 ) -> Distance:
     exact = [placed.dense(joined(one.parts), one.answer) for one in asked]
     distance = Distance(
@@ -64,13 +64,13 @@ def _distance(
     for first in first_tokens:
         distance.shares[first] = statistics.mean(_share(one.parts, first, block) for one in asked)
         distance.divergences[first] = [
-            divergence(true, placed.put_together(one.parts, one.answer, first_tokens=first))
+            divergence(true, placed.assemble(one.parts, one.answer, first_tokens=first))
             for true, one in zip(exact, asked, strict=True)
         ]
     return distance
 
 
-def _asked(words: Any, draw: random.Random, num_problems: int) -> Asked:
+def _asked(words: Any, draw: random.Random, num_problems: int) -> Case:
     """The first text is the agent's own."""
     texts = [
         "".join("".join(_problem(draw)) for _ in range(num_problems)) for _ in range(NUM_TEXTS)
@@ -80,7 +80,7 @@ def _asked(words: Any, draw: random.Random, num_problems: int) -> Asked:
         for i, text in enumerate(texts)
     ]
     ask, answer = _problem(draw)
-    return Asked(
+    return Case(
         parts=[*parts, PromptSpan(token_ids=words.encode(ask))], answer=words.encode(answer)
     )
 
@@ -95,5 +95,5 @@ def _share(parts: Sequence[PromptSpan], first_tokens: int, block: int) -> float:
     return sum(run.num_tokens for run in runs if run.span is not None) / runs[-1].end
 
 
-def _surprise(exact: torch.Tensor, asked: Asked) -> float:
+def _surprise(exact: torch.Tensor, asked: Case) -> float:
     return float(-exact.gather(1, torch.tensor(asked.answer)[:, None]).mean())

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.replay.replay import matching
+from bench.replay.replay import common_prefix_length
 from engine.speculation.controller import Controller, Draft
 from kernels.draft_index.interface import Int32Array
 
 
-class Forced:
+class TeacherForced:
     """Around the `_sample` of one runner. `texts`: of requests by id; the others are left alone."""
 
     def __init__(self, runner: Any) -> None:
@@ -38,7 +38,7 @@ class Forced:
         if not self.texts:
             return came
         rows = [
-            text[: matching(draft, text) + 1]
+            text[: common_prefix_length(draft, text) + 1]
             for draft, text in zip(self._drafts(metadata), self.left(), strict=True)
         ]
         tokens = torch.full_like(came.sampled_token_ids, -1)
@@ -60,28 +60,28 @@ class Fixed(Controller):
         super().__init__()
         self._length = length
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return self._length > 0
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
         return np.minimum(drafted.lengths, self._length).astype(np.int32)
 
 
-class Knowing(Controller):
+class OraclePolicy(Controller):
     """The oracle: of each draft exactly what is right is sent, so none is rejected."""
 
-    def __init__(self, forced: Forced) -> None:
+    def __init__(self, forced: TeacherForced) -> None:
         super().__init__()
-        self._forced = forced
+        self._teacher_forced = forced
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return True
 
     def lengths(self, drafted: Any, *, running: int, context: int) -> Int32Array:
-        texts = self._forced.left()
+        texts = self._teacher_forced.left()
         assert len(texts) == len(drafted.lengths), "every row has tokens to go on from"
         right = [
-            matching(draft[:length].tolist(), text)
+            common_prefix_length(draft[:length].tolist(), text)
             for draft, length, text in zip(drafted.tokens, drafted.lengths, texts, strict=True)
         ]
         return np.array(right, np.int32)

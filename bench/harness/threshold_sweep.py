@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness.hf_prediction import Foreseen
-from bench.harness.hf_splice import Placed, divergence
+from bench.harness.hf_prediction import HfPredictor
+from bench.harness.hf_splice import HfAssembler, divergence
 from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from examples.seedling import arithmetic
@@ -114,9 +114,9 @@ def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterato
 
 
 def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predictions) -> Tokens:
-    foreseen, anchors, tokens = Foreseen(model), list[Anchor](), Tokens()
+    foreseen, anchors, tokens = HfPredictor(model), list[Anchor](), Tokens()
     for one in rounds:
-        told = foreseen.put_together(one.parts, anchors, one.answer, threshold=threshold)
+        told = foreseen.assemble(one.parts, anchors, one.answer, threshold=threshold)
         tokens.count(one.parts, predicted=told is not None)
         if told is None:
             anchors.append(foreseen.anchor(one.parts))
@@ -126,7 +126,7 @@ def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predicti
 
 
 def _rounds(model: Any, words: Any, draw: random.Random, num_problems: int) -> list[Round]:
-    own, placed = PromptSpan(token_ids=_text(words, draw, num_problems)), Placed(model)
+    own, placed = PromptSpan(token_ids=_text(words, draw, num_problems)), HfAssembler(model)
     rounds = []
     for _ in range(NUM_ROUNDS):
         heard = [

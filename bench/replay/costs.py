@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.speculation.cost import Step, StepCost
+from engine.speculation.cost import Step, StepCostModel
 
 
 class Costs(Protocol):
@@ -16,7 +16,7 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class LinearCost:
     """Seconds of a step: `fixed`, and so many more for each token that it computes."""
 
     fixed: float
@@ -27,10 +27,10 @@ class Stated:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCost:
     """As an engine's steps were measured."""
 
-    cost: StepCost
+    cost: StepCostModel
 
     def of(self, *, running: int, context: int, tokens: int) -> float:
         verified = np.array([tokens])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.draft_index.interface import EVERY_SCOPE, Drafted, Scope
+from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Scope
 from kernels.draft_index.store import DraftStore
 
 ARCTIC = Path(__file__).parents[2] / ".arctic"
@@ -22,20 +22,24 @@ class Drafter(Protocol):
 
     def age(self) -> None: ...
 
-    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
-        """Each row has got its tokens; drafts of at most `longest`."""
+    def step(
+        self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
+    ) -> DraftBatch:
+        """Each row has got its tokens; drafts of at most `max_draft_tokens`."""
 
 
-class Ours:
+class StoreDrafter:
     def __init__(
         self,
         *,
-        scopes: frozenset[Scope] = EVERY_SCOPE,
+        scopes: frozenset[Scope] = ALL_SCOPES,
         ages: bool = True,
-        longest: int = 16,
+        max_draft_tokens: int = 16,
         max_bytes: int = 2**28,
     ) -> None:
-        self.store = DraftStore(max_bytes=max_bytes, longest=longest, scopes=scopes)
+        self.store = DraftStore(
+            max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes
+        )
         self._ages = ages
 
     def begin(self, group: bytes, prompt: Sequence[int]) -> int:
@@ -49,17 +53,19 @@ class Ours:
         if self._ages:
             self.store.age()
 
-    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+    def step(
+        self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
+    ) -> DraftBatch:
         return self.store.step(
             np.array(rows, np.int32),
             np.array([len(tokens) for tokens in came], np.int32),
             np.array([token for tokens in came for token in tokens], np.int32),
-            np.full(len(rows), longest, np.int32),
+            np.full(len(rows), max_draft_tokens, np.int32),
         )
 
 
 @dataclass(slots=True)
-class Ngram:
+class NgramDrafter:
     """As vLLM 0.32's `ngram` with prompt lookup 2 to 4: what followed the earliest place with the
     longest match in the request's own tokens."""
 
@@ -77,25 +83,29 @@ class Ngram:
     def age(self) -> None:
         """It remembers nothing that could age."""
 
-    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+    def step(
+        self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
+    ) -> DraftBatch:
         for row, tokens in zip(rows, came, strict=True):
             self.texts[row] += tokens
-        return drafted([self.draft(self.texts[row], longest) for row in rows], longest)
+        return drafted(
+            [self.draft(self.texts[row], max_draft_tokens) for row in rows], max_draft_tokens
+        )
 
-    def draft(self, text: list[int], longest: int) -> list[int]:
+    def draft(self, text: list[int], max_draft_tokens: int) -> list[int]:
         for length in range(self.longest_match, self.shortest - 1, -1):
             for end in range(length, len(text)):
                 if text[end - length : end] == text[-length:]:
-                    return text[end : end + longest]
+                    return text[end : end + max_draft_tokens]
         return []
 
 
-class Arctic:
+class SuffixDrafter:
     """As vLLM 0.32 uses it, with its defaults but for what is given."""
 
     DEPTH = 24
 
-    def __init__(self, *, factor: float = 1.0, least: float = 0.1) -> None:
+    def __init__(self, *, factor: float = 1.0, threshold: float = 0.1) -> None:
         if str(ARCTIC) not in sys.path:
             sys.path.append(str(ARCTIC))
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -103,7 +113,7 @@ class Arctic:
         self._cache: Any = SuffixDecodingCache(
             max_tree_depth=self.DEPTH, max_cached_requests=10_000
         )
-        self._factor, self._least = factor, least
+        self._factor, self._least = factor, threshold
         self._texts: list[list[int]] = []
 
     def begin(self, group: bytes, prompt: Sequence[int]) -> int:
@@ -120,13 +130,18 @@ class Arctic:
     def age(self) -> None:
         """It knows no versions."""
 
-    def step(self, rows: Sequence[int], came: Sequence[Sequence[int]], longest: int) -> Drafted:
+    def step(
+        self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
+    ) -> DraftBatch:
         return drafted(
-            [self._draft(row, tokens, longest) for row, tokens in zip(rows, came, strict=True)],
-            longest,
+            [
+                self._draft(row, tokens, max_draft_tokens)
+                for row, tokens in zip(rows, came, strict=True)
+            ],
+            max_draft_tokens,
         )
 
-    def _draft(self, slot: int, tokens: Sequence[int], longest: int) -> list[int]:
+    def _draft(self, slot: int, tokens: Sequence[int], max_draft_tokens: int) -> list[int]:
         """As vLLM calls it, each request in turn: update, then speculate."""
         text = self._texts[slot]
         if tokens:
@@ -135,16 +150,16 @@ class Arctic:
         found: list[int] = self._cache.speculate(
             slot,
             np.array(text[-self.DEPTH :], np.int32),
-            max_spec_tokens=longest,
+            max_spec_tokens=max_draft_tokens,
             max_spec_factor=self._factor,
             min_token_prob=self._least,
         ).token_ids
         return found
 
 
-def drafted(drafts: Sequence[Sequence[int]], longest: int) -> Drafted:
+def drafted(drafts: Sequence[Sequence[int]], max_draft_tokens: int) -> DraftBatch:
     """Of a drafter that says no more than tokens."""
-    found = Drafted.empty(len(drafts), longest)
+    found = DraftBatch.empty(len(drafts), max_draft_tokens)
     for row, draft in enumerate(drafts):
         found.lengths[row] = len(draft)
         found.tokens[row, : len(draft)] = draft

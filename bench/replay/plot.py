@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.replay.drafters import Ours
-from bench.replay.replay import Fixed, Replayer
+from bench.replay.drafters import StoreDrafter
+from bench.replay.replay import Fixed, Replay
 from bench.replay.traces import TRACES, Trace
 from kernels.draft_index.interface import Scope
 from kernels.draft_index.reliability import Reliability
@@ -29,7 +29,7 @@ FEWEST = 50
 
 
 def learnt(trace: Trace) -> Reliability:
-    replayer = Replayer(drafter=(drafter := Ours()), controller=Fixed(16))
+    replayer = Replay(drafter=(drafter := StoreDrafter()), controller=Fixed(16))
     for number, groups in enumerate(trace.epochs):
         replayer.epoch(number, groups)
         drafter.age()
@@ -44,8 +44,8 @@ def draw(axes: Axes, found: Reliability, title: str) -> None:
             continue
         tried = found.tried[scope][enough]
         axes.scatter(
-            found.foretold[scope][enough] / tried,
-            found.came[scope][enough] / tried,
+            found.predicted[scope][enough] / tried,
+            found.accepted[scope][enough] / tried,
             s=6 + 6 * np.log10(tried / FEWEST) ** 2,
             color=colour,
             label=f"{NAMES[scope]} ({found.tried[scope].sum():,})",

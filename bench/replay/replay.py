@@ -13,68 +13,68 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.replay.costs import Costs, Stated
+from bench.replay.costs import Costs, LinearCost
 from bench.replay.drafters import Drafter
 from bench.replay.traces import Group
-from kernels.draft_index.interface import Drafted, Int32Array
+from kernels.draft_index.interface import DraftBatch, Int32Array
 
 
 class Controller(Protocol):
     """As the engine's own, which may take its place."""
 
-    def wants_drafts(self, running: int) -> bool: ...
+    def should_draft(self, running: int) -> bool: ...
 
-    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
+    def lengths(self, drafted: DraftBatch, *, running: int, context: int) -> Int32Array:
         """How much of each draft is sent."""
 
-    def scored(
-        self, drafted: Drafted, sent: NDArray[np.int64], right: NDArray[np.int64]
+    def record_acceptance(
+        self, drafted: DraftBatch, sent: NDArray[np.int64], right: NDArray[np.int64]
     ) -> None: ...
 
-    def observed(
+    def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
         """What the last step really cost."""
 
 
-class Settled:
+class StatelessPolicy:
     """Nothing can change its mind."""
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return True
 
-    def scored(self, *_: object) -> None:
+    def record_acceptance(self, *_: object) -> None:
         """It has no trust to lose."""
 
-    def observed(self, **_: float) -> None:
+    def record_step(self, **_: float) -> None:
         """It asks for no costs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed(Settled):
+class Fixed(StatelessPolicy):
     """At most so many tokens of every draft."""
 
     length: int
 
-    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
+    def lengths(self, drafted: DraftBatch, *, running: int, context: int) -> Int32Array:
         sent: Int32Array = np.minimum(drafted.lengths, self.length).astype(np.int32)
         return sent
 
 
 @dataclass(frozen=True, slots=True)
-class Likely(Settled):
+class ThresholdPolicy(StatelessPolicy):
     """A draft as far as it is at least so likely to be accepted up to there."""
 
-    least: float
+    threshold: float
 
-    def lengths(self, drafted: Drafted, *, running: int, context: int) -> Int32Array:
-        likely = np.cumprod(drafted.probability, axis=1) >= self.least
+    def lengths(self, drafted: DraftBatch, *, running: int, context: int) -> Int32Array:
+        likely = np.cumprod(drafted.probability, axis=1) >= self.threshold
         sent: Int32Array = np.minimum(drafted.lengths, likely.sum(axis=1)).astype(np.int32)
         return sent
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """Of decode steps only."""
 
     steps: int = 0
@@ -115,15 +115,15 @@ class Request:
 
 
 @dataclass(slots=True, kw_only=True)
-class Replayer:
+class Replay:
     drafter: Drafter
     controller: Controller
     max_running: int = 64
-    longest: int = 16
-    costs: Costs = field(default_factory=lambda: Stated(fixed=1.0, token=0.0))
-    knows: bool = False
+    max_draft_tokens: int = 16
+    costs: Costs = field(default_factory=lambda: LinearCost(fixed=1.0, token=0.0))
+    is_oracle: bool = False
     """The oracle: of each draft exactly what will be accepted is sent."""
-    outcome: Outcome = field(default_factory=Outcome)
+    result: ReplayResult = field(default_factory=ReplayResult)
 
     def epoch(self, number: int, groups: Iterable[Group]) -> None:
         """Every response to every prompt, in the order in which they were asked for."""
@@ -141,7 +141,7 @@ class Replayer:
                 request.done = 1
                 running.append(request)
                 came.append(request.response[:1])
-            drafts = self.drafter.step([one.slot for one in running], came, self.longest)
+            drafts = self.drafter.step([one.slot for one in running], came, self.max_draft_tokens)
             came = self._verify(running, drafts)
             left = []
             for one, tokens in zip(running, came, strict=True):
@@ -152,41 +152,43 @@ class Replayer:
                     self.drafter.end(one.slot, tokens)
             running, came = [one for one, _ in left], [tokens for _, tokens in left]
 
-    def _verify(self, running: Sequence[Request], drafts: Drafted) -> list[tuple[int, ...]]:
+    def _verify(self, running: Sequence[Request], drafts: DraftBatch) -> list[tuple[int, ...]]:
         context = sum(len(one.prompt) + one.done for one in running)
         sent = self._sent(running, drafts, context)
         came = [one.left[: number + 1] for one, number in zip(running, sent.right, strict=True)]
         for one, tokens in zip(running, came, strict=True):
-            counted = self.outcome.by_group.setdefault(one.group, [0, 0])
+            counted = self.result.by_group.setdefault(one.group, [0, 0])
             counted[0] += bool(tokens)
             counted[1] += len(tokens)
         emitted, passes = sum(map(len, came)), sum(map(bool, came))
-        verified = sum(sent.right if self.knows else sent.lengths)
+        verified = sum(sent.right if self.is_oracle else sent.lengths)
         step = {"running": len(running), "context": context}
         seconds = self.costs.of(**step, tokens=passes + verified)
-        self.controller.observed(
+        self.controller.record_step(
             **step, verified=passes + verified, seconds=seconds, emitted=emitted
         )
-        self.outcome.steps += 1
-        self.outcome.passes += passes
-        self.outcome.emitted += emitted
-        self.outcome.sent += verified
-        self.outcome.seconds += seconds
+        self.result.steps += 1
+        self.result.passes += passes
+        self.result.emitted += emitted
+        self.result.sent += verified
+        self.result.seconds += seconds
         return came
 
-    def _sent(self, running: Sequence[Request], drafts: Drafted, context: int) -> "Sent":
+    def _sent(self, running: Sequence[Request], drafts: DraftBatch, context: int) -> "Sent":
         """Of each draft how much is sent, and is right. What comes after a draft says of one token
         more whether it was."""
-        if not self.controller.wants_drafts(len(running)):
+        if not self.controller.should_draft(len(running)):
             return Sent([0] * len(running), [0] * len(running))
         sent = self.controller.lengths(drafts, running=len(running), context=context)
         right = np.array(
             [
-                matching(drafts.tokens[row, :number].tolist(), one.left)
+                common_prefix_length(drafts.tokens[row, :number].tolist(), one.left)
                 for row, (one, number) in enumerate(zip(running, drafts.lengths, strict=True))
             ]
         )
-        self.controller.scored(drafts, sent.astype(np.int64), np.minimum(right, sent + 1))
+        self.controller.record_acceptance(
+            drafts, sent.astype(np.int64), np.minimum(right, sent + 1)
+        )
         return Sent(sent.tolist(), np.minimum(right, sent).tolist())
 
 
@@ -198,6 +200,6 @@ class Sent:
     right: list[int]
 
 
-def matching(draft: Sequence[int], text: Sequence[int]) -> int:
+def common_prefix_length(draft: Sequence[int], text: Sequence[int]) -> int:
     pairs = enumerate(zip(draft, text, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(text)))

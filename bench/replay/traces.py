@@ -58,14 +58,14 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        with np.load(path) as stored:
-            num_epochs, num_prompts, n = stored["shape"].tolist()
-            prompts = _cut(stored["prompts"], stored["prompt_lengths"])
-            responses = iter(_cut(stored["responses"], stored["response_lengths"]))
+        with np.load(path) as open_store:
+            num_epochs, num_prompts, n = open_store["shape"].tolist()
+            prompts = _cut(open_store["prompts"], open_store["prompt_lengths"])
+            responses = iter(_cut(open_store["responses"], open_store["response_lengths"]))
             return cls(
-                model=str(stored["model"]),
-                temperature=float(stored["temperature"]),
-                entropies=tuple(stored["entropies"].tolist()),
+                model=str(open_store["model"]),
+                temperature=float(open_store["temperature"]),
+                entropies=tuple(open_store["entropies"].tolist()),
                 epochs=tuple(
                     tuple(
                         Group(prompt=prompt, responses=tuple(next(responses) for _ in range(n)))

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.draft_lengths import Lengths
-from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.memory_model import estimate_memory
 from engine.cudagraphs.planner import plan
-from engine.cudagraphs.report import compared, rendered
-from engine.cudagraphs.shape_recorder import Recorder
+from engine.cudagraphs.report import compare, render
+from engine.cudagraphs.shape_recorder import ShapeRecorder
 from engine.cudagraphs.shape_trace import Trace
 from engine.patches.registry import install_patches
 from engine.settings import EngineSettings
@@ -31,9 +31,11 @@ MEDIAN_TOKENS, SPREAD = 40, 1.0
 PROMPTS = ("Compute {}+{}.\n", "Compute {}*{}.\n", "Write {} and then {}, step by step.\n")
 
 
-def limits() -> Limits:
-    return Limits(
-        lengths=Lengths.parse(LENGTHS), max_sequences=MAX_SEQUENCES, max_batched_tokens=MAX_TOKENS
+def limits() -> CaptureLimits:
+    return CaptureLimits(
+        lengths=DraftLengthTiers.parse(LENGTHS),
+        max_sequences=MAX_SEQUENCES,
+        max_batched_tokens=MAX_TOKENS,
     )
 
 
@@ -61,7 +63,7 @@ def engine(model: Path) -> Any:
 def recorded(model: Path, num_groups: int, max_tokens: int) -> Trace:
     from vllm import SamplingParams
 
-    llm, recorder = engine(model), Recorder()
+    llm, recorder = engine(model), ShapeRecorder()
     recorder.attach(llm.llm_engine.engine_core.engine_core.scheduler)
     chance = np.random.default_rng(1)
     pairs = chance.integers(1, 1000, (num_groups, 2)).tolist()
@@ -91,9 +93,9 @@ def main() -> None:
     model = Path(EngineSettings().model)
     trace = recorded(model, arguments.groups, arguments.max_tokens)
     trace.write(arguments.out)
-    memory = of_model(model)
+    memory = estimate_memory(model)
     made = plan(limits(), memory, budget_bytes=None, mixed_tokens=512, trace=trace)
-    print(rendered(made, compared(made, limits(), memory, trace.counts())))
+    print(render(made, compare(made, limits(), memory, trace.counts())))
 
 
 if __name__ == "__main__":

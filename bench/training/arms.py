@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.training.grid import Cell
-from bench.training.prefix_grouper import NAME, Grouped
+from bench.training.prefix_grouper import NAME, GroupedInputs
 from coppice.train import (
     LossFunction,
     PromptKV,
@@ -36,7 +36,7 @@ class Arms:
         self.clock = clock
         self.model = cell.model().to(device)
         self.group = cell.group()
-        self.grouped = Grouped(self.group, device)
+        self.grouped = GroupedInputs(self.group, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         advantages = torch.linspace(-1, 1, cell.num_samples)
         weights = token_mean(Totals.of([self.group]))

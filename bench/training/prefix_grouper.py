@@ -21,7 +21,7 @@ from coppice.train.rows import token_logprobs
 NAME = "prefix_grouper"
 
 
-class Grouped:
+class GroupedInputs:
     """A group's tokens as PrefixGrouper wants them."""
 
     def __init__(self, group: TrainingGroup, device: torch.device) -> None:
@@ -61,7 +61,7 @@ def _attention(
     v: Tensor,
     attention_mask: Tensor | None,
     *,
-    grouped: Grouped,
+    grouped: GroupedInputs,
     scaling: float,
     **rest: Any,
 ) -> tuple[Tensor, None]:

@@ -41,11 +41,11 @@ def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
         "naive": (partial(arms.naive_rows, micro_batch), times),
         "public": (arms.public, 1),
     }
-    seconds = _in_turn(arms, steps, rounds)
+    seconds = _alternate(arms, steps, rounds)
     return {"seconds": seconds, "micro_batch": micro_batch, "distance": error}
 
 
-def time_handle(arms: Arms, rounds: int) -> dict[str, object]:
+def time_prompt_kv(arms: Arms, rounds: int) -> dict[str, object]:
     """What given prompt KV changes: in the update, and in a pass without a gradient."""
     prompt_kv = arms.prompt_kv()
     steps: dict[str, tuple[Callable[[], None], int]] = {
@@ -56,7 +56,7 @@ def time_handle(arms: Arms, rounds: int) -> dict[str, object]:
     }
     for step, _ in steps.values():
         step()
-    return {"seconds": _in_turn(arms, steps, rounds)}
+    return {"seconds": _alternate(arms, steps, rounds)}
 
 
 def peak_of(arms: Arms, arm: str) -> dict[str, object]:
@@ -96,7 +96,7 @@ def _peak_on_gpu(step: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _in_turn(
+def _alternate(
     arms: Arms, steps: dict[str, tuple[Callable[[], None], int]], rounds: int
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -147,7 +147,7 @@ def main() -> None:
         if what == "peak":
             result = peak_of(arms, first)
         else:
-            result = {"time": time_cell, "handle": time_handle}[what](arms, int(first))
+            result = {"time": time_cell, "handle": time_prompt_kv}[what](arms, int(first))
         print(json.dumps({"cell": text} | result), flush=True)
 
 

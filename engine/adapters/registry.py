@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import LoadFailed, RequestRefused
-from engine.runtime.rpc import answered
+from engine.runtime.rpc import await_engine
 
 log = logging.getLogger(__name__)
 
@@ -23,38 +23,38 @@ class LoadedAdapters:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._held: dict[str, LoRARequest] = {}
+        self._requests: dict[str, LoRARequest] = {}
         self._last_number = 0
 
     def request(self, label: str | None) -> LoRARequest | None:
         """What a sample under this adapter is sent with."""
         if label is None:
             return None
-        if label not in self._held:
+        if label not in self._requests:
             raise RequestRefused(f"there is no adapter {label!r}")
-        return self._held[label]
+        return self._requests[label]
 
-    def numbered(self, label: str, path: Path) -> LoRARequest:
+    def new_request(self, label: str, path: Path) -> LoRARequest:
         """With a name and a number that no other has had."""
         self._last_number += 1
         return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
 
     async def load(self, llm: AsyncLLM, label: str, path: Path) -> None:
-        assert label not in self._held, f"{label} is loaded"
-        assert len(self._held) < self._capacity, "vLLM would throw another adapter out"
-        request = self.numbered(label, path)
-        named = (request.lora_name, request.lora_int_id, request.lora_path)
-        load = llm.collective_rpc("coppice_load_adapter", args=named)
-        reasons = [reason for reason in await answered(llm, load) if reason is not None]
+        assert label not in self._requests, f"{label} is loaded"
+        assert len(self._requests) < self._capacity, "vLLM would throw another adapter out"
+        request = self.new_request(label, path)
+        lora_fields = (request.lora_name, request.lora_int_id, request.lora_path)
+        load = llm.collective_rpc("coppice_load_adapter", args=lora_fields)
+        reasons = [reason for reason in await await_engine(llm, load) if reason is not None]
         if reasons:
             log.warning("the adapter %s did not load: %s", label, reasons[0])
             raise LoadFailed("the engine could not load the adapter; the log says why")
-        self._held[label] = request
+        self._requests[label] = request
 
     async def unload(self, llm: AsyncLLM, label: str) -> None:
         """No sample runs under it any more."""
-        held = self._held.pop(label, None)
+        held = self._requests.pop(label, None)
         if held is not None:
-            await answered(
+            await await_engine(
                 llm, llm.collective_rpc("coppice_unload_adapter", args=(held.lora_int_id,))
             )

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import CheckpointRefused
-from engine.protocol import AdapterForm
+from engine.protocol import AdapterInfo
 from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_json
-from engine.weights.tensor_file import NUM_VALUE_BYTES, StoredTensor, shown
-from engine.weights.validation import refuse_values
+from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable
+from engine.weights.validation import check_values
 
 CONFIG_FILE: Final = "adapter_config.json"
 TENSORS_FILE: Final = "adapter_model.safetensors"
-PROJECTIONS: Final = frozenset(
+TARGET_MODULES: Final = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 )
 """Modules whose outputs may be adapted: those of attention and of a dense MLP."""
-EXPERTS: Final = ".experts."
+EXPERTS_PATH: Final = ".experts."
 PREFIX: Final = "base_model.model."
 PLAIN_NAME: Final = re.compile(r"[\w.]+")
-SIDES: Final = (".lora_A.weight", ".lora_B.weight")
+LORA_SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
 # At any other value they are another function than plain LoRA's.
-PLAIN: Final[Mapping[str, tuple[object, ...]]] = {
+PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "lora_bias": (False,),
@@ -42,16 +42,16 @@ PLAIN: Final[Mapping[str, tuple[object, ...]]] = {
 
 def check_adapter(
     served: Checkpoint, adapter: Path, *, max_rank: int, dtype: str = "float32"
-) -> AdapterForm:
+) -> AdapterInfo:
     """What it is; CheckpointRefused says why it cannot be served over `served`."""
     ranks = _ranks(_config(adapter), max_rank)
     tensors = read_checkpoint(adapter / TENSORS_FILE).tensors
-    modules = _modules(tensors)
-    for module, sides in sorted(modules.items()):
-        _refuse_shapes(served, module, sides, ranks)
+    modules = _tensors_by_module(tensors)
+    for module, matrices in sorted(modules.items()):
+        _check_shapes(served, module, matrices, ranks)
     for tensor in tensors.values():
-        refuse_values(tensor, dtype)
-    return AdapterForm(
+        check_values(tensor, dtype)
+    return AdapterInfo(
         rank=max(ranks),
         num_modules=len(modules),
         num_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
@@ -65,7 +65,7 @@ def _config(adapter: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type", "LORA") != "LORA":
         raise CheckpointRefused(f"{CONFIG_FILE}: only adapters of peft_type LORA are served")
-    for name, plain in PLAIN.items():
+    for name, plain in PLAIN_LORA_VALUES.items():
         if name in config and config[name] not in plain:
             raise CheckpointRefused(f"{CONFIG_FILE}: {name} is not served")
     return config
@@ -73,8 +73,8 @@ def _config(adapter: Path) -> dict[str, Any]:
 
 def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
     for name in ("rank_pattern", "alpha_pattern"):
-        _refuse_pattern(name, config.get(name) or {})
-    _refuse_alphas([config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()])
+        _check_pattern(name, config.get(name) or {})
+    _check_alphas([config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()])
     patterns = config.get("rank_pattern") or {}
     named = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
     ranks = {rank for rank in named if type(rank) is int and rank > 0}
@@ -85,49 +85,50 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
     return ranks
 
 
-def _refuse_pattern(name: str, pattern: object) -> None:
+def _check_pattern(name: str, pattern: object) -> None:
     """vLLM matches the keys as regular expressions, in a step's time."""
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(f"{CONFIG_FILE}: the keys of {name} must be names of modules")
 
 
-def _refuse_alphas(alphas: Sequence[object]) -> None:
+def _check_alphas(alphas: Sequence[object]) -> None:
     if not all(type(alpha) in (int, float) and isfinite(alpha) for alpha in alphas):  # type: ignore[arg-type]
         raise CheckpointRefused(f"{CONFIG_FILE}: lora_alpha and alpha_pattern must be numbers")
 
 
-def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Each module's two sides."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        side = next((side for side in SIDES if name.endswith(side)), None)
-        if side is None:
-            raise CheckpointRefused(f"{shown(name)} is no matrix of a linear layer's adapter")
-        module = name.removesuffix(side).removeprefix(PREFIX)
-        modules.setdefault(module, {})[side] = tensor
+        suffix = next((suffix for suffix in LORA_SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None:
+            raise CheckpointRefused(f"{printable(name)} is no matrix of a linear layer's adapter")
+        module = name.removesuffix(suffix).removeprefix(PREFIX)
+        modules.setdefault(module, {})[suffix] = tensor
     return modules
 
 
-def _refuse_shapes(
-    served: Checkpoint, module: str, sides: Mapping[str, StoredTensor], ranks: set[int]
+def _check_shapes(
+    served: Checkpoint, module: str, matrices: Mapping[str, StoredTensor], ranks: set[int]
 ) -> None:
     base = served.tensors.get(f"{module}.weight")
     if base is None:
-        raise CheckpointRefused(f"the served model has no {shown(module)}")
-    if module.rpartition(".")[2] not in PROJECTIONS or EXPERTS in module:
-        raise CheckpointRefused(f"{shown(module)} is not among the modules that may be adapted")
-    if len(sides) < len(SIDES):
-        raise CheckpointRefused(f"{shown(module)} lacks one of its two matrices")
-    narrow, wide = (sides[side] for side in SIDES)
-    for tensor in (narrow, wide):
-        if tensor.dtype not in NUM_VALUE_BYTES:
+        raise CheckpointRefused(f"the served model has no {printable(module)}")
+    if module.rpartition(".")[2] not in TARGET_MODULES or EXPERTS_PATH in module:
+        raise CheckpointRefused(f"{printable(module)} is not among the modules that may be adapted")
+    if len(matrices) < len(LORA_SUFFIXES):
+        raise CheckpointRefused(f"{printable(module)} lacks one of its two matrices")
+    lora_a, lora_b = (matrices[suffix] for suffix in LORA_SUFFIXES)
+    for tensor in (lora_a, lora_b):
+        if tensor.dtype not in DTYPE_BYTES:
             raise CheckpointRefused(
-                f"{shown(tensor.name)} is {tensor.dtype}, not a float that fits"
+                f"{printable(tensor.name)} is {tensor.dtype}, not a float that fits"
             )
-    rank = narrow.shape[0] if narrow.shape else 0
+    rank = lora_a.shape[0] if lora_a.shape else 0
     out, inner = base.shape
-    if rank not in ranks or (narrow.shape, wide.shape) != ((rank, inner), (out, rank)):
+    if rank not in ranks or (lora_a.shape, lora_b.shape) != ((rank, inner), (out, rank)):
         raise CheckpointRefused(
-            f"{shown(module)} is {narrow.shape} and {wide.shape}; served over {base.shape} it must "
+            f"{printable(module)} is {lora_a.shape} and {lora_b.shape}; "
+            f"served over {base.shape} it must "
             f"be (r, {inner}) and ({out}, r), with the config's r"
         )

@@ -22,14 +22,14 @@ FEATURE = feature("shared-prefix attention")
 
 
 @dataclass(frozen=True, slots=True)
-class _Host:
+class _HostTable:
     """`by_request`: its rows are numbered as the runner's request table, not as the step's."""
 
     table: Int32s
     by_request: bool
 
 
-_hosts: dict[int, _Host] = {}
+_hosts: dict[int, _HostTable] = {}
 
 
 def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> Int32s | None:
@@ -42,13 +42,13 @@ def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> 
     return None if rows is None else host.table[np.asarray(rows[:num_rows])]
 
 
-def note_table(block_table: Any) -> None:
+def record_table(block_table: Any) -> None:
     """Of the first runner: a `BlockTable` that is about to be copied to the device."""
     address = block_table.block_table.gpu.data_ptr()
-    _hosts[address] = _Host(block_table.block_table.np, by_request=False)
+    _hosts[address] = _HostTable(block_table.block_table.np, by_request=False)
 
 
-def note_blocks(
+def record_blocks(
     block_tables: Any, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
 ) -> None:
     """Of the second runner: blocks that a request is given, before they are counted."""
@@ -56,7 +56,7 @@ def note_blocks(
         address = block_tables.input_block_tables[group].data_ptr()
         if address not in _hosts:
             shape = tuple(block_tables.input_block_tables[group].shape)
-            _hosts[address] = _Host(np.zeros(shape, dtype=np.int32), by_request=True)
+            _hosts[address] = _HostTable(np.zeros(shape, dtype=np.int32), by_request=True)
         start = 0 if overwrite else int(block_tables.num_blocks.np[group, req_index])
         written = 0 if block_tables.redirect_writes_to_null_block else block_ids
         _hosts[address].table[req_index, start : start + len(block_ids)] = written
@@ -68,17 +68,17 @@ def install() -> None:
     from vllm.v1.worker.gpu.block_table import BlockTables
 
     commit, append = BlockTable.commit_block_table, BlockTables.append_block_ids
-    noted_table = FEATURE.returning(None)(note_table)
-    noted_blocks = FEATURE.returning(None)(note_blocks)
+    recorded_table = FEATURE.guarded_with_default(None)(record_table)
+    recorded_blocks = FEATURE.guarded_with_default(None)(record_blocks)
 
     @functools.wraps(commit)
     def commit_block_table(self: Any, num_reqs: int) -> None:
-        noted_table(self)
+        recorded_table(self)
         commit(self, num_reqs)
 
     @functools.wraps(append)
     def append_block_ids(self: Any, *given: Any, **named: Any) -> None:
-        noted_blocks(self, *given, **named)
+        recorded_blocks(self, *given, **named)
         append(self, *given, **named)
 
     BlockTable.commit_block_table = commit_block_table

@@ -4,19 +4,19 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypedDict, get_args
 
-from engine.protocol import SharedPrefixCounts, SkipReason
+from engine.protocol import AttentionFallbackReason, SharedPrefixStats
 
 
-class Counted(TypedDict):
+class Snapshot(TypedDict):
     """One process's counts as they travel to the service."""
 
     steps_grouped: int
     rows_grouped: int
     prefix_bytes_not_read: int
-    steps_skipped: dict[SkipReason, int]
+    steps_skipped: dict[AttentionFallbackReason, int]
 
 
-class Counts:
+class Counters:
     """Written by the thread that takes the steps, between two of which it is read.
 
     A step counts once for each group of layers that share a block table: once, for most models.
@@ -26,18 +26,18 @@ class Counts:
         self.steps_grouped = 0
         self.rows_grouped = 0
         self.prefix_bytes_not_read = 0
-        self.steps_skipped: Counter[SkipReason] = Counter()
+        self.steps_skipped: Counter[AttentionFallbackReason] = Counter()
 
-    def grouped(self, *, num_rows: int, bytes_not_read: int) -> None:
+    def record_grouped(self, *, num_rows: int, bytes_saved: int) -> None:
         self.steps_grouped += 1
         self.rows_grouped += num_rows
-        self.prefix_bytes_not_read += bytes_not_read
+        self.prefix_bytes_not_read += bytes_saved
 
-    def skipped(self, reason: SkipReason) -> None:
+    def skipped(self, reason: AttentionFallbackReason) -> None:
         self.steps_skipped[reason] += 1
 
-    def read(self) -> Counted:
-        return Counted(
+    def read(self) -> Snapshot:
+        return Snapshot(
             steps_grouped=self.steps_grouped,
             rows_grouped=self.rows_grouped,
             prefix_bytes_not_read=self.prefix_bytes_not_read,
@@ -45,18 +45,19 @@ class Counts:
         )
 
 
-COUNTS = Counts()
+COUNTERS = Counters()
 
 
-def over_ranks(ranks: Iterable[Counted]) -> SharedPrefixCounts:
+def aggregate_ranks(ranks: Iterable[Snapshot]) -> SharedPrefixStats:
     """Every rank takes the same steps with the same rows, each with its own share of the bytes."""
     counted = list(ranks)
     first = counted[0]
-    return SharedPrefixCounts(
+    return SharedPrefixStats(
         steps_grouped=first["steps_grouped"],
         rows_grouped=first["rows_grouped"],
         prefix_bytes_not_read=sum(rank["prefix_bytes_not_read"] for rank in counted),
         steps_skipped={
-            reason: first["steps_skipped"].get(reason, 0) for reason in get_args(SkipReason)
+            reason: first["steps_skipped"].get(reason, 0)
+            for reason in get_args(AttentionFallbackReason)
         },
     )

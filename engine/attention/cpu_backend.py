@@ -23,12 +23,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from engine.attention import cpu_calibration, crossover_cache
-from engine.attention.counters import COUNTS
+from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
-from engine.attention.grouping import Sharer, Sharing
+from engine.attention.grouping import StepGrouper, StepGrouping
 from engine.attention.register import settings
-from engine.attention.unshared_metadata import behind
-from engine.protocol import SkipReason
+from engine.attention.unshared_metadata import unshared_tail
+from engine.protocol import AttentionFallbackReason
 from engine.runtime.guard import feature
 from kernels.shared_prefix_attention import cpu
 
@@ -51,9 +51,9 @@ class SharedPrefixBackend(CPUAttentionBackend):  # type: ignore[misc]
 class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
     """Stock's for the whole step, what is shared, and stock's for the rows behind the shared."""
 
-    sharing: Sharing
-    decoding: cpu.Decoding
-    rest: CPUAttentionMetadata | None
+    grouping: StepGrouping
+    decode_step: cpu.DecodeStep
+    tail: CPUAttentionMetadata | None
 
 
 class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -61,26 +61,26 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # The runner then puts rows with few query tokens before those with many.
         self._init_reorder_batch_threshold(cpu.MAX_QUERY_TOKENS)
-        self.sharer: Sharer | None = self._make_sharer()
+        self.grouper: StepGrouper | None = self._make_grouper()
 
-    def _no_sharer(self) -> Sharer | None:
+    def _no_grouper(self) -> StepGrouper | None:
         return None
 
-    @FEATURE.guarded(_no_sharer)
-    def _make_sharer(self) -> Sharer | None:
+    @FEATURE.guarded(_no_grouper)
+    def _make_grouper(self) -> StepGrouper | None:
         mode, unsupported = settings().shared_prefix, self._unsupported()
         num_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return Sharer(
+        return StepGrouper(
             mode=mode,
             block_size=self.block_size,
             bytes_per_token=num_bytes * len(self.layer_names),
             max_query_tokens=cpu.MAX_QUERY_TOKENS,
-            counts=COUNTS,
+            counts=COUNTERS,
             unsupported=unsupported,
             crossover=self._crossover() if mode == "auto" and unsupported is None else None,
         )
 
-    def _unsupported(self) -> SkipReason | None:
+    def _unsupported(self) -> AttentionFallbackReason | None:
         """Layers of one group may differ; the group is done as long as any of them is."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         reasons = [
@@ -91,7 +91,7 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return None if None in reasons else next(iter(reasons), "failed")
 
     def _crossover(self) -> Crossover:
-        geometry = cpu_calibration.Geometry(
+        geometry = cpu_calibration.LayerGeometry(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_dim,
@@ -101,8 +101,8 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         )
         return crossover_cache.crossover(
             settings().cache_directory,
-            geometry.circumstances() | {"kernel": cpu.version(), "vllm": vllm_version},
-            lambda: cpu_calibration.measure(geometry),
+            geometry.cache_key() | {"kernel": cpu.version(), "vllm": vllm_version},
+            lambda: cpu_calibration.measure_trials(geometry),
         )
 
     def build(
@@ -112,53 +112,59 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._with_sharing(metadata, common_attn_metadata)
+        return self._with_grouping(metadata, common_attn_metadata)
 
     def _failed(
         self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
     ) -> CPUAttentionMetadata:
-        COUNTS.skipped("failed")
+        COUNTERS.skipped("failed")
         return metadata
 
     @FEATURE.guarded(_failed)
-    def _with_sharing(
+    def _with_grouping(
         self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata
     ) -> CPUAttentionMetadata:
         if metadata.causal is not True:
-            COUNTS.skipped("not_causal")
+            COUNTERS.skipped("not_causal")
             return metadata
-        assert self.sharer is not None, "the feature is on, so its sharer was made"
-        sharing = self.sharer.share(
+        assert self.grouper is not None, "the feature is on, so its sharer was made"
+        grouping = self.grouper.group_rows(
             metadata.block_table.numpy(),
             metadata.seq_lens.numpy(),
             metadata.query_start_loc.numpy(),
         )
-        if sharing is None:
+        if grouping is None:
             return metadata
-        rows = sharing.num_rows
-        decoding = cpu.Decoding(
-            sharing.plan,
+        rows = grouping.num_rows
+        decode_step = cpu.DecodeStep(
+            grouping.plan,
             block_table=metadata.block_table[:rows],
             seq_lens=metadata.seq_lens[:rows],
             query_start_loc=metadata.query_start_loc[: rows + 1],
         )
-        rest = super().build(0, behind(common, sharing)) if rows < common.num_reqs else None
-        return SharedPrefixMetadata(**vars(metadata), sharing=sharing, decoding=decoding, rest=rest)
+        tail = super().build(0, unshared_tail(common, grouping)) if rows < common.num_reqs else None
+        return SharedPrefixMetadata(
+            **vars(metadata), grouping=grouping, decode_step=decode_step, tail=tail
+        )
 
 
 class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     _supported = False
 
-    def prepare(self, dtype: torch.dtype, isa: str, block_size: int) -> SkipReason | None:
+    def prepare(
+        self, dtype: torch.dtype, isa: str, block_size: int
+    ) -> AttentionFallbackReason | None:
         """To be called by the builder, which knows the cache; says why this layer stays stock."""
         reason = self._unsupported(dtype, isa, block_size)
         self._supported = reason is None
         return reason
 
-    def _unsupported(self, dtype: torch.dtype, isa: str, block_size: int) -> SkipReason | None:
+    def _unsupported(
+        self, dtype: torch.dtype, isa: str, block_size: int
+    ) -> AttentionFallbackReason | None:
         if self.is_fp8_kv_cache:
             return "kv_cache_dtype"
-        reason = cpu.supported(
+        reason = cpu.unsupported_reason(
             dtype=dtype,
             kv_cache_dtype=dtype,
             layout=isa,
@@ -189,8 +195,10 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         if not (self._supported and isinstance(step, SharedPrefixMetadata)):
             stock(layer, query, key, value, kv_cache, step, output, *scales, **named_scales)
             return output
-        if step.rest is not None:
-            behind = slice(step.sharing.num_tokens, step.num_actual_tokens)
-            stock(layer, query[behind], key, value, kv_cache, step.rest, output[behind])
-        step.decoding.layer(query=query, cache=kv_cache, scale=self.scale, out=output)
+        if step.tail is not None:
+            unshared_tail = slice(step.grouping.num_tokens, step.num_actual_tokens)
+            stock(
+                layer, query[unshared_tail], key, value, kv_cache, step.tail, output[unshared_tail]
+            )
+        step.decode_step.layer(query=query, cache=kv_cache, scale=self.scale, out=output)
         return output

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """What one step has to do. A pair is a query token and a token of cache that it reads."""
 
     num_queries: int
@@ -31,7 +31,7 @@ class Work:
     def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
         """Rows are taken to have equally many query tokens, as those of a decode step do."""
         queries = num_queries / len(seq_lens)
-        prefix, node_tokens = _tokens(plan)
+        prefix, node_tokens = _prefix_and_node_tokens(plan)
         return cls(
             num_queries=num_queries,
             num_nodes=len(plan.node_tokens),
@@ -49,10 +49,10 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class CrossoverTrial:
     """One measured step, in seconds a layer. `steady`: its repetitions took about as long."""
 
-    work: Work
+    work: StepWork
     stock_seconds: float
     shared_seconds: float
     steady: bool = True
@@ -66,27 +66,27 @@ class Crossover:
     shared: tuple[float, ...]
 
     @classmethod
-    def fitted(cls, trials: Sequence[Trial]) -> Self:
+    def fit(cls, trials: Sequence[CrossoverTrial]) -> Self:
         return cls(
-            stock=_fitted([(t.work.stock_terms(), t.stock_seconds) for t in trials]),
-            shared=_fitted([(t.work.shared_terms(), t.shared_seconds) for t in trials]),
+            stock=_fit_costs([(t.work.stock_terms(), t.stock_seconds) for t in trials]),
+            shared=_fit_costs([(t.work.shared_terms(), t.shared_seconds) for t in trials]),
         )
 
-    def pays(self, work: Work) -> bool:
-        return _total(self.shared, work.shared_terms()) < _total(self.stock, work.stock_terms())
+    def is_faster(self, work: StepWork) -> bool:
+        return _dot(self.shared, work.shared_terms()) < _dot(self.stock, work.stock_terms())
 
 
 @lru_cache(maxsize=4)
-def _tokens(plan: SharingPlan) -> tuple[int, int]:
+def _prefix_and_node_tokens(plan: SharingPlan) -> tuple[int, int]:
     """Of all rows' prefixes, and of the nodes. A plan serves many steps."""
     return int(plan.suffix_starts.sum()), int(plan.node_tokens.sum())
 
 
-def _total(costs: Sequence[float], terms: Sequence[float]) -> float:
+def _dot(costs: Sequence[float], terms: Sequence[float]) -> float:
     return sum(cost * term for cost, term in zip(costs, terms, strict=True))
 
 
-def _fitted(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...]:
+def _fit_costs(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...]:
     """Least squares of relative errors; a cost that comes out negative is left out."""
     terms = np.array([terms for terms, _ in samples])
     seconds = np.array([seconds for _, seconds in samples])

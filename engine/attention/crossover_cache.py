@@ -14,43 +14,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.attention.crossover import Crossover, Trial
+from engine.attention.crossover import Crossover, CrossoverTrial
 
 logger = logging.getLogger(__name__)
 
-MOST = 0.75
+MIN_STEADY_SHARE = 0.75
 
-Circumstances = dict[str, str | int]
+CacheKey = dict[str, str | int]
 
 
 def crossover(
-    directory: Path, circumstances: Circumstances, measure: Callable[[], Sequence[Trial]]
+    directory: Path, cache_key: CacheKey, measure: Callable[[], Sequence[CrossoverTrial]]
 ) -> Crossover:
-    file = directory / f"{_digest(circumstances)}.json"
+    file = directory / f"{_digest_of(cache_key)}.json"
     kept = _read(file)
     if kept is not None:
         return kept
     trials = measure()
-    measured = Crossover.fitted(trials)
-    if sum(trial.steady for trial in trials) < MOST * len(trials):
+    measured = Crossover.fit(trials)
+    if sum(trial.steady for trial in trials) < MIN_STEADY_SHARE * len(trials):
         logger.info("the machine was busy: the attention's crossover is used, and not kept")
         return measured
     try:
-        _write(file, json.dumps({"of": circumstances, "costs": asdict(measured)}, indent=2))
+        _write(file, json.dumps({"of": cache_key, "costs": asdict(measured)}, indent=2))
     except OSError as error:
         logger.warning("the attention's crossover is not kept: %s", error)
     return measured
 
 
-def processor() -> str:
+def processor_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
 
 
-def _digest(circumstances: Circumstances) -> str:
-    return hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
+def _digest_of(cache_key: CacheKey) -> str:
+    return hashlib.sha256(json.dumps(cache_key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(file: Path) -> Crossover | None:

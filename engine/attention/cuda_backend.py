@@ -30,11 +30,11 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from engine.attention.block_tables import FEATURE, host_table
-from engine.attention.counters import COUNTS
-from engine.attention.grouping import Sharer, Sharing
+from engine.attention.counters import COUNTERS
+from engine.attention.grouping import StepGrouper, StepGrouping
 from engine.attention.register import settings
-from engine.attention.unshared_metadata import behind
-from engine.protocol import SkipReason
+from engine.attention.unshared_metadata import unshared_tail
+from engine.protocol import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
@@ -56,7 +56,7 @@ class SharedPrefixMetadata(FlashAttentionMetadata):  # type: ignore[misc]
 
     work: WorkList
     num_tokens: int
-    rest: FlashAttentionMetadata | None
+    tail: FlashAttentionMetadata | None
 
 
 class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -69,27 +69,27 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self._max_query_tokens = self.reorder_batch_threshold
         self._capturing = False
         self._work: WorkList | None = None
-        self._sharer: Sharer | None = self._make_sharer()
+        self._grouper: StepGrouper | None = self._make_grouper()
 
-    def _no_sharer(self) -> Sharer | None:
+    def _no_grouper(self) -> StepGrouper | None:
         return None
 
-    @FEATURE.guarded(_no_sharer)
-    def _make_sharer(self) -> Sharer | None:
+    @FEATURE.guarded(_no_grouper)
+    def _make_grouper(self) -> StepGrouper | None:
         unsupported = self._unsupported()
         if unsupported is None:
             self._work = WorkList(self._work_shape(), self.device)
         num_bytes = 2 * self.num_heads_kv * self.headdim * self.kv_cache_dtype.itemsize
-        return Sharer(
+        return StepGrouper(
             mode=settings().shared_prefix,
             block_size=self.block_size,
             bytes_per_token=num_bytes * len(self.layer_names),
             max_query_tokens=self._max_query_tokens,
-            counts=COUNTS,
+            counts=COUNTERS,
             unsupported=unsupported,
         )
 
-    def _unsupported(self) -> SkipReason | None:
+    def _unsupported(self) -> AttentionFallbackReason | None:
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         reasons = [layer.impl.prepare(self.kv_cache_dtype) for layer in layers.values()]
         return None if None in reasons else next(iter(reasons), "failed")
@@ -125,22 +125,22 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._with_sharing(metadata, common_attn_metadata, self._work)
+        return self._with_grouping(metadata, common_attn_metadata, self._work)
 
-    def _without_sharing(
+    def _without_grouping(
         self,
         metadata: FlashAttentionMetadata,
         common: CommonAttentionMetadata,
         work: WorkList | None,
     ) -> FlashAttentionMetadata:
         """A graph that was captured before the failure goes on reading the list."""
-        COUNTS.skipped("failed")
+        COUNTERS.skipped("failed")
         if work is not None and common.max_query_len <= self._max_query_tokens:
             _fill(work, nothing_shared(common.num_reqs), _lens(common, common.num_reqs))
         return metadata
 
-    @FEATURE.guarded(_without_sharing)
-    def _with_sharing(
+    @FEATURE.guarded(_without_grouping)
+    def _with_grouping(
         self,
         metadata: FlashAttentionMetadata,
         common: CommonAttentionMetadata,
@@ -148,29 +148,29 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> FlashAttentionMetadata:
         # Rows that fill a captured graph up have no queries; they come last.
         num_reqs = int(np.count_nonzero(np.diff(common.query_start_loc_cpu.numpy())))
-        sharing = None if self._capturing else self._share(common, num_reqs)
+        grouping = None if self._capturing else self._share(common, num_reqs)
         if work is None or metadata.causal is not True:
             return metadata
-        if sharing is None:
+        if grouping is None:
             if common.max_query_len > self._max_query_tokens:
                 return metadata
             plan, num_tokens = nothing_shared(num_reqs), common.num_actual_tokens
-            sharing = Sharing(plan=plan, num_rows=num_reqs, num_tokens=num_tokens)
-        rest = None
-        if sharing.num_rows < num_reqs:
-            rest = super().build(0, behind(common, sharing))
-        if not _fill(work, sharing.plan, _lens(common, sharing.num_rows)):
-            _fill(work, nothing_shared(sharing.num_rows), _lens(common, sharing.num_rows))
+            grouping = StepGrouping(plan=plan, num_rows=num_reqs, num_tokens=num_tokens)
+        tail = None
+        if grouping.num_rows < num_reqs:
+            tail = super().build(0, unshared_tail(common, grouping))
+        if not _fill(work, grouping.plan, _lens(common, grouping.num_rows)):
+            _fill(work, nothing_shared(grouping.num_rows), _lens(common, grouping.num_rows))
         return SharedPrefixMetadata(
-            **vars(metadata), work=work, num_tokens=sharing.num_tokens, rest=rest
+            **vars(metadata), work=work, num_tokens=grouping.num_tokens, tail=tail
         )
 
-    def _share(self, common: CommonAttentionMetadata, num_reqs: int) -> Sharing | None:
-        assert self._sharer is not None, "the feature is on, so its sharer was made"
+    def _share(self, common: CommonAttentionMetadata, num_reqs: int) -> StepGrouping | None:
+        assert self._grouper is not None, "the feature is on, so its sharer was made"
         table = host_table(common.block_table_tensor, common.req_idx, num_reqs)
         assert table is not None, "the runner's block table has not been noted"
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
-        return self._sharer.share(table, _lens(common, num_reqs), starts)
+        return self._grouper.group_rows(table, _lens(common, num_reqs), starts)
 
 
 def _lens(common: CommonAttentionMetadata, num_rows: int) -> Any:
@@ -201,14 +201,14 @@ def nothing_shared(num_rows: int) -> SharingPlan:
 class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
     _supported = False
 
-    def prepare(self, kv_cache_dtype: torch.dtype) -> SkipReason | None:
+    def prepare(self, kv_cache_dtype: torch.dtype) -> AttentionFallbackReason | None:
         """To be called by the builder, which knows the cache; says why this layer stays stock."""
         reason = self._unsupported(kv_cache_dtype)
         self._supported = reason is None
         return reason
 
-    def _unsupported(self, kv_cache_dtype: torch.dtype) -> SkipReason | None:
-        reasons: dict[SkipReason, bool] = {
+    def _unsupported(self, kv_cache_dtype: torch.dtype) -> AttentionFallbackReason | None:
+        reasons: dict[AttentionFallbackReason, bool] = {
             "kv_cache_dtype": kv_cache_dtype not in cuda.DTYPES,
             "head_size": self.head_size not in cuda.HEAD_SIZES,
             "not_causal": self.attn_type != AttentionType.DECODER,
@@ -237,9 +237,9 @@ class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
             given = (query, key, value, kv_cache, attn_metadata, output)
             stock(*given, *scales, **named_scales)
             return output
-        if attn_metadata.rest is not None:
+        if attn_metadata.tail is not None:
             tokens = slice(attn_metadata.num_tokens, attn_metadata.num_actual_tokens)
-            stock(query[tokens], key, value, kv_cache, attn_metadata.rest, output[tokens])
+            stock(query[tokens], key, value, kv_cache, attn_metadata.tail, output[tokens])
         keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, dim=-1)
         cuda.decode(
             attn_metadata.work,

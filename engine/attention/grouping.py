@@ -9,16 +9,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from engine.attention.counters import Counts
-from engine.attention.crossover import Crossover, Work
+from engine.attention.counters import Counters
+from engine.attention.crossover import Crossover, StepWork
 from engine.attention.planner import Planner
-from engine.protocol import SkipReason
+from engine.protocol import AttentionFallbackReason
 from engine.settings import SharedPrefixMode
 from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class StepGrouping:
     """Rows 0..num_rows of the step, which hold its first `num_tokens` tokens, run by `plan`."""
 
     plan: SharingPlan
@@ -26,7 +26,7 @@ class Sharing:
     num_tokens: int
 
 
-class Sharer:
+class StepGrouper:
     """One per group of layers that share a block table. `mode` may change between two steps."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Sharer:
         block_size: int,
         bytes_per_token: int,
         max_query_tokens: int,
-        counts: Counts,
-        unsupported: SkipReason | None = None,
+        counts: Counters,
+        unsupported: AttentionFallbackReason | None = None,
         crossover: Crossover | None = None,
     ) -> None:
         """`bytes_per_token` of all layers of the group on this rank."""
@@ -49,25 +49,27 @@ class Sharer:
         self._unsupported = unsupported
         self._crossover = crossover
 
-    def share(self, table: Int32s, seq_lens: Int32s, query_starts: Int32s) -> Sharing | None:
+    def group_rows(
+        self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
+    ) -> StepGrouping | None:
         """[rows, columns], [rows] and [rows + 1], on the host. None: all of it to stock."""
         if self.mode == "off":
             return None
-        decided = self._unsupported or self._decide(table, seq_lens, query_starts)
-        if isinstance(decided, Sharing):
-            self._counts.grouped(
-                num_rows=rows_sharing(decided.plan),
-                bytes_not_read=self._bytes_per_token * tokens_not_read(decided.plan),
+        grouping_or_reason = self._unsupported or self._decide(table, seq_lens, query_starts)
+        if isinstance(grouping_or_reason, StepGrouping):
+            self._counts.record_grouped(
+                num_rows=num_grouped_rows(grouping_or_reason.plan),
+                bytes_saved=self._bytes_per_token * num_tokens_saved(grouping_or_reason.plan),
             )
-            return decided
-        self._counts.skipped(decided)
+            return grouping_or_reason
+        self._counts.skipped(grouping_or_reason)
         return None
 
     def _decide(
         self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
-    ) -> Sharing | SkipReason:
+    ) -> StepGrouping | AttentionFallbackReason:
         query_lens = np.diff(query_starts)
-        num_rows = leading(query_lens <= self._max_query_tokens)
+        num_rows = count_leading(query_lens <= self._max_query_tokens)
         if num_rows == 0:
             return "query_length"
         lens = seq_lens[:num_rows]
@@ -76,24 +78,24 @@ class Sharer:
             return "nothing_shared"
         num_tokens = int(query_starts[num_rows])
         if self.mode == "auto" and self._crossover is not None:
-            work = Work.of(plan, lens, num_tokens)
-            if not self._crossover.pays(work):
+            work = StepWork.of(plan, lens, num_tokens)
+            if not self._crossover.is_faster(work):
                 return "not_worth_it"
-        return Sharing(plan=plan, num_rows=num_rows, num_tokens=num_tokens)
+        return StepGrouping(plan=plan, num_rows=num_rows, num_tokens=num_tokens)
 
 
-def leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+def count_leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
     """How many rows are wanted before the first that is not."""
     return len(wanted) if wanted.all() else int(wanted.argmin())
 
 
 # Of one plan many times over: it serves many steps.
 @lru_cache(maxsize=4)
-def rows_sharing(plan: SharingPlan) -> int:
+def num_grouped_rows(plan: SharingPlan) -> int:
     return int(np.count_nonzero(plan.suffix_starts))
 
 
 @lru_cache(maxsize=4)
-def tokens_not_read(plan: SharingPlan) -> int:
+def num_tokens_saved(plan: SharingPlan) -> int:
     """All rows of a node but one are spared its tokens."""
     return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

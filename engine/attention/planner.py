@@ -18,7 +18,7 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Grown:
+class _CachedPlan:
     """What the plan was read from: it holds while these columns and these depths stay."""
 
     plan: SharingPlan
@@ -33,7 +33,7 @@ class Planner:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._grown: _Grown | None = None
+        self._cached: _CachedPlan | None = None
         self.num_plans = 0
 
     def plan(self, table: Int32s, first_positions: Int32s) -> SharingPlan:
@@ -41,42 +41,42 @@ class Planner:
         from there on each of its queries sees another length.
         """
         depths = (first_positions + 1) // self._block_size
-        if self._grown is None or not _holds(self._grown, table, depths, self._block_size):
-            self._grown = _grow(table, depths, self._block_size)
+        if self._cached is None or not _is_valid(self._cached, table, depths, self._block_size):
+            self._cached = _build(table, depths, self._block_size)
             self.num_plans += 1
-        return self._grown.plan
+        return self._cached.plan
 
 
-def _holds(grown: _Grown, table: Int32s, depths: Int32s, block_size: int) -> bool:
+def _is_valid(cached: _CachedPlan, table: Int32s, depths: Int32s, block_size: int) -> bool:
     """New blocks behind the columns that were compared change nothing: a running row is only ever
     given blocks that nobody else has, and what it shares with a new row is in the new row's table.
     """
     return (
-        len(table) == grown.num_rows
-        and np.array_equal(table[:, : grown.columns.shape[1]], grown.columns)
-        and np.array_equal(depths[grown.open_rows], grown.open_depths)
-        and bool((grown.plan.suffix_starts <= depths * block_size).all())
+        len(table) == cached.num_rows
+        and np.array_equal(table[:, : cached.columns.shape[1]], cached.columns)
+        and np.array_equal(depths[cached.open_rows], cached.open_depths)
+        and bool((cached.plan.suffix_starts <= depths * block_size).all())
     )
 
 
-def _grow(table: Int32s, depths: Int32s, block_size: int) -> _Grown:
-    growth = _Growth(table, depths)
+def _build(table: Int32s, depths: Int32s, block_size: int) -> _CachedPlan:
+    builder = _PlanBuilder(table, depths)
     rows = np.flatnonzero(depths > 0)
     groups = np.zeros(len(rows), dtype=np.int64)
     starts = np.zeros(len(rows), dtype=np.int32)
     while len(rows) > 1:
-        rows, groups, starts = growth.level(rows, groups, starts)
-    open_rows = np.flatnonzero(growth.open)
-    return _Grown(
-        growth.plan(block_size),
+        rows, groups, starts = builder.level(rows, groups, starts)
+    open_rows = np.flatnonzero(builder.open)
+    return _CachedPlan(
+        builder.plan(block_size),
         len(table),
-        table[:, : growth.num_columns].copy(),
+        table[:, : builder.num_columns].copy(),
         open_rows,
         depths[open_rows],
     )
 
 
-class _Growth:
+class _PlanBuilder:
     """The tree while it grows, level by level."""
 
     def __init__(self, table: Int32s, depths: Int32s) -> None:
@@ -98,7 +98,7 @@ class _Growth:
             return rows, groups[:0], starts
         offsets = sizes.cumsum() - sizes
         firsts, depths = rows[offsets], self._depths[rows]
-        agreed = self._agreed(rows, firsts, sizes, int(starts.min()), int(depths.max()))
+        agreed = self._first_difference(rows, firsts, sizes, int(starts.min()), int(depths.max()))
         ends: Int32s = np.minimum.reduceat(np.minimum(agreed, depths), offsets).astype(np.int32)
         self._add_nodes(rows, sizes, firsts, starts[offsets], ends)
         end_of = ends.repeat(sizes)
@@ -107,7 +107,9 @@ class _Growth:
         self.open[rows[~on]] = True
         return rows[on], np.arange(len(sizes)).repeat(sizes)[on], end_of[on]
 
-    def _agreed(self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int) -> Int64s:
+    def _first_difference(
+        self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int
+    ) -> Int64s:
         """For each row, the first column in which it differs from its group's first row."""
         columns = self._table[:, start:stop]
         differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
@@ -127,11 +129,11 @@ class _Growth:
     def plan(self, block_size: int) -> SharingPlan:
         num_blocks = np.array([len(blocks) for blocks in self._blocks], dtype=np.int32)
         return SharingPlan(
-            node_blocks=_joined(self._blocks),
+            node_blocks=_concatenate(self._blocks),
             node_block_offsets=_offsets(num_blocks),
             node_tokens=num_blocks * np.int32(block_size),
-            node_rows=_joined(self._rows),
-            node_row_offsets=_offsets(_joined(self._sizes)),
+            node_rows=_concatenate(self._rows),
+            node_row_offsets=_offsets(_concatenate(self._sizes)),
             suffix_starts=self._shared * np.int32(block_size),
         )
 
@@ -147,12 +149,12 @@ def _split(
     bounds = np.empty(len(changes) + 2, dtype=np.int64)
     bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(keys)
     sizes = bounds[1:] - bounds[:-1]
-    several = sizes > 1
-    order = order[several.repeat(sizes)]
-    return rows[order], starts[order], sizes[several]
+    is_group = sizes > 1
+    order = order[is_group.repeat(sizes)]
+    return rows[order], starts[order], sizes[is_group]
 
 
-def _joined(pieces: list[Int32s] | list[Int64s]) -> Int32s:
+def _concatenate(pieces: list[Int32s] | list[Int64s]) -> Int32s:
     joined: Int32s = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
     return joined
 

@@ -2,12 +2,14 @@
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from engine.attention.grouping import Sharing
+from engine.attention.grouping import StepGrouping
 
 
-def behind(common: CommonAttentionMetadata, sharing: Sharing) -> CommonAttentionMetadata:
+def unshared_tail(
+    common: CommonAttentionMetadata, grouping: StepGrouping
+) -> CommonAttentionMetadata:
     """As a step of their own."""
-    rows, tokens = sharing.num_rows, sharing.num_tokens
+    rows, tokens = grouping.num_rows, grouping.num_tokens
     lens = common.seq_lens_cpu_upper_bound
     return common.replace(
         query_start_loc=common.query_start_loc[rows:] - tokens,

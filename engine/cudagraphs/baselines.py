@@ -1,40 +1,40 @@
 """What others capture, as sets of shapes to compare a plan with.
 
-`product` is vLLM 0.32's second model runner (`v1/worker/gpu/cudagraph_utils.py`, with the sizes of
-`config/vllm.py`): every size with every length. A test holds it to vLLM's own code. `bucketed` is
-TLT's pool (arXiv 2511.16665): every size, but a length only where it may be chosen; its graphs for
-no drafts are not trimmed.
+`vllm_shapes` is vLLM 0.32's second model runner (`v1/worker/gpu/cudagraph_utils.py`, with the sizes
+of `config/vllm.py`): every size with every length. A test holds it to vLLM's own code. `tlt_shapes`
+is TLT's pool (arXiv 2511.16665): every size, but a length only where it may be chosen; its graphs
+for no drafts are not trimmed.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.cudagraphs.draft_lengths import Lengths
-from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.shape import GraphShape, decode, mixed
 
 CEILING_TOKENS = 512  # vLLM's, but for data-centre Blackwells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CaptureLimits:
     """What the engine is started with."""
 
-    lengths: Lengths
+    lengths: DraftLengthTiers
     max_sequences: int
     max_batched_tokens: int
 
     @property
-    def widest(self) -> int:
-        return self.lengths.queries[-1]
+    def max_query_len(self) -> int:
+        return self.lengths.query_lens[-1]
 
-    def most_samples(self, query: int) -> int:
+    def max_samples(self, query_len: int) -> int:
         """With so many tokens each."""
-        return min(self.max_sequences, self.max_batched_tokens // query)
+        return min(self.max_sequences, self.max_batched_tokens // query_len)
 
 
-def vllm_sizes(limits: Limits) -> list[int]:
+def vllm_sizes(limits: CaptureLimits) -> list[int]:
     """The tokens that vLLM captures graphs for when it is not told."""
-    top = min(limits.max_sequences * limits.widest * 2, CEILING_TOKENS)
+    top = min(limits.max_sequences * limits.max_query_len * 2, CEILING_TOKENS)
     uniform = _uniform_sizes(limits, top)
     top = min(limits.max_batched_tokens, top)
     sizes = {*_grid(top), *uniform}
@@ -43,15 +43,15 @@ def vllm_sizes(limits: Limits) -> list[int]:
     return sorted(size for size in sizes if size <= limits.max_batched_tokens)
 
 
-def _uniform_sizes(limits: Limits, top: int) -> set[int]:
-    if limits.widest == 1:
+def _uniform_sizes(limits: CaptureLimits, top: int) -> set[int]:
+    if limits.max_query_len == 1:
         return {limits.max_sequences} if limits.max_sequences <= top else set()
     sizes = set()
-    for query in limits.lengths.queries:
-        samples = max(limits.lengths.samples(query, limits.max_sequences), default=0)
+    for query_len in limits.lengths.query_lens:
+        samples = max(limits.lengths.samples(query_len, limits.max_sequences), default=0)
         samples = min(samples, CEILING_TOKENS)
         counts = {n for n in (*_grid(samples), samples) if n}
-        sizes |= {n * query for n in counts if n * query <= top}
+        sizes |= {n * query_len for n in counts if n * query_len <= top}
     return sizes
 
 
@@ -60,27 +60,27 @@ def _grid(top: int) -> list[int]:
     return [size for size in steps if size <= top]
 
 
-def product(limits: Limits, sizes: list[int] | None = None) -> frozenset[Shape]:
+def vllm_shapes(limits: CaptureLimits, sizes: list[int] | None = None) -> frozenset[GraphShape]:
     sizes = vllm_sizes(limits) if sizes is None else sizes
     shapes = {mixed(size) for size in sizes}
     for size in sizes:
-        for query in limits.lengths.queries:
-            samples = -(-size // query)
-            if samples <= limits.max_sequences and samples * query <= sizes[-1]:
-                shapes.add(decode(samples, query))
+        for query_len in limits.lengths.query_lens:
+            samples = -(-size // query_len)
+            if samples <= limits.max_sequences and samples * query_len <= sizes[-1]:
+                shapes.add(decode(samples, query_len))
     return frozenset(shapes)
 
 
-def bucketed(limits: Limits) -> frozenset[Shape]:
-    shapes = product(limits)
-    return frozenset(shape for shape in shapes if _in_its_bucket(shape, shapes, limits))
+def tlt_shapes(limits: CaptureLimits) -> frozenset[GraphShape]:
+    shapes = vllm_shapes(limits)
+    return frozenset(shape for shape in shapes if _is_reachable(shape, shapes, limits))
 
 
-def _in_its_bucket(shape: Shape, shapes: frozenset[Shape], limits: Limits) -> bool:
+def _is_reachable(shape: GraphShape, shapes: frozenset[GraphShape], limits: CaptureLimits) -> bool:
     """Whether some number of samples that may decode so is padded to just this shape."""
-    if shape.query is None or shape.query == 1:
+    if shape.query_len is None or shape.query_len == 1:
         return True
-    counts = sorted({0} | {s.samples for s in shapes if s.query == shape.query})
+    counts = sorted({0} | {s.samples for s in shapes if s.query_len == shape.query_len})
     below = next(low for low, high in pairwise(counts) if high == shape.samples)
-    allowed = limits.lengths.samples(shape.query, shape.samples)
+    allowed = limits.lengths.samples(shape.query_len, shape.samples)
     return any(samples > below for samples in allowed)

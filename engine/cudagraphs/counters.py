@@ -9,10 +9,10 @@ from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import UNEVEN
-from engine.protocol import GraphCounts
+from engine.protocol import CudaGraphStats
 
 
-class Counted(TypedDict):
+class Snapshot(TypedDict):
     """One rank's counts as they travel to the service. `misses`: samples and tokens each, steps."""
 
     num_graphs: int
@@ -24,7 +24,7 @@ class Counted(TypedDict):
     misses: list[tuple[int, int, int]]
 
 
-class Counts:
+class Counters:
     """Written by the thread that takes the steps, between two of which it is read."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Counts:
         self._measured_bytes = 0
         self.begin()
 
-    def captured(self, plan: Plan, measured_bytes: int) -> None:
+    def set_plan(self, plan: Plan, measured_bytes: int) -> None:
         self._plan, self._measured_bytes = plan, measured_bytes
 
     def begin(self) -> None:
@@ -40,46 +40,48 @@ class Counts:
         self._hits, self._mixed = 0, 0
         self._misses: Counter[tuple[int, int]] = Counter()
 
-    def decoded(self, *, samples: int, query: int | None, hit: bool) -> None:
-        """Without `query`, the samples had different numbers of tokens."""
+    def record_decode(self, *, samples: int, query_len: int | None, hit: bool) -> None:
+        """Without `query_len`, the samples had different numbers of tokens."""
         if hit:
             self._hits += 1
         else:
-            self._misses[1 << (samples - 1).bit_length(), query or UNEVEN] += 1
+            self._misses[1 << (samples - 1).bit_length(), query_len or UNEVEN] += 1
 
     def mixed(self) -> None:
         self._mixed += 1
 
-    def read(self) -> Counted | None:
+    def read(self) -> Snapshot | None:
         """None before anything was captured to a plan."""
         if self._plan is None:
             return None
-        return Counted(
+        return Snapshot(
             num_graphs=len(self._plan.shapes),
             budget_bytes=self._plan.budget_bytes or 0,
             estimated_bytes=self._plan.estimated_bytes,
             measured_bytes=self._measured_bytes,
             hits=self._hits,
             mixed=self._mixed,
-            misses=[(samples, query, steps) for (samples, query), steps in self._misses.items()],
+            misses=[
+                (samples, query_len, steps) for (samples, query_len), steps in self._misses.items()
+            ],
         )
 
 
-COUNTS = Counts()
+COUNTERS = Counters()
 
 
-def over_ranks(ranks: Iterable[Counted | None]) -> GraphCounts:
+def aggregate_ranks(ranks: Iterable[Snapshot | None]) -> CudaGraphStats:
     """Every rank captures the same graphs and takes the same steps; bytes are the largest's."""
     counted = [rank for rank in ranks if rank is not None]
     if not counted:
-        return GraphCounts()
+        return CudaGraphStats()
     first = counted[0]
-    return GraphCounts(
+    return CudaGraphStats(
         num_graphs=first["num_graphs"],
         budget_bytes=first["budget_bytes"],
         estimated_bytes=first["estimated_bytes"],
         measured_bytes=max(rank["measured_bytes"] for rank in counted),
         hits=first["hits"],
         mixed=first["mixed"],
-        misses={(samples, query): steps for samples, query, steps in first["misses"]},
+        misses={(samples, query_len): steps for samples, query_len, steps in first["misses"]},
     )

@@ -10,40 +10,40 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from engine.cudagraphs.shape import Shape, mixed
+from engine.cudagraphs.shape import GraphShape, mixed
 
 
-class Lookup(Protocol):
-    def find(self, asked: Shape) -> Shape | None: ...
+class GraphLookup(Protocol):
+    def find(self, requested: GraphShape) -> GraphShape | None: ...
 
 
-class Ladder:
+class PerLengthLookup:
     """The smallest shape of the same length that has room."""
 
-    def __init__(self, shapes: Iterable[Shape]) -> None:
-        self._rungs: dict[int | None, list[int]] = defaultdict(list)
+    def __init__(self, shapes: Iterable[GraphShape]) -> None:
+        self._sizes_by_query: dict[int | None, list[int]] = defaultdict(list)
         for shape in sorted(shapes, key=lambda shape: shape.tokens):
-            self._rungs[shape.query].append(shape.tokens)
+            self._sizes_by_query[shape.query_len].append(shape.tokens)
 
-    def find(self, asked: Shape) -> Shape | None:
-        return _next(self._rungs.get(asked.query, []), asked)
+    def find(self, requested: GraphShape) -> GraphShape | None:
+        return _next(self._sizes_by_query.get(requested.query_len, []), requested)
 
 
-class NextTokens:
+class VllmLookup:
     """As vLLM 0.32 looks."""
 
-    def __init__(self, shapes: Collection[Shape]) -> None:
-        self._decode = {shape for shape in shapes if shape.query is not None}
+    def __init__(self, shapes: Collection[GraphShape]) -> None:
+        self._decode = {shape for shape in shapes if shape.query_len is not None}
         self._levels = sorted({shape.tokens for shape in self._decode})
-        self._mixed = Ladder(shape for shape in shapes if shape.query is None)
+        self._mixed = PerLengthLookup(shape for shape in shapes if shape.query_len is None)
 
-    def find(self, asked: Shape) -> Shape | None:
-        if asked.query is None:
-            return self._mixed.find(mixed(asked.tokens))
-        found = _next(self._levels, asked)
+    def find(self, requested: GraphShape) -> GraphShape | None:
+        if requested.query_len is None:
+            return self._mixed.find(mixed(requested.tokens))
+        found = _next(self._levels, requested)
         return found if found in self._decode else None
 
 
-def _next(levels: list[int], asked: Shape) -> Shape | None:
-    place = bisect_left(levels, asked.tokens)
-    return Shape(levels[place], asked.query) if place < len(levels) else None
+def _next(levels: list[int], requested: GraphShape) -> GraphShape | None:
+    index = bisect_left(levels, requested.tokens)
+    return GraphShape(levels[index], requested.query_len) if index < len(levels) else None

@@ -8,15 +8,15 @@ memory to computing (990 TFLOP/s in bfloat16 over 3.35 TB/s), and each padded to
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.cudagraphs.dispatch import Lookup
+from engine.cudagraphs.dispatch import GraphLookup
 from engine.cudagraphs.memory_model import GraphMemory
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 
 RIDGE_TOKENS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class PlanScore:
     """`padding`: by how much longer the steps that hit take than with a graph for each shape."""
 
     num_graphs: int
@@ -26,18 +26,21 @@ class Score:
 
 
 def score(
-    shapes: Collection[Shape], lookup: Lookup, asked: Mapping[Shape, float], memory: GraphMemory
-) -> Score:
+    shapes: Collection[GraphShape],
+    lookup: GraphLookup,
+    requested: Mapping[GraphShape, float],
+    memory: GraphMemory,
+) -> PlanScore:
     steps = hits = exact = padded = 0.0
-    for shape, weight in asked.items():
-        if shape.query is None:
+    for shape, weight in requested.items():
+        if shape.query_len is None:
             continue
         steps += weight
         if found := lookup.find(shape):
             hits += weight
             exact += weight * step_cost(shape.tokens)
             padded += weight * step_cost(found.tokens)
-    return Score(
+    return PlanScore(
         num_graphs=len(shapes),
         total_bytes=memory.total_bytes(shapes),
         hit_rate=hits / steps if steps else 1.0,

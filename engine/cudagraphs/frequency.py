@@ -8,34 +8,34 @@ forgotten.
 from collections import defaultdict
 from collections.abc import Mapping
 
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.shape import GraphShape, decode, mixed
 from engine.cudagraphs.shape_trace import Trace
 
-EVEN_SHARE = 0.05
+UNIFORM_SHARE = 0.05
 MIXED_SHARE = 0.05
 
-Demand = Mapping[Shape, float]
+ShapeWeights = Mapping[GraphShape, float]
 
 
-def demand(limits: Limits, *, mixed_tokens: int, trace: Trace | None) -> Demand:
+def shape_weights(limits: CaptureLimits, *, mixed_tokens: int, trace: Trace | None) -> ShapeWeights:
     """Weights that sum to one, of shapes that a graph may be captured for."""
-    expected = _even(limits, mixed_tokens)
+    expected = _uniform_weights(limits, mixed_tokens)
     recorded = {
         shape: steps
         for shape, steps in (trace.counts() if trace else {}).items()
-        if _plannable(shape, limits, mixed_tokens)
+        if _is_plannable(shape, limits, mixed_tokens)
     }
     if not recorded:
         return expected
-    whole = sum(recorded.values())
-    blended = defaultdict(float, {shape: EVEN_SHARE * w for shape, w in expected.items()})
+    total_steps = sum(recorded.values())
+    mixture = defaultdict(float, {shape: UNIFORM_SHARE * w for shape, w in expected.items()})
     for shape, steps in recorded.items():
-        blended[shape] += (1 - EVEN_SHARE) * steps / whole
-    return dict(blended)
+        mixture[shape] += (1 - UNIFORM_SHARE) * steps / total_steps
+    return dict(mixture)
 
 
-def _even(limits: Limits, mixed_tokens: int) -> dict[Shape, float]:
+def _uniform_weights(limits: CaptureLimits, mixed_tokens: int) -> dict[GraphShape, float]:
     weights = {mixed(n + 1): MIXED_SHARE / mixed_tokens for n in range(mixed_tokens)}
     share = (1 - sum(weights.values())) / limits.max_sequences
     for samples in range(1, limits.max_sequences + 1):
@@ -47,12 +47,12 @@ def _even(limits: Limits, mixed_tokens: int) -> dict[Shape, float]:
     return weights
 
 
-def _plannable(shape: Shape, limits: Limits, mixed_tokens: int) -> bool:
-    if shape.query is None:
+def _is_plannable(shape: GraphShape, limits: CaptureLimits, mixed_tokens: int) -> bool:
+    if shape.query_len is None:
         return shape.tokens <= mixed_tokens
     return (
-        0 < shape.query <= limits.widest
+        0 < shape.query_len <= limits.max_query_len
         and shape.tokens <= limits.max_batched_tokens
         and shape.samples <= limits.max_sequences
-        and shape.query - 1 in limits.lengths.at(shape.samples)
+        and shape.query_len - 1 in limits.lengths.at(shape.samples)
     )

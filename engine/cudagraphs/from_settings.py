@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.draft_lengths import Lengths, of_drafter
-from engine.cudagraphs.memory_model import GraphMemory, of_model
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.draft_lengths import DraftLengthTiers, default_tiers
+from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shape_trace import Trace, read_trace
 from engine.errors import StartFailed
@@ -14,28 +14,28 @@ from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
 log = logging.getLogger(__name__)
 
 
-def limits_of(
+def capture_limits(
     engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings
-) -> Limits:
-    return Limits(
+) -> CaptureLimits:
+    return CaptureLimits(
         lengths=_lengths(graphs, speculation),
         max_sequences=engine.max_sequences,
         max_batched_tokens=engine.max_batched_tokens,
     )
 
 
-def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> Lengths:
+def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftLengthTiers:
     """Of what `siblings` drafts no row is as long as another: no graph has its length."""
     if graphs.lengths is not None:
-        return Lengths.parse(graphs.lengths)
+        return DraftLengthTiers.parse(graphs.lengths)
     drafts = speculation.mode == "drafter"
-    return of_drafter(speculation.longest_draft) if drafts else Lengths.parse("0")
+    return default_tiers(speculation.longest_draft) if drafts else DraftLengthTiers.parse("0")
 
 
-def memory_of(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
+def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
     """`model`: a directory with the model's config.json."""
     try:
-        return of_model(
+        return estimate_memory(
             model,
             ranks=engine.tensor_parallel_size,
             dtype=engine.dtype,
@@ -47,24 +47,24 @@ def memory_of(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> Gr
         ) from error
 
 
-def trace_of(graphs: GraphsSettings) -> Trace | None:
+def load_trace(graphs: GraphsSettings) -> Trace | None:
     try:
         return read_trace(graphs.trace) if graphs.trace else None
     except ValueError as error:
         raise StartFailed(f"graphs.trace: {error}") from error
 
 
-def planned(
+def make_plan(
     engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings, model: Path
 ) -> Plan:
     """StartFailed says why there is none."""
     try:
         return plan(
-            limits_of(engine, graphs, speculation),
-            memory_of(engine, graphs, model),
+            capture_limits(engine, graphs, speculation),
+            graph_memory(engine, graphs, model),
             budget_bytes=graphs.budget_bytes,
             mixed_tokens=graphs.mixed_tokens,
-            trace=trace_of(graphs),
+            trace=load_trace(graphs),
         )
     except BudgetTooSmall as error:
         raise StartFailed(f"graphs.budget_bytes: {error}") from error
@@ -84,4 +84,4 @@ def plan_for_start(
     if engine.eager or on_cpu:
         log.warning("graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager")
         return None
-    return planned(engine, graphs, speculation, model)
+    return make_plan(engine, graphs, speculation, model)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 
-KERNELS_A_LAYER, BYTES_A_KERNEL = 12, 2**14
-LEAST_GRAPH_BYTES = 2**20  # as vLLM's own profiler assumes
+KERNELS_PER_LAYER, BYTES_PER_KERNEL = 12, 2**14
+MIN_GRAPH_BYTES = 2**20  # as vLLM's own profiler assumes
 _ITEM_BYTES = {"float32": 4, "float": 4, "float64": 8}
 
 
@@ -28,14 +28,14 @@ class GraphMemory:
     graph_bytes: int
     token_bytes: int
 
-    def pool_bytes(self, shapes: Collection[Shape]) -> int:
+    def pool_bytes(self, shapes: Collection[GraphShape]) -> int:
         return self.token_bytes * max((shape.tokens for shape in shapes), default=0)
 
-    def total_bytes(self, shapes: Collection[Shape]) -> int:
+    def total_bytes(self, shapes: Collection[GraphShape]) -> int:
         return self.pool_bytes(shapes) + self.graph_bytes * len(shapes)
 
 
-def of_model(
+def estimate_memory(
     directory: Path, *, ranks: int = 1, dtype: str = "auto", graph_bytes: int | None = None
 ) -> GraphMemory:
     """From the model's config.json, its layers split over `ranks`."""
@@ -46,7 +46,7 @@ def of_model(
     layers = config["num_hidden_layers"]
     return GraphMemory(
         graph_bytes=graph_bytes
-        or max(LEAST_GRAPH_BYTES, layers * KERNELS_A_LAYER * BYTES_A_KERNEL),
+        or max(MIN_GRAPH_BYTES, layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL),
         token_bytes=item * _live_elements(config, ranks),
     )
 

@@ -11,15 +11,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.cudagraphs.baselines import Limits, product
-from engine.cudagraphs.dispatch import Ladder
+from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes
+from engine.cudagraphs.dispatch import PerLengthLookup
 from engine.cudagraphs.evaluate import step_cost
-from engine.cudagraphs.frequency import Demand, demand
+from engine.cudagraphs.frequency import ShapeWeights, shape_weights
 from engine.cudagraphs.memory_model import GraphMemory
-from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.shape import GraphShape, decode, mixed
 from engine.cudagraphs.shape_trace import Trace
 
-SLOWER, MOST = 0.005, 0.05
+MAX_MEAN_SLOWDOWN, MAX_STEP_SLOWDOWN = 0.005, 0.05
 
 
 class BudgetTooSmall(ValueError):
@@ -30,7 +30,7 @@ class BudgetTooSmall(ValueError):
 class Plan:
     """`shapes` in the order of their capture: mixed ones first, then the others, largest first."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GraphShape, ...]
     estimated_bytes: int
     budget_bytes: int | None
 
@@ -40,30 +40,30 @@ class Plan:
         return sorted({shape.tokens for shape in self.shapes})
 
     @property
-    def most_samples(self) -> dict[int, int]:
+    def max_samples(self) -> dict[int, int]:
         """By draft length: as many can decode with drafts of it, and find a graph."""
         found: dict[int, int] = {}
         for shape in self.shapes:
-            if shape.query:
-                found[shape.query - 1] = max(shape.samples, found.get(shape.query - 1, 0))
+            if shape.query_len:
+                found[shape.query_len - 1] = max(shape.samples, found.get(shape.query_len - 1, 0))
         return found
 
-    def dumped(self) -> str:
-        shapes = [(shape.tokens, shape.query) for shape in self.shapes]
+    def to_json(self) -> str:
+        shapes = [(shape.tokens, shape.query_len) for shape in self.shapes]
         return json.dumps([shapes, self.estimated_bytes, self.budget_bytes])
 
     @classmethod
-    def loaded(cls, text: str) -> "Plan":
+    def from_json(cls, text: str) -> "Plan":
         shapes, estimated, budget = json.loads(text)
         return cls(
-            shapes=tuple(Shape(tokens, query) for tokens, query in shapes),
+            shapes=tuple(GraphShape(tokens, query_len) for tokens, query_len in shapes),
             estimated_bytes=estimated,
             budget_bytes=budget,
         )
 
 
 def plan(
-    limits: Limits,
+    limits: CaptureLimits,
     memory: GraphMemory,
     *,
     budget_bytes: int | None,
@@ -71,47 +71,53 @@ def plan(
     trace: Trace | None = None,
 ) -> Plan:
     mixed_tokens = min(mixed_tokens, limits.max_batched_tokens)
-    expected = demand(limits, mixed_tokens=mixed_tokens, trace=trace)
-    rungs = _Rungs(_grid(limits, mixed_tokens), expected)
-    most = rungs.num_graphs if budget_bytes is None else _fitting(rungs, memory, budget_bytes)
-    bound = _bound(product(limits), expected)
-    while rungs.num_graphs > most:
-        rungs.remove(min(rungs.removals(), key=_cost))
-    while gentle := [r for r in rungs.removals() if r.query is None or r.worst <= MOST]:
-        cheapest = min(gentle, key=_cost)
-        if rungs.seconds + cheapest.cost > bound:
+    expected = shape_weights(limits, mixed_tokens=mixed_tokens, trace=trace)
+    candidates = _CandidateGraphs(_grid(limits, mixed_tokens), expected)
+    most = (
+        candidates.num_graphs
+        if budget_bytes is None
+        else _max_num_graphs(candidates, memory, budget_bytes)
+    )
+    max_mean_cost = _max_mean_cost(vllm_shapes(limits), expected)
+    while candidates.num_graphs > most:
+        candidates.remove(min(candidates.removals(), key=_cost))
+    while acceptable := [
+        r for r in candidates.removals() if r.query_len is None or r.worst <= MAX_STEP_SLOWDOWN
+    ]:
+        cheapest = min(acceptable, key=_cost)
+        if candidates.seconds + cheapest.cost > max_mean_cost:
             break
-        rungs.remove(cheapest)
-    shapes = tuple(sorted(rungs.shapes(), key=lambda s: (s.query is not None, -s.tokens)))
+        candidates.remove(cheapest)
+    shapes = tuple(sorted(candidates.shapes(), key=lambda s: (s.query_len is not None, -s.tokens)))
     return Plan(
         shapes=shapes, estimated_bytes=memory.total_bytes(shapes), budget_bytes=budget_bytes
     )
 
 
-def _fitting(rungs: "_Rungs", memory: GraphMemory, budget_bytes: int) -> int:
-    pool = memory.pool_bytes(list(rungs.shapes()))
-    fitting = (budget_bytes - pool) // memory.graph_bytes
-    if fitting < rungs.num_ladders:
-        least = pool + rungs.num_ladders * memory.graph_bytes
+def _max_num_graphs(candidates: "_CandidateGraphs", memory: GraphMemory, budget_bytes: int) -> int:
+    pool = memory.pool_bytes(list(candidates.shapes()))
+    max_num_graphs = (budget_bytes - pool) // memory.graph_bytes
+    if max_num_graphs < candidates.num_lengths:
+        least = pool + candidates.num_lengths * memory.graph_bytes
         raise BudgetTooSmall(f"one graph for each length takes {least} bytes already")
-    return fitting
+    return max_num_graphs
 
 
-def _bound(shapes: frozenset[Shape], expected: Demand) -> float:
+def _max_mean_cost(shapes: frozenset[GraphShape], expected: ShapeWeights) -> float:
     """What a step may take on average, on the scale of the model of time: padded as by vLLM's
     shapes, on average over those that they serve, and SLOWER."""
-    ladder = Ladder(shapes)
+    ladder = PerLengthLookup(shapes)
     served = {s: found for s in expected if (found := ladder.find(s))}
     exact = sum(expected[s] * step_cost(s.tokens) for s in served)
     padded = sum(expected[s] * step_cost(found.tokens) for s, found in served.items())
     every = sum(weight * step_cost(s.tokens) for s, weight in expected.items())
-    return (1 + SLOWER) * every * padded / exact
+    return (1 + MAX_MEAN_SLOWDOWN) * every * padded / exact
 
 
-def _grid(limits: Limits, mixed_tokens: int) -> Iterator[Shape]:
-    for query in limits.lengths.queries:
-        top = max(limits.lengths.samples(query, limits.most_samples(query)), default=0)
-        yield from (decode(samples, query) for samples in _steps(top))
+def _grid(limits: CaptureLimits, mixed_tokens: int) -> Iterator[GraphShape]:
+    for query_len in limits.lengths.query_lens:
+        top = max(limits.lengths.samples(query_len, limits.max_samples(query_len)), default=0)
+        yield from (decode(samples, query_len) for samples in _steps(top))
     yield from map(mixed, _steps(mixed_tokens))
 
 
@@ -124,8 +130,8 @@ def _steps(top: int) -> list[int]:
 class _Removal:
     """`cost`: what steps lose by it on average. `worst`: what the smallest of its own loses."""
 
-    query: int | None
-    place: int
+    query_len: int | None
+    index: int
     cost: float
     worst: float
 
@@ -134,20 +140,24 @@ def _cost(removal: _Removal) -> float:
     return removal.cost
 
 
-class _Rungs:
+class _CandidateGraphs:
     """For each length its captured sizes in tokens, and the weight of the steps padded to each."""
 
-    def __init__(self, shapes: Iterator[Shape], expected: Demand) -> None:
+    def __init__(self, shapes: Iterator[GraphShape], expected: ShapeWeights) -> None:
         self._tokens: dict[int | None, list[int]] = {}
         for shape in shapes:
-            self._tokens.setdefault(shape.query, []).append(shape.tokens)
-        self._weights = {query: [0.0] * len(tokens) for query, tokens in self._tokens.items()}
-        ladder = Ladder(self.shapes())
+            self._tokens.setdefault(shape.query_len, []).append(shape.tokens)
+        self._weights = {
+            query_len: [0.0] * len(tokens) for query_len, tokens in self._tokens.items()
+        }
+        ladder = PerLengthLookup(self.shapes())
         self.seconds = 0.0
         for shape, weight in expected.items():
             found = ladder.find(shape)
             assert found is not None, f"nothing has room for {shape}"
-            self._weights[shape.query][self._tokens[shape.query].index(found.tokens)] += weight
+            self._weights[shape.query_len][self._tokens[shape.query_len].index(found.tokens)] += (
+                weight
+            )
             self.seconds += weight * step_cost(found.tokens)
 
     @property
@@ -155,27 +165,29 @@ class _Rungs:
         return sum(map(len, self._tokens.values()))
 
     @property
-    def num_ladders(self) -> int:
+    def num_lengths(self) -> int:
         return len(self._tokens)
 
-    def shapes(self) -> Iterator[Shape]:
-        return (Shape(t, query) for query, tokens in self._tokens.items() for t in tokens)
+    def shapes(self) -> Iterator[GraphShape]:
+        return (
+            GraphShape(t, query_len) for query_len, tokens in self._tokens.items() for t in tokens
+        )
 
     def removals(self) -> Iterator[_Removal]:
-        for query, tokens in self._tokens.items():
-            least = query or 1
-            for place in range(len(tokens) - 1):
-                low = least if place == 0 else tokens[place - 1] + least
+        for query_len, tokens in self._tokens.items():
+            least = query_len or 1
+            for index in range(len(tokens) - 1):
+                low = least if index == 0 else tokens[index - 1] + least
                 yield _Removal(
-                    query=query,
-                    place=place,
-                    cost=self._weights[query][place] * (tokens[place + 1] - tokens[place]),
-                    worst=step_cost(tokens[place + 1]) / step_cost(low) - 1,
+                    query_len=query_len,
+                    index=index,
+                    cost=self._weights[query_len][index] * (tokens[index + 1] - tokens[index]),
+                    worst=step_cost(tokens[index + 1]) / step_cost(low) - 1,
                 )
 
     def remove(self, removal: _Removal) -> None:
-        weights = self._weights[removal.query]
-        del self._tokens[removal.query][removal.place]
-        weights[removal.place + 1] += weights[removal.place]
-        del weights[removal.place]
+        weights = self._weights[removal.query_len]
+        del self._tokens[removal.query_len][removal.index]
+        weights[removal.index + 1] += weights[removal.index]
+        del weights[removal.index]
         self.seconds += removal.cost

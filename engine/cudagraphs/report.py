@@ -2,34 +2,43 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.cudagraphs.baselines import Limits, bucketed, product
-from engine.cudagraphs.dispatch import Ladder, NextTokens
-from engine.cudagraphs.evaluate import Score, score
+from engine.cudagraphs.baselines import CaptureLimits, tlt_shapes, vllm_shapes
+from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
+from engine.cudagraphs.evaluate import PlanScore, score
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 
 MIB = 2**20
 NOTE = "Bytes and padding are a model's; hits are those of the decode steps."
 
 
-def compared(
-    plan: Plan, limits: Limits, memory: GraphMemory, asked: Mapping[Shape, float]
-) -> dict[str, Score]:
+def compare(
+    plan: Plan, limits: CaptureLimits, memory: GraphMemory, requested: Mapping[GraphShape, float]
+) -> dict[str, PlanScore]:
     """The product both as vLLM 0.32 finds its graphs, and as a ladder would."""
-    full, buckets = product(limits), bucketed(limits)
+    full, buckets = vllm_shapes(limits), tlt_shapes(limits)
     return {
-        "every size with every length, as vLLM 0.32": score(full, NextTokens(full), asked, memory),
-        "the same, found by length": score(full, Ladder(full), asked, memory),
-        "a length only where it is chosen, as TLT": score(buckets, Ladder(buckets), asked, memory),
-        "this plan": score(plan.shapes, Ladder(plan.shapes), asked, memory),
+        "every size with every length, as vLLM 0.32": score(
+            full, VllmLookup(full), requested, memory
+        ),
+        "the same, found by length": score(full, PerLengthLookup(full), requested, memory),
+        "a length only where it is chosen, as TLT": score(
+            buckets, PerLengthLookup(buckets), requested, memory
+        ),
+        "this plan": score(plan.shapes, PerLengthLookup(plan.shapes), requested, memory),
     }
 
 
-def rendered(plan: Plan, scores: Mapping[str, Score]) -> str:
-    whole = next(iter(scores.values())).total_bytes
+def render(plan: Plan, scores: Mapping[str, PlanScore]) -> str:
+    total_steps = next(iter(scores.values())).total_bytes
     comparison = [
-        [name, str(s.num_graphs), f"{s.total_bytes / MIB:.0f}", f"{s.total_bytes / whole:.2f}"]
+        [
+            name,
+            str(s.num_graphs),
+            f"{s.total_bytes / MIB:.0f}",
+            f"{s.total_bytes / total_steps:.2f}",
+        ]
         + [f"{s.hit_rate:.4f}", f"{100 * s.padding:.2f} %"]
         for name, s in scores.items()
     ]
@@ -46,11 +55,11 @@ def rendered(plan: Plan, scores: Mapping[str, Score]) -> str:
 
 
 def _captured(plan: Plan) -> Iterable[list[str]]:
-    queries = sorted({shape.query for shape in plan.shapes if shape.query})
-    for query in queries:
-        samples = [str(s.samples) for s in plan.shapes if s.query == query]
-        yield [str(query - 1), str(len(samples)), " ".join(samples)]
-    if tokens := [str(s.tokens) for s in plan.shapes if s.query is None]:
+    query_lens = sorted({shape.query_len for shape in plan.shapes if shape.query_len})
+    for query_len in query_lens:
+        samples = [str(s.samples) for s in plan.shapes if s.query_len == query_len]
+        yield [str(query_len - 1), str(len(samples)), " ".join(samples)]
+    if tokens := [str(s.tokens) for s in plan.shapes if s.query_len is None]:
         yield ["mixed", str(len(tokens)), f"{' '.join(tokens)} tokens"]
 
 

@@ -6,27 +6,27 @@ UNEVEN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """`query` tokens a sample: one and its drafts. None: any number each, as in steps that also
+class GraphShape:
+    """`query_len` tokens a sample: one and its drafts. None: any number each, as in steps that also
     compute prompts. UNEVEN: samples decode with different numbers of drafts; no graph does that.
     """
 
     tokens: int
-    query: int | None
+    query_len: int | None
 
     @property
     def samples(self) -> int:
-        """Of a step in which every sample has `query` tokens."""
-        assert self.query, self
-        return self.tokens // self.query
+        """Of a step in which every sample has `query_len` tokens."""
+        assert self.query_len, self
+        return self.tokens // self.query_len
 
     def __str__(self) -> str:
-        return f"{self.samples} x {self.query}" if self.query else f"{self.tokens} mixed"
+        return f"{self.samples} x {self.query_len}" if self.query_len else f"{self.tokens} mixed"
 
 
-def decode(samples: int, query: int) -> Shape:
-    return Shape(samples * query, query)
+def decode(samples: int, query_len: int) -> GraphShape:
+    return GraphShape(samples * query_len, query_len)
 
 
-def mixed(tokens: int) -> Shape:
-    return Shape(tokens, None)
+def mixed(tokens: int) -> GraphShape:
+    return GraphShape(tokens, None)

@@ -7,25 +7,25 @@ every sample of it is past its prompt.
 from itertools import groupby
 from typing import Any
 
-from engine.cudagraphs.shape import UNEVEN, Shape
+from engine.cudagraphs.shape import UNEVEN, GraphShape
 from engine.cudagraphs.shape_trace import Trace
 
 
-class Recorder:
+class ShapeRecorder:
     def __init__(self) -> None:
-        self._shapes: list[Shape] = []
+        self._shapes: list[GraphShape] = []
 
     def attach(self, scheduler: Any) -> None:
         schedule = scheduler.schedule
 
         def recorded(*args: Any, **named: Any) -> Any:
             output = schedule(*args, **named)
-            self.note(output, scheduler.requests)
+            self.record_step(output, scheduler.requests)
             return output
 
         scheduler.schedule = recorded
 
-    def note(self, output: Any, requests: Any) -> None:
+    def record_step(self, output: Any, requests: Any) -> None:
         """`output`: vLLM's SchedulerOutput; `requests`: the scheduler's, advanced by the step."""
         scheduled = output.num_scheduled_tokens
         if not scheduled:
@@ -46,7 +46,7 @@ def _past_prompt(request: Any, scheduled: int) -> bool:
     return bool(request.num_computed_tokens - scheduled >= request.num_prompt_tokens)
 
 
-def _shape(tokens: list[int], decoding: bool) -> Shape:
+def _shape(tokens: list[int], decoding: bool) -> GraphShape:
     if not decoding:
-        return Shape(sum(tokens), None)
-    return Shape(sum(tokens), tokens[0] if len(set(tokens)) == 1 else UNEVEN)
+        return GraphShape(sum(tokens), None)
+    return GraphShape(sum(tokens), tokens[0] if len(set(tokens)) == 1 else UNEVEN)

@@ -12,23 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    runs: tuple[tuple[Shape, int], ...]
+    runs: tuple[tuple[GraphShape, int], ...]
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    def counts(self) -> Counter[Shape]:
-        counted: Counter[Shape] = Counter()
+    def counts(self) -> Counter[GraphShape]:
+        counted: Counter[GraphShape] = Counter()
         for shape, repeats in self.runs:
             counted[shape] += repeats
         return counted
 
     def write(self, file: Path) -> None:
         rows = ",\n".join(
-            "  " + json.dumps([shape.tokens, shape.query, repeats]) for shape, repeats in self.runs
+            "  " + json.dumps([shape.tokens, shape.query_len, repeats])
+            for shape, repeats in self.runs
         )
         about = json.dumps(dict(self.about))
         file.write_text(f'{{"about": {about},\n "steps": [\n{rows}\n]}}\n', encoding="utf-8")
@@ -38,7 +39,9 @@ def read_trace(file: Path) -> Trace:
     """ValueError says what is wrong with the file."""
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-        runs = tuple((Shape(tokens, query), steps) for tokens, query, steps in written["steps"])
+        runs = tuple(
+            (GraphShape(tokens, query_len), steps) for tokens, query_len, steps in written["steps"]
+        )
         about = dict(written["about"])
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
@@ -49,8 +52,10 @@ def read_trace(file: Path) -> Trace:
     return Trace(runs, about)
 
 
-def _fits(shape: Shape, steps: Any) -> bool:
-    numbers = [shape.tokens, steps, *([] if shape.query is None else [shape.query])]
+def _fits(shape: GraphShape, steps: Any) -> bool:
+    numbers = [shape.tokens, steps, *([] if shape.query_len is None else [shape.query_len])]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         return False
-    return shape.tokens > 0 and steps > 0 and not (shape.query and shape.tokens % shape.query)
+    return (
+        shape.tokens > 0 and steps > 0 and not (shape.query_len and shape.tokens % shape.query_len)
+    )

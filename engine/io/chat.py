@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
 from engine.io.chat_template import template_options, template_variables
-from engine.protocol import Conversation, Reply, ToolCall
+from engine.protocol import ChatRequest, ChatResponse, ToolCall
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _FORM = {
 }
 
 
-class Chat:
+class ChatProcessor:
     """Of one started engine. Not to be shared between threads, like the tokenizer."""
 
     def __init__(self, llm: AsyncLLM, settings: EngineSettings) -> None:
@@ -47,26 +47,26 @@ class Chat:
         )
         self.template_variables = template_variables(self._renderer, self._model_config)
 
-    def encode(self, conversation: Conversation) -> list[int]:
-        options = template_options(conversation.template_options, self.template_variables)
-        request = _request(conversation)
-        self._check_parser(request, conversation)
-        prompt = self._rendered(request.messages, conversation, options)
+    def encode(self, chat_request: ChatRequest) -> list[int]:
+        options = template_options(chat_request.template_options, self.template_variables)
+        request = _openai_request(chat_request)
+        self._check_parser(request, chat_request)
+        prompt = self._rendered(request.messages, chat_request, options)
         try:
             return list(self._renderer.tokenize_prompt(prompt, self._bounds)["prompt_token_ids"])
         except VLLMValidationError as error:
             raise PromptTooLong(error.args[0]) from error
 
     def _rendered(
-        self, messages: list[Any], conversation: Conversation, options: dict[str, Any]
+        self, messages: list[Any], chat_request: ChatRequest, options: dict[str, Any]
     ) -> Any:
         """Text, which is measured before it is tokenized; renderers without a template of Jinja's
         may answer tokens."""
         params = ChatParams(
             chat_template_kwargs={
                 **options,
-                "add_generation_prompt": conversation.add_generation_prompt,
-                "tools": copy.deepcopy(list(conversation.tools)) or None,
+                "add_generation_prompt": chat_request.add_generation_prompt,
+                "tools": copy.deepcopy(list(chat_request.tools)) or None,
                 "tokenize": not isinstance(self._renderer, HfRenderer),
             }
         )
@@ -77,11 +77,11 @@ class Chat:
             raise RequestRefused("the chat template does not render these messages") from error
         return prompt
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
+    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
         if self._parser is None:
-            return Reply(content=self._text(token_ids, skip_special=True))
+            return ChatResponse(content=self._decode(token_ids, skip_special=True))
         try:
-            return self._parsed(token_ids, conversation)
+            return self._parsed(token_ids, chat_request)
         # A parser meets whatever a model writes; the sample is worth more than its parts.
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -91,50 +91,50 @@ class Chat:
                 place.filename,
                 place.lineno,
             )
-            return Reply(content=self._text(token_ids, skip_special=True), parsed=False)
+            return ChatResponse(content=self._decode(token_ids, skip_special=True), parsed=False)
 
-    def _parsed(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        parser, request = self._parser_of(_checked_request(conversation), conversation)
+    def _parsed(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+        parser, request = self._parser_of(_checked_request(chat_request), chat_request)
         reasoning, content, calls = parser.parse(
-            self._text(token_ids, skip_special=request.skip_special_tokens),
+            self._decode(token_ids, skip_special=request.skip_special_tokens),
             request,
-            enable_auto_tools=bool(conversation.tools),
+            enable_auto_tools=bool(chat_request.tools),
             model_output_token_ids=list(token_ids),
         )
-        return Reply(content=content, reasoning=reasoning, tool_calls=_tool_calls(calls))
+        return ChatResponse(content=content, reasoning=reasoning, tool_calls=_tool_calls(calls))
 
     def _parser_of(
-        self, request: ChatCompletionRequest, conversation: Conversation
+        self, request: ChatCompletionRequest, chat_request: ChatRequest
     ) -> tuple[Any, ChatCompletionRequest]:
         """Some parsers adjust the request, to find tool calls by special tokens."""
         parser = self._parser(
             self._tokenizer,
             request.tools,
-            chat_template_kwargs=dict(conversation.template_options),
+            chat_template_kwargs=dict(chat_request.template_options),
             model_config=self._model_config,
         )
         return parser, parser.adjust_request(request)
 
-    def _check_parser(self, request: ChatCompletionRequest, conversation: Conversation) -> None:
+    def _check_parser(self, request: ChatCompletionRequest, chat_request: ChatRequest) -> None:
         """Before samples are drawn that no parser could be made for."""
         if self._parser is None:
             return
         try:
-            self._parser_of(request, conversation)
+            self._parser_of(request, chat_request)
         except Exception as error:  # a parser raises what it likes
-            field = "tools" if conversation.tools else "chat_template_kwargs"
+            field = "tools" if chat_request.tools else "chat_template_kwargs"
             raise ConversationRefused(field, "the engine's parser does not take them") from error
 
     @property
     def _tokenizer(self) -> Any:
         return self._renderer.get_tokenizer()
 
-    def _text(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+    def _decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Where special tokens are kept, the one that ends the response is none of its text."""
-        kept = list(token_ids)
-        if kept and not skip_special and kept[-1] == self._renderer.get_eos_token_id():
-            kept.pop()
-        return str(self._tokenizer.decode(kept, skip_special_tokens=skip_special))
+        ids = list(token_ids)
+        if ids and not skip_special and ids[-1] == self._renderer.get_eos_token_id():
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 
 def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
@@ -150,14 +150,14 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
         raise StartFailed(f"the parser cannot be used: {error}") from error
 
 
-def _request(conversation: Conversation) -> ChatCompletionRequest:
+def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
     """The request that vLLM's parsers read, from a deep copy: vLLM renames fields of messages, and
     its renderer replaces the arguments of tool calls."""
-    given: dict[str, Any] = {"messages": copy.deepcopy(list(conversation.messages))}
-    if conversation.tools:
-        given["tools"] = copy.deepcopy(list(conversation.tools))
+    fields: dict[str, Any] = {"messages": copy.deepcopy(list(chat_request.messages))}
+    if chat_request.tools:
+        fields["tools"] = copy.deepcopy(list(chat_request.tools))
     try:
-        request = ChatCompletionRequest.model_validate(given)
+        request = ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
         of_tools = error.errors(include_input=False, include_url=False)[0]["loc"][:1] == ("tools",)
         field = "tools" if of_tools else "messages"
@@ -179,11 +179,11 @@ def _check_arguments(messages: list[Any]) -> None:
         raise ConversationRefused("messages", f"function.arguments: {limit} are taken")
 
 
-def _checked_request(conversation: Conversation) -> ChatCompletionRequest:
+def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
     """The same without the checks, which one of a thousand replies need not repeat."""
-    tools = [ChatCompletionToolsParam.model_validate(tool) for tool in conversation.tools]
+    tools = [ChatCompletionToolsParam.model_validate(tool) for tool in chat_request.tools]
     return ChatCompletionRequest.model_construct(
-        messages=list(conversation.messages),
+        messages=list(chat_request.messages),
         tools=tools or None,
         tool_choice="auto" if tools else "none",
     )

@@ -19,25 +19,29 @@ from engine.errors import EngineDead, RequestRefused
 from engine.io.vllm_types import scoring_params
 
 
-async def scored(
-    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, *, num_likeliest: int = 0
+async def prompt_logprobs_of(
+    llm: AsyncLLM,
+    token_ids: Sequence[int],
+    adapter: LoRARequest | None,
+    *,
+    num_top_logprobs: int = 0,
 ) -> Any:
     """vLLM's own account, one place a token, the first of them empty. A pause that aborts is no
     answer to it.
     """
-    output = await _once(llm, token_ids, adapter, num_likeliest)
+    output = await _score_once(llm, token_ids, adapter, num_top_logprobs)
     while output.outputs[0].finish_reason == "abort":
-        output = await _once(llm, token_ids, adapter, num_likeliest)
+        output = await _score_once(llm, token_ids, adapter, num_top_logprobs)
     return output.prompt_logprobs
 
 
-async def _once(
-    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_likeliest: int
+async def _score_once(
+    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
 ) -> RequestOutput:
     try:
         generated = llm.generate(
             tokens_input(list(token_ids)),
-            scoring_params(num_likeliest),
+            scoring_params(num_top_logprobs),
             uuid.uuid4().hex,
             lora_request=adapter,
         )

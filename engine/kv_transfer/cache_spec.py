@@ -21,7 +21,7 @@ class UnsupportedCache(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheForm:
+class CacheLayout:
     """`group` is the table of blocks; `layers` are names in layer order; heads are all ranks'."""
 
     group: int
@@ -36,12 +36,12 @@ class CacheForm:
         values = 2 * len(self.layers) * self.num_kv_heads * num_tokens * self.head_dim
         return values * self.dtype.itemsize
 
-    def heads_of(self, rank: int) -> range:
+    def heads_to_write(self, rank: int) -> range:
         """What a rank writes. Where heads are replicated, the first rank of them does."""
-        held = self.heads_held_by(rank)
+        held = self.local_heads(rank)
         return held if rank % self._replicas == 0 else held[:0]
 
-    def heads_held_by(self, rank: int) -> range:
+    def local_heads(self, rank: int) -> range:
         num_heads = max(1, self.num_kv_heads // self.num_ranks)
         first = rank // self._replicas * num_heads
         return range(first, first + num_heads)
@@ -56,7 +56,7 @@ class CacheForm:
         return [block * split + part for block in block_ids for part in range(split)]
 
 
-def cache_form(vllm_config: Any, kv_cache_config: Any) -> CacheForm:
+def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """UnsupportedCache if there is none."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline", "decode_context", "prefill_context"):
@@ -65,10 +65,10 @@ def cache_form(vllm_config: Any, kv_cache_config: Any) -> CacheForm:
     group, layers = _target_layers(kv_cache_config, model.get_total_num_hidden_layers())
     specs = [_spec(kv_cache_config.kv_cache_groups[group].kv_cache_spec, name) for name in layers]
     for name, spec in zip(layers, specs, strict=True):
-        _refuse_unless_plain(name, spec, model.dtype)
+        _check_plain_attention(name, spec, model.dtype)
         if spec != specs[0]:
             raise UnsupportedCache(f"{name} is unlike {layers[0]}")
-    form = CacheForm(
+    layout = CacheLayout(
         group=group,
         layers=layers,
         num_kv_heads=model.get_total_num_kv_heads(),
@@ -77,9 +77,9 @@ def cache_form(vllm_config: Any, kv_cache_config: Any) -> CacheForm:
         block_size=specs[0].block_size,
         num_ranks=parallel.tensor_parallel_size,
     )
-    if specs[0].num_kv_heads != len(form.heads_of(0)):
+    if specs[0].num_kv_heads != len(layout.heads_to_write(0)):
         raise UnsupportedCache(f"{specs[0].num_kv_heads} KV heads on a rank")
-    return form
+    return layout
 
 
 def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[str, ...]]:
@@ -106,7 +106,7 @@ def _spec(spec: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _refuse_unless_plain(name: str, spec: Any, dtype: torch.dtype) -> None:
+def _check_plain_attention(name: str, spec: Any, dtype: torch.dtype) -> None:
     """Not a subclass: those are the special ones."""
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedCache(f"{name} has a {type(spec).__name__}")

@@ -16,39 +16,42 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from engine.kv_transfer.cache_spec import CacheForm, UnsupportedCache, cache_form
+from engine.kv_transfer.cache_spec import CacheLayout, UnsupportedCache, cache_layout
 from engine.kv_transfer.core.export_planner import ExportPlanner
 from engine.kv_transfer.core.load_planner import LoadPlanner
 from engine.kv_transfer.jobs import ExportJob, StepJobs
-from engine.kv_transfer.worker.export_writer import PROMPT_KV, ExportWriter
-from engine.kv_transfer.worker.loader import SEGMENTS, Loader
+from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
+from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
 from engine.runtime.guard import Failure, attempt
 
-_NOT_HELD: Final = (False, None)
+_NOT_DELAYED: Final = (False, None)
 _NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()
-_NO_CLAIM: Final[tuple[int | None, bool]] = (0, False)
+_NO_MATCH: Final[tuple[int | None, bool]] = (0, False)
 
 
 class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """`refused` says why this model's prompts cannot be exported; then it does nothing."""
+    """`unsupported_reason` says why this model's prompts cannot be exported; then it does
+    nothing."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        decided = attempt(_decided, vllm_config, kv_cache_config)
-        self.form = decided if isinstance(decided, CacheForm) else None
-        self.refused = decided.message if isinstance(decided, Failure) else None
-        if isinstance(decided, str):
-            self.refused = decided
+        layout_or_error = attempt(_try_cache_layout, vllm_config, kv_cache_config)
+        self.layout = layout_or_error if isinstance(layout_or_error, CacheLayout) else None
+        self.unsupported_reason = (
+            layout_or_error.message if isinstance(layout_or_error, Failure) else None
+        )
+        if isinstance(layout_or_error, str):
+            self.unsupported_reason = layout_or_error
         # vLLM computes what was not loaded again, but only where there is one group.
-        self.one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
-        self.loads = LoadPlanner(self.form)
-        self.planner = ExportPlanner(self.form, written=self.loads.written)
+        self.has_one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
+        self.loads = LoadPlanner(self.layout)
+        self.planner = ExportPlanner(self.layout, on_exported=self.loads.on_exported)
         self.writer: ExportWriter | None = None
         self.loader: Loader | None = None
-        if self.form is not None and role == KVConnectorRole.WORKER:
+        if self.layout is not None and role == KVConnectorRole.WORKER:
             rank = get_tensor_model_parallel_rank()
-            self.writer = ExportWriter(self.form, rank)
-            self.loader = Loader(self.form, rank)
+            self.writer = ExportWriter(self.layout, rank)
+            self.loader = Loader(self.layout, rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -57,26 +60,26 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # The scheduler's side
 
-    @PROMPT_KV.returning(None)
+    @EXPORT_FEATURE.guarded_with_default(None)
     def on_new_request(self, request: Any) -> None:
         self.planner.add(request)
         self.loads.add(request)
 
-    @SEGMENTS.returning(_NO_CLAIM)
+    @LOAD_FEATURE.guarded_with_default(_NO_MATCH)
     def get_num_new_matched_tokens(
         self, request: Any, num_computed: int
     ) -> tuple[int | None, bool]:
-        return self.loads.claim(request, num_computed), False
+        return self.loads.match(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Not guarded: a claim that nobody fills would be sampled from."""
-        self.loads.allocated(request, blocks, num_external)
+        self.loads.on_allocated(request, blocks, num_external)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
-        return StepJobs(exports=self._exports_of(scheduler_output), loads=self.loads.take())
+        return StepJobs(exports=self._plan_exports(scheduler_output), loads=self.loads.take_jobs())
 
-    @PROMPT_KV.returning(_NO_EXPORTS)
-    def _exports_of(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
+    @EXPORT_FEATURE.guarded_with_default(_NO_EXPORTS)
+    def _plan_exports(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
         return self.planner.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -86,12 +89,12 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         self.loads.forget(request.request_id)
-        return self._exported(request)
+        return self._on_finished(request)
 
-    @PROMPT_KV.returning(_NOT_HELD)
-    def _exported(self, request: Any) -> tuple[bool, None]:
+    @EXPORT_FEATURE.guarded_with_default(_NOT_DELAYED)
+    def _on_finished(self, request: Any) -> tuple[bool, None]:
         self.planner.forget(request.request_id)
-        return _NOT_HELD
+        return _NOT_DELAYED
 
     def reset_cache(self) -> None:
         """Called where every cached prefix is forgotten: between two versions. Not guarded: it
@@ -102,7 +105,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # The workers' side
 
-    @PROMPT_KV.returning(None)
+    @EXPORT_FEATURE.guarded_with_default(None)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if self.writer is not None:
             self.writer.register(kv_caches)
@@ -119,7 +122,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """All layers were loaded at once."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self.loader is None else self.loader.take_failed()
+        return set() if self.loader is None else self.loader.take_failed_blocks()
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -134,7 +137,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for job in self._get_connector_metadata().exports:
             done(job)
 
-    @PROMPT_KV.returning(None)
+    @EXPORT_FEATURE.guarded_with_default(None)
     def shutdown(self) -> None:
         if self.writer is not None:
             self.writer.close()
@@ -142,8 +145,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loader.close()
 
 
-def _decided(vllm_config: Any, kv_cache_config: Any) -> CacheForm | str:
+def _try_cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout | str:
     try:
-        return cache_form(vllm_config, kv_cache_config)
+        return cache_layout(vllm_config, kv_cache_config)
     except UnsupportedCache as error:
         return str(error)

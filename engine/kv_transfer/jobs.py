@@ -4,17 +4,18 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine.kv_transfer.params import Piece, Place
-from engine.kv_types import ExportWord
+from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams
+from engine.kv_types import ExportStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """Tokens whose blocks are complete after this step's forward; `word` is what to say of them."""
+    """Tokens whose blocks are complete after this step's forward; `status` is what to say of
+    them."""
 
-    place: Place
+    target_slot: ExportSlotParams
     block_ids: tuple[int, ...]
-    word: ExportWord
+    status: ExportStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class LoadJob:
     """Pieces that follow one another, and fill blocks from the first token of the first on, before
     the forward."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LoadPieceParams, ...]
     block_ids: tuple[int, ...]
 
 

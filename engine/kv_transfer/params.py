@@ -6,66 +6,70 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from engine.kv_types import ExportSlot, Load, LoadPiece, Observed
+from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 
-PARAMETER: Final = "coppice_export"
-LOAD_PARAMETER: Final = "coppice_load"
+EXPORT_PARAM: Final = "coppice_export"
+LOAD_PARAM: Final = "coppice_load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ExportSlotParams:
     """An ExportSlot as plain values, which a sample's parameters can carry to EngineCore."""
 
     arena: str
     offset: int
-    words_offset: int
+    status_offset: int
     num_tokens: int
     name: str | None = None
 
     @classmethod
-    def carried(cls, parameters: Mapping[str, Any] | None) -> Self | None:
-        found = (parameters or {}).get(PARAMETER)
+    def from_params(cls, parameters: Mapping[str, Any] | None) -> Self | None:
+        found = (parameters or {}).get(EXPORT_PARAM)
         return None if found is None else cls(**found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ObservedKvParams:
     """An Observed as plain values."""
 
-    real: Place
-    skip: int
+    real: ExportSlotParams
+    token_offset: int
     shift: int
-    base: Place | None
-    base_skip: int
+    base: ExportSlotParams | None
+    base_token_offset: int
     weight: float
 
     @property
     def names(self) -> tuple[str | None, ...]:
         return (self.real.name,) if self.base is None else (self.real.name, self.base.name)
 
-    def later(self, num_tokens: int) -> Self:
-        return replace(self, skip=self.skip + num_tokens, base_skip=self.base_skip + num_tokens)
+    def advanced(self, num_tokens: int) -> Self:
+        return replace(
+            self,
+            token_offset=self.token_offset + num_tokens,
+            base_token_offset=self.base_token_offset + num_tokens,
+        )
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Self:
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
         base = found["base"]
         places = {
-            "real": Place(**found["real"]),
-            "base": None if base is None else Place(**base),
+            "real": ExportSlotParams(**found["real"]),
+            "base": None if base is None else ExportSlotParams(**base),
         }
         return cls(**{**found, **places})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class LoadPieceParams:
     """A LoadPiece as plain values: the source's place, and what is taken of it."""
 
-    source: Place
-    skip: int
+    source: ExportSlotParams
+    token_offset: int
     num_tokens: int
     start: int
     shift: int
-    observed: tuple[Seen, ...] = ()
+    observations: tuple[ObservedKvParams, ...] = ()
 
     @property
     def end(self) -> int:
@@ -75,88 +79,95 @@ class Piece:
     @property
     def names(self) -> tuple[str | None, ...]:
         """Of all that it is made from."""
-        return (self.source.name, *(name for seen in self.observed for name in seen.names))
+        return (self.source.name, *(name for seen in self.observations for name in seen.names))
 
-    def behind(self, position: int) -> Self:
+    def suffix_from(self, position: int) -> Self:
         """What of it stands in the prompt from there on."""
-        num_less = position - self.start
+        num_skipped = position - self.start
         return replace(
             self,
-            skip=self.skip + num_less,
-            num_tokens=self.num_tokens - num_less,
+            token_offset=self.token_offset + num_skipped,
+            num_tokens=self.num_tokens - num_skipped,
             start=position,
-            observed=tuple(seen.later(num_less) for seen in self.observed),
+            observations=tuple(seen.advanced(num_skipped) for seen in self.observations),
         )
 
-    def before(self, position: int) -> Self:
+    def prefix_until(self, position: int) -> Self:
         """What of it stands in the prompt up to there."""
         return replace(self, num_tokens=position - self.start)
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Self:
-        observed = tuple(Seen.of(seen) for seen in found["observed"])
-        return cls(**{**found, "source": Place(**found["source"]), "observed": observed})
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        observations = tuple(ObservedKvParams.from_dict(seen) for seen in found["observations"])
+        return cls(
+            **{**found, "source": ExportSlotParams(**found["source"]), "observations": observations}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class KvLoadParams:
     """A Load as plain values."""
 
     chain: str
     num_requests: int
     exact_tokens: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LoadPieceParams, ...]
 
     @classmethod
-    def carried(cls, parameters: Mapping[str, Any] | None) -> Self | None:
-        found = (parameters or {}).get(LOAD_PARAMETER)
+    def from_params(cls, parameters: Mapping[str, Any] | None) -> Self | None:
+        found = (parameters or {}).get(LOAD_PARAM)
         if found is None:
             return None
-        return cls(**{**found, "pieces": tuple(Piece.of(piece) for piece in found["pieces"])})
+        return cls(
+            **{
+                **found,
+                "pieces": tuple(LoadPieceParams.from_dict(piece) for piece in found["pieces"]),
+            }
+        )
 
 
-def carrying(slot: ExportSlot | None, load: Load | None = None) -> dict[str, Any]:
-    """The parameters of a sample that the two `carried` read."""
-    carried: dict[str, Any] = {}
+def to_params(slot: ExportSlot | None, load: KvLoad | None = None) -> dict[str, Any]:
+    """The parameters of a sample that the two `from_params` read."""
+    from_params: dict[str, Any] = {}
     if slot is not None:
-        carried[PARAMETER] = _plain(slot)
+        from_params[EXPORT_PARAM] = _slot_to_dict(slot)
     if load is not None:
-        carried[LOAD_PARAMETER] = {
+        from_params[LOAD_PARAM] = {
             "chain": load.chain,
             "num_requests": load.num_requests,
             "exact_tokens": load.exact_tokens,
-            "pieces": [_plain_piece(piece) for piece in load.pieces],
+            "pieces": [_piece_to_dict(piece) for piece in load.pieces],
         }
-    return carried
+    return from_params
 
 
-def _plain(slot: ExportSlot) -> dict[str, Any]:
+def _slot_to_dict(slot: ExportSlot) -> dict[str, Any]:
     return {
         "arena": str(slot.arena),
         "offset": slot.offset,
-        "words_offset": slot.words_offset,
+        "status_offset": slot.status_offset,
         "num_tokens": slot.num_tokens,
         "name": slot.name,
     }
 
 
-def _plain_piece(piece: LoadPiece) -> dict[str, Any]:
+def _piece_to_dict(piece: LoadPiece) -> dict[str, Any]:
     return {
-        "source": _plain(piece.source),
-        "skip": piece.skip,
+        "source": _slot_to_dict(piece.source),
+        "token_offset": piece.token_offset,
         "num_tokens": piece.num_tokens,
         "start": piece.start,
         "shift": piece.shift,
-        "observed": [_plain_observed(observed) for observed in piece.observed],
+        "observations": [_observed_to_dict(observations) for observations in piece.observations],
     }
 
 
-def _plain_observed(observed: Observed) -> dict[str, Any]:
+def _observed_to_dict(observations: ObservedKv) -> dict[str, Any]:
     return {
-        "real": _plain(observed.real),
-        "skip": observed.skip,
-        "shift": observed.shift,
-        "base": None if observed.base is None else _plain(observed.base),
-        "base_skip": observed.base_skip,
-        "weight": observed.weight,
+        "real": _slot_to_dict(observations.real),
+        "token_offset": observations.token_offset,
+        "shift": observations.shift,
+        "base": None if observations.base is None else _slot_to_dict(observations.base),
+        "base_token_offset": observations.base_token_offset,
+        "weight": observations.weight,
     }

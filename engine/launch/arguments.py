@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from engine.adapters.validation import PROJECTIONS
+from engine.adapters.validation import TARGET_MODULES
 from engine.cudagraphs.planner import Plan
 from engine.kv_transfer.vllm_config import CONNECTOR
 from engine.launch.cpu_dtype import cpu_dtype
 from engine.launch.environment import NO_SPECULATION
 from engine.settings import GIB, EngineSettings, SpeculationSettings
-from engine.speculation.vllm_config import speculate
+from engine.speculation.vllm_config import set_speculative_config
 
 DEFAULT_CPU_CACHE_BYTES = GIB
-MOST_FOR_ENTROPY = 20
+MAX_ENTROPY_TOP_K = 20
 WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
 
@@ -53,20 +53,20 @@ def engine_arguments(
         scheduling_policy="priority",
         # The probability that a token was really drawn with: temperature and truncation applied.
         logprobs_mode="processed_logprobs",
-        max_logprobs=max(settings.max_logprobs, MOST_FOR_ENTROPY),
+        max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K),
         # The model's own sampling defaults would silently change what a trainer asked for.
         generation_config="vllm",
         worker_extension_cls=worker_extension,
         disable_log_stats=False,
         use_tqdm_on_load=False,
-        **_memory(settings, on_cpu=on_cpu),
-        **_weight_transfer(settings),
-        **_prompt_kv(settings),
+        **_memory_arguments(settings, on_cpu=on_cpu),
+        **_weight_transfer_arguments(settings),
+        **_kv_transfer_arguments(settings),
         **adapters(settings.max_adapters, settings.max_adapter_rank),
-        **_graphs(graphs),
+        **_cuda_graph_arguments(graphs),
     )
     if speculation.mode != "off":
-        speculate(arguments, speculation, graphs)
+        set_speculative_config(arguments, speculation, graphs)
     return arguments
 
 
@@ -75,7 +75,7 @@ def _seed(settings: EngineSettings) -> int:
     return secrets.randbits(RANDOM_SEED_BITS) if settings.seed is None else settings.seed
 
 
-def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+def _memory_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     cache_bytes = settings.cache_bytes or (DEFAULT_CPU_CACHE_BYTES if on_cpu else None)
     memory: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes}
     if not on_cpu:
@@ -83,7 +83,7 @@ def _memory(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     return memory
 
 
-def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
+def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.weight_transfer is None:
         return {}
     from vllm.config import WeightTransferConfig
@@ -91,12 +91,12 @@ def _weight_transfer(settings: EngineSettings) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
 
 
-def _graphs(plan: Plan | None) -> dict[str, Any]:
+def _cuda_graph_arguments(plan: Plan | None) -> dict[str, Any]:
     """The sizes whose product with the draft lengths the plan is filtered from."""
     return {"compilation_config": {"cudagraph_capture_sizes": plan.capture_sizes}} if plan else {}
 
 
-def _prompt_kv(settings: EngineSettings) -> dict[str, Any]:
+def _kv_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
     if not settings.prompt_kv:
         return {}
     from vllm.config import KVTransferConfig
@@ -113,5 +113,5 @@ def adapters(num: int, rank: int) -> dict[str, Any]:
         "max_loras": num,
         "max_cpu_loras": num,
         "max_lora_rank": rank,
-        "lora_target_modules": sorted(PROJECTIONS),
+        "lora_target_modules": sorted(TARGET_MODULES),
     }

@@ -8,16 +8,16 @@ import os
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from engine.attention import counters as attention
-from engine.cudagraphs.counters import Counted as GraphsCounted
+from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.drafter.core import rpc as drafter
-from engine.drafter.counters import Counted as DrafterCounted
+from engine.drafter.counters import Snapshot as DrafterSnapshot
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-AHEAD_OF_ANY_REQUEST: Final = 1 << 60
+ALL_BLOCKS_CACHED: Final = 1 << 60
 
 
 class Ping(TypedDict):
@@ -26,15 +26,15 @@ class Ping(TypedDict):
     num_waiting: int
     num_free_blocks: int
     num_blocks: int
-    shared_prefix: list[attention.Counted]
-    speculation: list[speculation.Counted]
-    graphs: list[GraphsCounted | None]
-    drafter: DrafterCounted | None
+    shared_prefix: list[attention.Snapshot]
+    speculation: list[speculation.Snapshot]
+    graphs: list[CudaGraphSnapshot | None]
+    drafter: DrafterSnapshot | None
 
 
-class Forgotten(TypedDict):
+class PrefixCacheReset(TypedDict):
     num_hashes: int
-    num_silenced: int
+    num_running_requests: int
     connector: bool
 
 
@@ -53,7 +53,7 @@ class PoolState(TypedDict):
 def coppice_ping(self: "EngineCore") -> Ping:
     num_running, num_waiting = self.scheduler.get_request_counts()
     pool = self.scheduler.kv_cache_manager.block_pool
-    counted = self.model_executor.collective_rpc("coppice_counted")
+    counted = self.model_executor.collective_rpc("coppice_counters")
     return Ping(
         pid=os.getpid(),
         num_running=num_running,
@@ -62,12 +62,12 @@ def coppice_ping(self: "EngineCore") -> Ping:
         num_blocks=_num_usable_blocks(pool),
         shared_prefix=[rank["shared_prefix"] for rank in counted],
         speculation=[rank["speculation"] for rank in counted],
-        graphs=self.model_executor.collective_rpc("coppice_graphs") if graph_plan() else [],
+        graphs=self.model_executor.collective_rpc("coppice_graph_counters") if graph_plan() else [],
         drafter=drafter.counted(self),
     )
 
 
-def coppice_forget_prefixes(self: "EngineCore") -> Forgotten:
+def coppice_reset_prefix_cache(self: "EngineCore") -> PrefixCacheReset:
     """From now on no request hits a block that was computed before, or partly before, this call.
 
     To be called while paused, after the weights changed. Running requests keep their blocks: no
@@ -75,11 +75,11 @@ def coppice_forget_prefixes(self: "EngineCore") -> Forgotten:
     are scheduled. The connector starts afresh too, with its own `reset_cache`.
     """
     assert self.is_scheduler_paused(), "prefixes are forgotten between two versions, while paused"
-    num_silenced = _silence_running(self.scheduler)
-    num_hashes = _drop_hashes(self.scheduler.kv_cache_manager.block_pool)
-    return Forgotten(
+    num_running_requests = _stop_caching_running(self.scheduler)
+    num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool)
+    return PrefixCacheReset(
         num_hashes=num_hashes,
-        num_silenced=num_silenced,
+        num_running_requests=num_running_requests,
         connector=self.scheduler.reset_connector_cache(),
     )
 
@@ -104,8 +104,8 @@ def coppice_check_pool(self: "EngineCore") -> PoolState:
 def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    ours = (coppice_ping, coppice_forget_prefixes, coppice_check_pool)
-    for method in (*ours, *drafter.METHODS):
+    methods = (coppice_ping, coppice_reset_prefix_cache, coppice_check_pool)
+    for method in (*methods, *drafter.METHODS):
         setattr(EngineCore, method.__name__, method)
 
 
@@ -113,7 +113,7 @@ def _num_usable_blocks(pool: Any) -> int:
     return int(pool.num_gpu_blocks) - 1  # the null block is never handed out
 
 
-def _drop_hashes(pool: Any) -> int:
+def _clear_block_hashes(pool: Any) -> int:
     """As the pool's `reset_prefix_cache`, which refuses while blocks are in use, does it.
 
     A block without a hash is one the pool already knows: it is freed to the front of the queue,
@@ -133,7 +133,7 @@ def _drop_hashes(pool: Any) -> int:
     return num_hashes
 
 
-def _silence_running(scheduler: Any) -> int:
+def _stop_caching_running(scheduler: Any) -> int:
     """Running requests publish no block any more.
 
     They would publish the blocks they fill from now on under the hashes of their tokens alone.
@@ -147,5 +147,5 @@ def _silence_running(scheduler: Any) -> int:
     running = {request.request_id for request in scheduler.running}
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
         counted = running | single.num_cached_block.keys()
-        single.num_cached_block.update(dict.fromkeys(counted, AHEAD_OF_ANY_REQUEST))
+        single.num_cached_block.update(dict.fromkeys(counted, ALL_BLOCKS_CACHED))
     return len(running)

@@ -1,7 +1,8 @@
 """The environment that vLLM and its processes are started with: set around the spawn only.
 
 vLLM reads much of its configuration from the environment, and its own code writes there (LD_PRELOAD
-among others). All of it happens inside `spawning`, which puts the service's environment back.
+among others). All of it happens inside `engine_environment`, which puts the service's environment
+back.
 """
 
 import os
@@ -16,11 +17,11 @@ from pathlib import Path
 from engine.cudagraphs.planner import Plan
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
-MARK = "COPPICE_ENGINE"
-ATTENTION = "COPPICE_ENGINE_ATTENTION"
-SPECULATION = "COPPICE_ENGINE_SPECULATION"
-GRAPHS = "COPPICE_ENGINE_GRAPHS"
-_OPENMP = re.compile(r"lib(g|i)?omp\d*[.-]")
+ENGINE_ENV = "COPPICE_ENGINE"
+ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
+SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
+GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
+_OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
 """Effectively none. The heartbeat finds hangs; vLLM's deadline counts time in which the machine was
 suspended, and ends a healthy engine of several ranks at the first step after it.
@@ -30,45 +31,47 @@ NO_SPECULATION = SpeculationSettings(mode="off")
 
 def started_by_coppice() -> bool:
     """Whether this process belongs to a Coppice engine: the plugin is inert in any other vLLM."""
-    return os.environ.get(MARK) == "1"
+    return os.environ.get(ENGINE_ENV) == "1"
 
 
 def attention_settings() -> AttentionSettings:
     """In a process of the engine: what it was started with."""
-    return AttentionSettings.model_validate_json(os.environ[ATTENTION])
+    return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
 
 
 def speculation_settings() -> SpeculationSettings:
-    return SpeculationSettings.model_validate_json(os.environ[SPECULATION])
+    return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
 
 
 def graph_plan() -> Plan | None:
     """In a process of the engine: the CUDA graphs that it was started with, if they are planned."""
-    text = os.environ.get(GRAPHS)
-    return Plan.loaded(text) if text else None
+    text = os.environ.get(GRAPHS_ENV)
+    return Plan.from_json(text) if text else None
 
 
 @contextmanager
-def spawning(
+def engine_environment(
     settings: EngineSettings,
     *,
     attention: AttentionSettings,
     speculation: SpeculationSettings = NO_SPECULATION,
     graphs: Plan | None = None,
     on_cpu: bool,
-    scratch: Path,
+    temp_dir: Path,
 ) -> Iterator[None]:
     """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(_shared() | _folders(scratch))
-    os.environ[ATTENTION] = attention.model_dump_json()
-    os.environ[SPECULATION] = speculation.model_dump_json()
-    os.environ[GRAPHS] = graphs.dumped() if graphs else ""
+    os.environ.update(_common_variables() | _temp_dir_variables(temp_dir))
+    os.environ[ATTENTION_ENV] = attention.model_dump_json()
+    os.environ[SPECULATION_ENV] = speculation.model_dump_json()
+    os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
     if speculation.mode != "off":
         # Past the model's longest context lies only the room of drafts that are never made.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if on_cpu:
-        os.environ.update(_threads(settings, sorted(affinity)) | _compilation(settings))
+        os.environ.update(
+            _thread_variables(settings, sorted(affinity)) | _compilation_variables(settings)
+        )
     try:
         yield
     finally:
@@ -78,9 +81,9 @@ def spawning(
         os.sched_setaffinity(0, affinity)
 
 
-def _shared() -> dict[str, str]:
+def _common_variables() -> dict[str, str]:
     return {
-        MARK: "1",
+        ENGINE_ENV: "1",
         "VLLM_PLUGINS": "coppice",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -95,17 +98,17 @@ def _shared() -> dict[str, str]:
     }
 
 
-def _folders(scratch: Path) -> dict[str, str]:
+def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
     """What is compiled stays where it is found again."""
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
-        "VLLM_RPC_BASE_PATH": str(scratch),
-        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(temp_dir),
+        "TMPDIR": str(temp_dir),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }
 
 
-def _compilation(settings: EngineSettings) -> dict[str, str]:
+def _compilation_variables(settings: EngineSettings) -> dict[str, str]:
     """Also eager, vLLM's sampler compiles a few small functions (vllm/v1/sample/ops) with the C++
     compiler at their first use. Where there is none, as in our image, they run as they are written.
     """
@@ -113,15 +116,17 @@ def _compilation(settings: EngineSettings) -> dict[str, str]:
     return {"TORCHDYNAMO_DISABLE": "1"} if compiler is None and settings.eager is not False else {}
 
 
-def _threads(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
+def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
     """Explicit threads: vLLM's own choice changes as soon as a KV connector is configured.
 
     They are bound where they take every processor. Two engines that take fewer would both be bound
     to the first ones, and leave the others idle.
     """
-    shares = [_share(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)]
-    preload = _intel_openmp()
-    threads = {"LD_PRELOAD": _joined(preload)} if preload else {}
+    shares = [
+        _cpus_of_rank(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)
+    ]
+    preload = _intel_openmp_library()
+    threads = {"LD_PRELOAD": _preload_variable(preload)} if preload else {}
     binds = settings.num_ranks * settings.threads_per_rank >= len(cpus)
     if settings.num_ranks > 1 and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
@@ -132,14 +137,14 @@ def _threads(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
     # One rank computes inside EngineCore, where vLLM ignores its own binding variable.
     threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     pinned = shares[0] if binds else []
-    return threads | (_intel(pinned) if preload else _gnu(pinned))
+    return threads | (_intel_openmp_variables(pinned) if preload else _gnu_openmp_variables(pinned))
 
 
-def _share(rank: int, num_threads: int, cpus: list[int]) -> list[int]:
+def _cpus_of_rank(rank: int, num_threads: int, cpus: list[int]) -> list[int]:
     return [cpus[(rank * num_threads + thread) % len(cpus)] for thread in range(num_threads)]
 
 
-def _intel(pinned: list[int]) -> dict[str, str]:
+def _intel_openmp_variables(pinned: list[int]) -> dict[str, str]:
     threads = {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
     if pinned:
         places = ",".join(map(str, pinned))
@@ -147,11 +152,11 @@ def _intel(pinned: list[int]) -> dict[str, str]:
     return threads
 
 
-def _gnu(pinned: list[int]) -> dict[str, str]:
+def _gnu_openmp_variables(pinned: list[int]) -> dict[str, str]:
     return {"GOMP_CPU_AFFINITY": " ".join(map(str, pinned))} if pinned else {}
 
 
-def _intel_openmp() -> Path | None:
+def _intel_openmp_library() -> Path | None:
     try:
         files = distribution("intel-openmp").files or []
     except PackageNotFoundError:
@@ -159,8 +164,8 @@ def _intel_openmp() -> Path | None:
     return next((Path(str(f.locate())).resolve() for f in files if f.name == "libiomp5.so"), None)
 
 
-def _joined(library: Path) -> str:
+def _preload_variable(library: Path) -> str:
     """One OpenMP runtime a process: vLLM refuses to start with two."""
     others = os.environ.get("LD_PRELOAD", "").split(":")
-    kept = [other for other in others if other and not _OPENMP.match(Path(other).name)]
+    kept = [other for other in others if other and not _OPENMP_LIBRARY.match(Path(other).name)]
     return ":".join([*kept, str(library)])

@@ -10,24 +10,24 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.kv_types import KvFormat
-from engine.protocol import EngineFacts, KvReason
-from engine.runtime.rpc import answered
+from engine.protocol import EngineInfo, KvReason
+from engine.runtime.rpc import await_engine
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
 
-def gather_facts(
+def collect_info(
     llm: AsyncLLM,
     settings: EngineSettings,
     model_path: Path,
     kv: KvFormat | KvReason,
     template_variables: frozenset[str],
-) -> EngineFacts:
+) -> EngineInfo:
     """What is served of the context leaves out the room that drafts need behind it."""
     config = llm.vllm_config
     on_cpu = current_platform.is_cpu()
-    return EngineFacts(
+    return EngineInfo(
         model=settings.served_name,
         model_given=settings.model,
         model_path=model_path,
@@ -58,12 +58,12 @@ async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvRe
     """Asks every rank, which prepares itself on the way: all of them can, or none does."""
     if not settings.prompt_kv:
         return "disabled"
-    answers = await answered(llm, llm.collective_rpc("coppice_prepare_exports"))
-    if any(isinstance(answer, str) or answer != answers[0] for answer in answers):
-        log.warning("prompts cannot be exported: %s", answers)
+    results = await await_engine(llm, llm.collective_rpc("coppice_prepare_kv_export"))
+    if any(isinstance(result, str) or result != results[0] for result in results):
+        log.warning("prompts cannot be exported: %s", results)
         return "unsupported_cache"
     rope = getattr(llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
-    return KvFormat(**answers[0], rope=dict(rope or {}))
+    return KvFormat(**results[0], rope=dict(rope or {}))
 
 
 def _kv_bytes_per_token(config: Any) -> int:

@@ -19,29 +19,29 @@ def download_snapshot(*arguments: Any, **options: Any) -> str:
     return str(snapshot_download(*arguments, **options))
 
 
-def locate(
+def resolve_model(
     model: str, revision: str | None, download: Callable[..., str] = download_snapshot
 ) -> Path:
     """The model's directory on this machine; StartFailed says why there is none."""
-    directory = _located(model, revision, download, _FILES)
+    directory = _resolve(model, revision, download, _FILES)
     if not any(directory.glob("*.safetensors")):
         raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
     return directory
 
 
-def locate_config(
+def resolve_model_config(
     model: str, revision: str | None, download: Callable[..., str] = download_snapshot
 ) -> Path:
     """A directory with the model's config.json, which is all that is fetched of it."""
-    return _located(model, revision, download, ["config.json"])
+    return _resolve(model, revision, download, ["config.json"])
 
 
-def _located(
+def _resolve(
     model: str, revision: str | None, download: Callable[..., str], files: list[str]
 ) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
-        return _with_config(directory.resolve())
+        return _require_config(directory.resolve())
     if not _HUB_ID.fullmatch(model):
         raise StartFailed(f"there is no model directory {model}")
     if not _COMMIT.fullmatch(revision or ""):
@@ -49,16 +49,16 @@ def _located(
             f"{model} is not a directory here; to take it from the model hub, pin it with "
             "engine.revision, the 40 hexadecimal digits of a commit"
         )
-    return _with_config(_fetched(model, revision, download, files))
+    return _require_config(_download(model, revision, download, files))
 
 
-def _with_config(directory: Path) -> Path:
+def _require_config(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
         raise StartFailed(f"{directory} is not a model directory: it has no config.json")
     return directory
 
 
-def _fetched(
+def _download(
     model: str, revision: str | None, download: Callable[..., str], files: list[str]
 ) -> Path:
     """Into the hub's own cache; what is there already is not fetched again."""

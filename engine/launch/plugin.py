@@ -9,7 +9,7 @@ import multiprocessing
 from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
-from engine.patches.registry import WORKING_PROCESSES, install_patches
+from engine.patches.registry import MODEL_PROCESSES, install_patches
 from engine.runtime import gc_freeze, process_group
 from engine.speculation import register as speculation
 
@@ -23,11 +23,11 @@ def install() -> None:
     _installed = True
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
-        process_group.leave_service_group()
-        process_group.die_with_service()
+        process_group.create_process_group()
+        process_group.exit_with_service()
         core_methods.install()
     install_patches(name)
-    if name.startswith(WORKING_PROCESSES):
+    if name.startswith(MODEL_PROCESSES):
         attention.install(attention_settings())
         speculation.install(speculation_settings())
-    gc_freeze.end_imports()
+    gc_freeze.freeze_gc()

@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
 from engine.launch.arguments import engine_arguments
-from engine.launch.environment import spawning
+from engine.launch.environment import engine_environment
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def launch(
     speculation: SpeculationSettings,
     graphs: Plan | None,
     worker_extension: str,
-    scratch: Path,
+    temp_dir: Path,
 ) -> AsyncLLM:
     """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
     on_cpu = current_platform.is_cpu()
@@ -44,23 +44,23 @@ def launch(
             worker_extension=worker_extension,
         )
         log.info("engine.seed is %d", arguments.seed)
-        with spawning(
+        with engine_environment(
             settings,
             attention=attention,
             speculation=speculation,
             graphs=graphs,
             on_cpu=on_cpu,
-            scratch=scratch,
+            temp_dir=temp_dir,
         ):
-            return _started(arguments)
+            return _create_llm(arguments)
     except ValidationError as error:
-        said = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
-        raise StartFailed(f"vLLM refuses these settings: {said}") from error
+        messages = "; ".join(details["msg"] for details in error.errors(include_url=False))
+        raise StartFailed(f"vLLM refuses these settings: {messages}") from error
     except (ValueError, RuntimeError, OSError) as error:
         raise StartFailed(f"vLLM did not start: {error}") from error
 
 
-def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
+def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
     """vLLM looks variables up in the environment for every token, unless they are settled."""
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments)

@@ -16,14 +16,14 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.lora.request import LoRARequest
 
 from engine.attention import counters as attention
-from engine.cudagraphs.counters import COUNTS as GRAPHS
-from engine.cudagraphs.counters import Counted as GraphsCounted
+from engine.cudagraphs.counters import COUNTERS as GRAPHS
+from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.kv_transfer.worker import support
-from engine.kv_transfer.worker.support import KvAnswer
+from engine.kv_transfer.worker.support import KvExportInfo
 from engine.runtime.guard import Failure, attempt
 from engine.speculation import counters as speculation
 from engine.weights import reload
-from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
+from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 
 
 class WorkerInfo(TypedDict):
@@ -33,18 +33,18 @@ class WorkerInfo(TypedDict):
     affinity: list[int]
 
 
-class Counted(TypedDict):
-    shared_prefix: attention.Counted
-    speculation: speculation.Counted
+class Snapshot(TypedDict):
+    shared_prefix: attention.Snapshot
+    speculation: speculation.Snapshot
 
 
-class Loaded(TypedDict):
+class LoadSuccess(TypedDict):
     ok: Literal[True]
     num_tensors: int
     seconds: float
 
 
-class NotLoaded(TypedDict):
+class LoadFailure(TypedDict):
     """`restored`: every rank has the previous weights again; if not, nothing may run."""
 
     ok: Literal[False]
@@ -68,28 +68,30 @@ class WorkerExtension:
             affinity=sorted(os.sched_getaffinity(0)),
         )
 
-    def coppice_counted(self) -> Counted:
-        return Counted(shared_prefix=attention.COUNTS.read(), speculation=speculation.COUNTS.read())
+    def coppice_counters(self) -> Snapshot:
+        return Snapshot(
+            shared_prefix=attention.COUNTERS.read(), speculation=speculation.COUNTERS.read()
+        )
 
-    def coppice_speculate(self) -> bool:
+    def coppice_start_speculation(self) -> bool:
         """Wires the proposer to its runner, and begins a profile: whether one is to be made."""
-        return attempt(self.coppice_wire) is True
+        return attempt(self.coppice_attach_proposer) is True
 
-    def coppice_speculation_profiled(self) -> bool:
-        return not isinstance(attempt(self.coppice_end_profile), Failure)
+    def coppice_finish_profile(self) -> bool:
+        return not isinstance(attempt(self.coppice_apply_profile), Failure)
 
     def coppice_save_drafts(self) -> bool:
-        return not isinstance(attempt(self.coppice_save), Failure)
+        return not isinstance(attempt(self.coppice_write_drafts), Failure)
 
-    def coppice_graphs(self) -> GraphsCounted | None:
+    def coppice_graph_counters(self) -> CudaGraphSnapshot | None:
         return GRAPHS.read()
 
-    def coppice_begin_graphs(self) -> GraphsCounted | None:
+    def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """From now on steps are those of callers."""
         GRAPHS.begin()
         return GRAPHS.read()
 
-    def coppice_load_weights(self, path: str, previous_path: str) -> Loaded | NotLoaded:
+    def coppice_load_weights(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
         """Load the checked files at `path` into the paused model, on every rank or on none.
 
         Nothing is touched before both indexes are read on every rank: the files may have changed
@@ -97,29 +99,29 @@ class WorkerExtension:
         """
         answer = self.coppice_load_or_restore(path, previous_path)
         if answer["ok"]:
-            self.coppice_age()
+            self.coppice_on_weights_changed()
         return answer
 
-    def coppice_load_drafter(self, path: str, previous_path: str) -> Loaded | NotLoaded:
+    def coppice_load_drafter(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
         """The same of the drafter. Nothing needs to be paused: its drafts are only drafts."""
         return self.coppice_load_or_restore(path, previous_path, drafter=True)
 
     def coppice_load_or_restore(
         self, path: str, previous_path: str, *, drafter: bool = False
-    ) -> Loaded | NotLoaded:
+    ) -> LoadSuccess | LoadFailure:
         begun = time.monotonic()
-        indexes = attempt(self.coppice_indexes, path, previous_path, drafter=drafter)
+        indexes = attempt(self.coppice_read_checkpoints, path, previous_path, drafter=drafter)
         if failed := _failed_ranks(isinstance(indexes, Failure)):
-            return _not_loaded(indexes, failed, restored=True)
+            return _load_failure(indexes, failed, restored=True)
         assert not isinstance(indexes, Failure)
         checkpoint, previous = indexes
         loaded = attempt(self.coppice_load, checkpoint, drafter=drafter)
         if failed := _failed_ranks(isinstance(loaded, Failure)):
             restored = attempt(self.coppice_restore, previous, drafter=drafter)
-            everywhere = not _failed_ranks(isinstance(restored, Failure))
-            return _not_loaded(loaded, failed, restored=everywhere)
+            is_restored = not _failed_ranks(isinstance(restored, Failure))
+            return _load_failure(loaded, failed, restored=is_restored)
         seconds = time.monotonic() - begun
-        return Loaded(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
+        return LoadSuccess(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
 
     def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
         """On every rank or on none; None, or why not."""
@@ -132,52 +134,52 @@ class WorkerExtension:
     def coppice_unload_adapter(self, number: int) -> bool:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
 
-    def coppice_prepare_exports(self) -> KvAnswer | str:
+    def coppice_prepare_kv_export(self) -> KvExportInfo | str:
         """What this rank exports, or why it does not."""
         answer = attempt(support.prepare, self.vllm_config, self.model_runner.model)
         return answer.message if isinstance(answer, Failure) else answer
 
-    def coppice_settle_exports(self) -> bool:
-        return not isinstance(attempt(support.settle), Failure)
+    def coppice_flush_exports(self) -> bool:
+        return not isinstance(attempt(support.flush), Failure)
 
-    def coppice_wire(self) -> bool:
+    def coppice_attach_proposer(self) -> bool:
         """All ranks sample, alike; the drafts of one count."""
-        self.model_runner.drafter.verify(self.model_runner)
+        self.model_runner.drafter.replace_rejection_sampler(self.model_runner)
         if self.rank != 0:
             return False
-        self.model_runner.drafter.wire(self.model_runner)
+        self.model_runner.drafter.attach(self.model_runner)
         return bool(self.model_runner.drafter.begin_profile())
 
-    def coppice_end_profile(self) -> None:
+    def coppice_apply_profile(self) -> None:
         if self.rank == 0:
             self.model_runner.drafter.end_profile()
 
-    def coppice_save(self) -> None:
+    def coppice_write_drafts(self) -> None:
         if self.rank == 0:
             self.model_runner.drafter.save()
 
-    def coppice_age(self) -> None:
+    def coppice_on_weights_changed(self) -> None:
         """Whatever was said before, other weights said."""
         drafter = getattr(self.model_runner, "drafter", None)
         if drafter is not None and hasattr(drafter, "weights_changed"):
             attempt(drafter.weights_changed)
 
-    def coppice_indexes(
+    def coppice_read_checkpoints(
         self, path: str, previous_path: str, *, drafter: bool = False
     ) -> tuple[Checkpoint, Checkpoint]:
-        checkpoint = self.coppice_index(path, drafter=drafter)
-        previous = self.coppice_index(previous_path, drafter=drafter)
-        refuse_differences(previous, checkpoint)
+        checkpoint = self.coppice_read_checkpoint(path, drafter=drafter)
+        previous = self.coppice_read_checkpoint(previous_path, drafter=drafter)
+        check_same_tensors(previous, checkpoint)
         return checkpoint, previous
 
-    def coppice_index(self, path: str, *, drafter: bool = False) -> Checkpoint:
+    def coppice_read_checkpoint(self, path: str, *, drafter: bool = False) -> Checkpoint:
         """What the model reads of a checkpoint: all of it, but for a head that it ties."""
         checkpoint = read_checkpoint(Path(path), follow_links=True)
         config = self.model_config
         if drafter:
             config = self.vllm_config.speculative_config.draft_model_config
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
-        return checkpoint.without(HEAD) if tied else checkpoint
+        return checkpoint.without_tensor(LM_HEAD) if tied else checkpoint
 
     def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> None:
         reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
@@ -190,9 +192,9 @@ class WorkerExtension:
         return reload.read_tensors(checkpoint)
 
 
-def _not_loaded(outcome: object, failed_ranks: list[int], *, restored: bool) -> NotLoaded:
+def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -> LoadFailure:
     error = outcome.message if isinstance(outcome, Failure) else f"failed on ranks {failed_ranks}"
-    return NotLoaded(ok=False, error=error, restored=restored)
+    return LoadFailure(ok=False, error=error, restored=restored)
 
 
 def _failed_ranks(failed: bool) -> list[int]:

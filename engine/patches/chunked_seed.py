@@ -21,7 +21,7 @@ Method = Callable[Concatenate[Any, P], T]
 
 
 @contextmanager
-def generators_of_used_rows(runner: Any) -> Iterator[None]:
+def without_discarded_generators(runner: Any) -> Iterator[None]:
     """Take the generators of thrown-away rows out of the dictionary that the sampler reads."""
     batch = runner.input_batch
     discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
@@ -32,10 +32,10 @@ def generators_of_used_rows(runner: Any) -> Iterator[None]:
         batch.generators.update(held)
 
 
-def with_used_generators(method: Method[P, T]) -> Method[P, T]:
+def skip_discarded_generators(method: Method[P, T]) -> Method[P, T]:
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with generators_of_used_rows(self):
+        with without_discarded_generators(self):
             return method(self, *args, **kwargs)
 
     return call
@@ -46,4 +46,4 @@ def install() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     for name in ("_sample", "_bookkeeping_sync"):
-        setattr(CPUModelRunner, name, with_used_generators(getattr(CPUModelRunner, name)))
+        setattr(CPUModelRunner, name, skip_discarded_generators(getattr(CPUModelRunner, name)))

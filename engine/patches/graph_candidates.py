@@ -18,14 +18,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.cudagraphs.counters import COUNTS
+from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import Shape
+from engine.cudagraphs.shape import GraphShape
 from engine.launch.environment import graph_plan
 from engine.runtime.guard import feature
 
 FEATURE = feature("counting of graphs")
-UPSTREAM = {
+EXPECTED_DIGESTS = {
     "BatchExecutionDescriptor": "6098dc5122d65dad",
     "_is_compatible": "67db5906f6966615",
     "CudaGraphManager._init_candidates": "c017d0137f301ae0",
@@ -38,11 +38,11 @@ UPSTREAM = {
 log = logging.getLogger(__name__)
 
 
-class GraphsDiffer(RuntimeError):
+class GraphPlanMismatch(RuntimeError):
     """What vLLM would capture, or has captured, is not the plan."""
 
 
-def keep_planned(manager: Any, plan: Plan) -> None:
+def filter_candidates(manager: Any, plan: Plan) -> None:
     """Of the candidates that a manager has made, those of the plan."""
     wanted = set(plan.shapes)
     kept = {
@@ -51,19 +51,19 @@ def keep_planned(manager: Any, plan: Plan) -> None:
     }
     manager._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
     candidates = [desc for descs in manager._capture_descs.values() for desc in descs]
-    _refuse_difference(plan, candidates, f"vLLM can capture (mode {manager.cudagraph_mode})")
-    manager._candidates = ladders(candidates)
+    _check_shapes(plan, candidates, f"vLLM can capture (mode {manager.cudagraph_mode})")
+    manager._candidates = candidates_by_num_tokens(candidates)
 
 
-def ladders(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
+def candidates_by_num_tokens(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
     """For each number of tokens and case of LoRA, the smallest graph of each length that has room:
     decode graphs first, as vLLM prefers them, and the mixed one last."""
     rungs: dict[tuple[int, int | None], list[Any]] = {}
     for desc in sorted(descs, key=lambda desc: desc.num_tokens):
         rungs.setdefault((desc.num_active_loras, desc.uniform_token_count), []).append(desc)
     found: dict[tuple[int, int], list[Any]] = {}
-    for loras, query in sorted(rungs, key=lambda ladder: (ladder[0], ladder[1] is None)):
-        ladder = rungs[loras, query]
+    for loras, query_len in sorted(rungs, key=lambda ladder: (ladder[0], ladder[1] is None)):
+        ladder = rungs[loras, query_len]
         sizes = [desc.num_tokens for desc in ladder]
         for tokens in range(sizes[-1] + 1):
             room = ladder[bisect_left(sizes, tokens)]
@@ -71,7 +71,7 @@ def ladders(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
     return found
 
 
-def captured_as_planned(manager: Any, plan: Plan, measured_bytes: int) -> None:
+def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
     """Decode graphs are the manager's own; mixed ones may lie in wrappers of the model's parts."""
     decoding = [desc for desc in manager.graphs if _shape(desc) is not None]
     in_parts = [
@@ -80,39 +80,39 @@ def captured_as_planned(manager: Any, plan: Plan, measured_bytes: int) -> None:
         for desc in descs
         if desc.uniform_token_count is None
     ]
-    _refuse_difference(plan, [*decoding, *in_parts], "were captured")
-    COUNTS.captured(plan, measured_bytes)
+    _check_shapes(plan, [*decoding, *in_parts], "were captured")
+    COUNTERS.set_plan(plan, measured_bytes)
 
 
-def count(desc: Any, num_reqs: int, query: int | None, max_query_len: int | None) -> None:
+def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | None) -> None:
     """vLLM passes no `max_query_len` for steps that compute prompts."""
-    if query is None and max_query_len is None:
-        COUNTS.mixed()
+    if query_len is None and max_query_len is None:
+        COUNTERS.mixed()
     else:
         hit = desc.uniform_token_count is not None
-        COUNTS.decoded(samples=num_reqs, query=query, hit=hit)
+        COUNTERS.record_decode(samples=num_reqs, query_len=query_len, hit=hit)
 
 
-def _shape(desc: Any) -> Shape | None:
+def _shape(desc: Any) -> GraphShape | None:
     """None: a graph of a kind that no plan has."""
     if desc.num_ubatches > 1 or desc.max_query_len is not None:
         return None
-    return Shape(desc.num_tokens, desc.uniform_token_count)
+    return GraphShape(desc.num_tokens, desc.uniform_token_count)
 
 
-def _refuse_difference(plan: Plan, descs: Iterable[Any], what: str) -> None:
-    planned, there = set(plan.shapes), {_shape(desc) for desc in descs}
-    if planned != there:
-        missing = ", ".join(sorted(map(str, planned - there))) or "none"
-        more = ", ".join(sorted(map(str, there - planned))) or "none"
-        raise GraphsDiffer(
-            f"{len(planned)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
+def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
+    make_plan, there = set(plan.shapes), {_shape(desc) for desc in descs}
+    if make_plan != there:
+        missing = ", ".join(sorted(map(str, make_plan - there))) or "none"
+        more = ", ".join(sorted(map(str, there - make_plan))) or "none"
+        raise GraphPlanMismatch(
+            f"{len(make_plan)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
             f"not planned: {more} (samples x tokens each). graphs.lengths has to name the draft "
             "lengths that the engine is started with; without graphs.budget_bytes vLLM decides"
         )
 
 
-def fingerprints() -> dict[str, str]:
+def source_digests() -> dict[str, str]:
     """Of the installed vLLM."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -120,7 +120,7 @@ def fingerprints() -> dict[str, str]:
         name: hashlib.sha256(
             inspect.getsource(functools.reduce(getattr, name.split("."), cudagraph_utils)).encode()
         ).hexdigest()[:16]
-        for name in UPSTREAM
+        for name in EXPECTED_DIGESTS
     }
 
 
@@ -133,34 +133,34 @@ def install() -> None:
 def install_plan(plan: Plan) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    changed = [name for name, found in fingerprints().items() if found != UPSTREAM[name]]
+    changed = [name for name, found in source_digests().items() if found != EXPECTED_DIGESTS[name]]
     if changed:
         log.warning("the plan of graphs was not written for this vLLM: %s differ", changed)
-    for name, method in wrapped(ModelCudaGraphManager, plan).items():
+    for name, method in patched_methods(ModelCudaGraphManager, plan).items():
         setattr(ModelCudaGraphManager, name, method)
 
 
-def wrapped(manager: Any, plan: Plan) -> dict[str, Callable[..., Any]]:
+def patched_methods(manager: Any, plan: Plan) -> dict[str, Callable[..., Any]]:
     """The methods of a class of managers, as they keep to the plan."""
     return {
-        "_init_candidates": _with_plan(plan, manager._init_candidates),
-        "capture": _with_check(plan, manager.capture),
-        "dispatch": _with_count(manager.dispatch),
+        "_init_candidates": _filtering(plan, manager._init_candidates),
+        "capture": _checking(plan, manager.capture),
+        "dispatch": _counting(manager.dispatch),
     }
 
 
-def _with_plan(plan: Plan, init: Callable[[Any], None]) -> Callable[[Any], None]:
+def _filtering(plan: Plan, init: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(init)
     def _init_candidates(self: Any) -> None:
         init(self)
-        keep_planned(self, plan)
+        filter_candidates(self, plan)
 
     return _init_candidates
 
 
-def _with_check(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
+def _checking(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(capture)
-    def captured(self: Any, *args: Any, **named: Any) -> None:
+    def set_plan(self: Any, *args: Any, **named: Any) -> None:
         from torch import accelerator
 
         if self._max_full_descs_to_capture is not None:  # vLLM profiles with two of them
@@ -169,13 +169,13 @@ def _with_check(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]
         before = accelerator.get_memory_info()[0]
         capture(self, *args, **named)
         accelerator.synchronize()
-        captured_as_planned(self, plan, before - accelerator.get_memory_info()[0])
+        check_captured(self, plan, before - accelerator.get_memory_info()[0])
 
-    return captured
+    return set_plan
 
 
-def _with_count(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    counted = FEATURE.returning(None)(count)
+def _counting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    counted = FEATURE.guarded_with_default(None)(count)
 
     @functools.wraps(dispatch)
     def dispatched(

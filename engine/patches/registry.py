@@ -6,7 +6,7 @@ from typing import Literal
 
 from engine.patches import chunked_seed, expand_kernel, graph_candidates, lora_cpu_ops
 
-WORKING_PROCESSES = ("EngineCore", "VllmWorker")
+MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +25,19 @@ PATCHES = (
         name="chunked_seed",
         install=chunked_seed.install,
         platform="cpu",
-        processes=WORKING_PROCESSES,
+        processes=MODEL_PROCESSES,
     ),
     Patch(
         name="adapter_rows",
         install=lora_cpu_ops.install,
         platform="cpu",
-        processes=WORKING_PROCESSES,
+        processes=MODEL_PROCESSES,
     ),
     Patch(
         name="graph_candidates",
         install=graph_candidates.install,
         platform="gpu",
-        processes=WORKING_PROCESSES,
+        processes=MODEL_PROCESSES,
     ),
 )
 

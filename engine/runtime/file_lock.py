@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_LOCK = ".owner"
+_LOCK_FILE = ".owner"
 
 
-def own(file: int) -> bool:
+def acquire_lock(file: int) -> bool:
     """Until the file is closed. False if it was swept away before."""
     fcntl.flock(file, fcntl.LOCK_EX)
     return os.fstat(file).st_nlink > 0
 
 
 @contextmanager
-def ownerless(path: Path) -> Iterator[bool]:
+def try_acquire(path: Path) -> Iterator[bool]:
     """Whether its owner is gone; if so, it has no other until this is left."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -31,12 +31,12 @@ def ownerless(path: Path) -> Iterator[bool]:
         yield False  # being made or removed just now; another user's
         return
     try:
-        yield _is_free(file)
+        yield _try_flock(file)
     finally:
         os.close(file)
 
 
-def _is_free(file: int) -> bool:
+def _try_flock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,19 +44,19 @@ def _is_free(file: int) -> bool:
     return True
 
 
-def own_folder(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
+def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
     """A fresh one, the owner's for as long as the lock is open. Leftovers of this prefix go."""
-    _sweep_folders(prefix, parent)
+    _remove_abandoned_dirs(prefix, parent)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = (path / _LOCK).open("wb")
-        if own(lock.fileno()):
+        lock = (path / _LOCK_FILE).open("wb")
+        if acquire_lock(lock.fileno()):
             return path, lock
         lock.close()
 
 
-def _sweep_folders(prefix: str, parent: Path) -> None:
+def _remove_abandoned_dirs(prefix: str, parent: Path) -> None:
     for folder in parent.glob(f"{prefix}*"):
-        with ownerless(folder / _LOCK) as is_left:
-            if is_left:
+        with try_acquire(folder / _LOCK_FILE) as acquired:
+            if acquired:
                 shutil.rmtree(folder, ignore_errors=True)

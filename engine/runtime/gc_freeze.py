@@ -12,20 +12,20 @@ from contextlib import contextmanager
 atexit.register(gc.unfreeze)  # extension modules complain at the end of what was never freed
 
 
-def begin_imports() -> None:
+def disable_gc() -> None:
     gc.disable()
 
 
-def end_imports() -> None:
+def freeze_gc() -> None:
     """What is there by now is left alone for good."""
     gc.freeze()
     gc.enable()
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    begin_imports()
+def gc_disabled_during_imports() -> Iterator[None]:
+    disable_gc()
     try:
         yield
     finally:
-        end_imports()
+        freeze_gc()

@@ -56,14 +56,14 @@ class Feature:
                     try:
                         return hook(*args, **kwargs)
                     except Exception as error:
-                        self.fail(error)
+                        self.disable(error)
                 return fallback(*args, **kwargs)
 
             return call
 
         return decorate
 
-    def returning(self, default: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def guarded_with_default(self, default: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Answer with `default`, which is shared between calls, where the hook cannot."""
 
         def decorate(hook: Callable[P, T]) -> Callable[P, T]:
@@ -74,13 +74,13 @@ class Feature:
 
         return decorate
 
-    def fail(self, error: Exception) -> None:
+    def disable(self, error: Exception) -> None:
         """Switch the feature off. Only the first failure is logged."""
-        was, reason = self.state, describe(error)
+        previous, reason = self.state, describe(error)
         self.state = FeatureState(
-            on=False, num_failures=was.num_failures + 1, reason=was.reason or reason
+            on=False, num_failures=previous.num_failures + 1, reason=previous.reason or reason
         )
-        if was.on:
+        if previous.on:
             logger.error("%s is off in this process: %s", self.name, reason, exc_info=error)
 
 

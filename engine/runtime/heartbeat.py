@@ -14,44 +14,44 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from engine.protocol import EngineStage, Pulse
+from engine.protocol import EngineHealth, EngineStage
 
 INTERVAL_SECONDS = 1.0
 MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS
 """Time between two wake-ups of the watch that is counted at most."""
-_STOPPED = "TtZX"
+_STOPPED_STATES = "TtZX"
 
 
 class Heartbeat:
-    """Owned by the engine; `run` is its one task. Read `pulse` from the event loop."""
+    """Owned by the engine; `run` is its one task. Read `health` from the event loop."""
 
     def __init__(
-        self, *, bounds: dict[EngineStage, float], clock: Callable[[], float] = time.monotonic
+        self, *, timeouts: dict[EngineStage, float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._bounds = bounds
+        self._bounds = timeouts
         self._clock = clock
         self._stage: EngineStage = "starting"
         self._woken_at: float | None = None
         self._stalled_seconds = 0.0
-        self._last_sign = self._now()
+        self._last_beat = self._now()
         self._dead: str | None = None
 
     @property
     def stage(self) -> EngineStage:
         return "dead" if self._dead else self._stage
 
-    def enter(self, stage: EngineStage) -> None:
+    def set_stage(self, stage: EngineStage) -> None:
         self._stage = stage
-        self._last_sign = self._now()
+        self._last_beat = self._now()
 
-    def died(self, reason: str) -> None:
+    def mark_dead(self, reason: str) -> None:
         self._dead = self._dead or reason
 
-    def pulse(self) -> Pulse:
-        age = self._now() - self._last_sign
-        late = age > self._bounds.get(self._stage, float("inf"))
-        reason = self._dead or (f"no sign of life for {age:.1f} s" if late else None)
-        return Pulse(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
+    def health(self) -> EngineHealth:
+        age = self._now() - self._last_beat
+        is_late = age > self._bounds.get(self._stage, float("inf"))
+        reason = self._dead or (f"no sign of life for {age:.1f} s" if is_late else None)
+        return EngineHealth(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
 
     async def watch(
         self, hang_seconds: float, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -63,8 +63,8 @@ class Heartbeat:
             self._wake()
 
     def _is_hung(self, seconds: float) -> bool:
-        pulse = self.pulse()
-        return pulse.age_seconds > self._bounds.get(pulse.stage, float("inf")) + seconds
+        health = self.health()
+        return health.age_seconds > self._bounds.get(health.stage, float("inf")) + seconds
 
     def _wake(self) -> None:
         self._stalled_seconds += self._stall()
@@ -84,17 +84,21 @@ class Heartbeat:
         """Until cancelled. Each beat counts only if every process of the engine is running."""
         while self._dead is None:
             await ping()
-            stopped = [name for name, state in _states(processes).items() if state in _STOPPED]
+            stopped = [
+                name
+                for name, state in _process_states(processes).items()
+                if state in _STOPPED_STATES
+            ]
             if not stopped:
-                self._last_sign = self._now()
+                self._last_beat = self._now()
             await asyncio.sleep(INTERVAL_SECONDS)
 
 
-def _states(processes: dict[int, str]) -> dict[str, str]:
-    return {name: _state(pid) for pid, name in processes.items()}
+def _process_states(processes: dict[int, str]) -> dict[str, str]:
+    return {name: _process_state(pid) for pid, name in processes.items()}
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     """The letter of proc_pid_stat(5); X for a process that is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

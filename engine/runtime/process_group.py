@@ -11,13 +11,13 @@ import signal
 import threading
 
 
-def leave_service_group() -> None:
+def create_process_group() -> None:
     """A Ctrl-C reaches the service alone, which drains and then stops the engine."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
 
 
-def die_with_service() -> None:
+def exit_with_service() -> None:
     """vLLM's EngineCore waits for ever for a service that was killed; this ends it at once."""
     threading.Thread(target=_watch_service, daemon=True, name="service-watch").start()
 

@@ -13,20 +13,20 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-async def answered(llm: AsyncLLM, call: Coroutine[Any, Any, Answer]) -> Answer:
+async def await_engine(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
     """EngineDead if the engine does not live to answer."""
     llm._run_output_handler()  # otherwise started by the first request only
     handler: asyncio.Task[None] = llm.output_handler
-    answering = asyncio.ensure_future(call)
+    task = asyncio.ensure_future(call)
     try:
-        await asyncio.wait({answering, handler}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
+        await asyncio.wait({task, handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise EngineDead("the engine process died")
-        return answering.result()
+        return task.result()
     except EngineDeadError as error:
         raise EngineDead("the engine process died") from error
     finally:
-        answering.cancel()
+        task.cancel()

@@ -12,77 +12,77 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-Identity = tuple[int, int]
+FileId = tuple[int, int]
 """Of a file: its device, and its inode there."""
 
-SHARED = Path("/dev/shm")
+SHM_DIR = Path("/dev/shm")
 # One that is younger may belong to an engine that is about to map it.
 MIN_AGE_SECONDS = 2.0
-_LEFT_BEHIND = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
+_LEFTOVER_NAMES = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
 
 
-def sweep(folder: Path = SHARED) -> list[str]:
+def remove_leftovers(folder: Path = SHM_DIR) -> list[str]:
     """Removes the leftovers; returns their names."""
-    stale = leftovers(folder)
+    stale = find_leftovers(folder)
     for file in stale:
         file.unlink(missing_ok=True)
     return sorted(file.name for file in stale)
 
 
-def leftovers(folder: Path = SHARED) -> list[Path]:
-    candidates = {file: identity(status) for file, status in _ours(folder)}
+def find_leftovers(folder: Path = SHM_DIR) -> list[Path]:
+    candidates = {file: file_id(status) for file, status in _candidates(folder)}
     if not candidates:
         return []
-    held = set(held_files())
-    return [file for file, identity in candidates.items() if identity not in held]
+    in_use = set(files_in_use())
+    return [file for file, file_id in candidates.items() if file_id not in in_use]
 
 
-def _ours(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _candidates(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     if not folder.is_dir():
         return
-    newest = time.time() - MIN_AGE_SECONDS
+    max_mtime = time.time() - MIN_AGE_SECONDS
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
             status = file.stat()
             if (
-                _LEFT_BEHIND.match(file.name)
+                _LEFTOVER_NAMES.match(file.name)
                 and status.st_uid == os.getuid()
-                and status.st_mtime < newest
+                and status.st_mtime < max_mtime
             ):
                 yield file, status
 
 
-def held_files() -> Iterator[Identity]:
+def files_in_use() -> Iterator[FileId]:
     """Every file that a living process maps or has open."""
     for process in Path("/proc").glob("[0-9]*"):
-        yield from held_by(int(process.name))
+        yield from files_used_by(int(process.name))
 
 
-def held_by(pid: int) -> Iterator[Identity]:
+def files_used_by(pid: int) -> Iterator[FileId]:
     process = Path("/proc", str(pid))
-    yield from _mapped(process)
-    yield from _open(process)
+    yield from _mapped_files(process)
+    yield from _open_files(process)
 
 
-def _mapped(process: Path) -> list[Identity]:
+def _mapped_files(process: Path) -> list[FileId]:
     try:
         lines = (process / "maps").read_text().splitlines()
     except OSError:
         return []  # gone meanwhile, or another user's, whose files are not ours to sweep
-    return [_mapped_identity(*line.split(maxsplit=5)[3:5]) for line in lines]
+    return [_parse_mapping(*line.split(maxsplit=5)[3:5]) for line in lines]
 
 
-def _mapped_identity(device: str, inode: str) -> Identity:
+def _parse_mapping(device: str, inode: str) -> FileId:
     major, minor = (int(part, 16) for part in device.split(":"))
     return os.makedev(major, minor), int(inode)
 
 
-def _open(process: Path) -> Iterator[Identity]:
+def _open_files(process: Path) -> Iterator[FileId]:
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
-                yield identity(link.stat())
+                yield file_id(link.stat())
 
 
-def identity(status: os.stat_result) -> Identity:
+def file_id(status: os.stat_result) -> FileId:
     return status.st_dev, status.st_ino

@@ -8,16 +8,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from engine.runtime.file_lock import own_folder
+from engine.runtime.file_lock import create_locked_dir
 
 _PREFIX = "coppice-engine-"
 
 
-class Scratch:
+class TempDir:
     """Owns one fresh folder until `close`, which may be called again."""
 
     def __init__(self) -> None:
-        self.path, self._lock = own_folder(_PREFIX, Path(tempfile.gettempdir()))
+        self.path, self._lock = create_locked_dir(_PREFIX, Path(tempfile.gettempdir()))
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

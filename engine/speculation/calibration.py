@@ -13,40 +13,40 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-CLASSES = np.array([0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95])
-SURE = 1.0
+BIN_EDGES = np.array([0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95])
+CONFIDENCE_SIGMAS = 1.0
 """So many standard deviations below what came."""
-REMEMBERED = 512.0
+MAX_BIN_COUNT = 512.0
 """A class that has seen so many tokens forgets half of them."""
-YOUNG = 64.0
+MIN_TOKENS_SEEN = 64.0
 """While fewer tokens were seen in all, it is worth looking at every step."""
 
 
-class Trust:
+class DraftCalibration:
     def __init__(self) -> None:
-        self._seen, self._promised, self._came = np.zeros((3, len(CLASSES) + 1))
-        self._kept = np.zeros(len(CLASSES) + 1)
+        self._seen, self._predicted, self._accepted = np.zeros((3, len(BIN_EDGES) + 1))
+        self._ratio = np.zeros(len(BIN_EDGES) + 1)
         self._num_seen = 0.0
 
     @property
-    def is_young(self) -> bool:
-        return self._num_seen < YOUNG
+    def is_warming_up(self) -> bool:
+        return self._num_seen < MIN_TOKENS_SEEN
 
-    def worth(self, promised: Floats) -> Floats:
+    def expected(self, predicted: Floats) -> Floats:
         """What is believed of it."""
-        believed = promised * self._kept[np.searchsorted(CLASSES, promised)]
-        return np.minimum(believed, 1.0)
+        calibrated = predicted * self._ratio[np.searchsorted(BIN_EDGES, predicted)]
+        return np.minimum(calibrated, 1.0)
 
-    def learn(self, promised: Floats, came: NDArray[np.bool_]) -> None:
+    def update(self, predicted: Floats, accepted: NDArray[np.bool_]) -> None:
         """Of tokens whose fate is known: whether they came, all before them having come."""
-        kind, kinds = np.searchsorted(CLASSES, promised), len(CLASSES) + 1
-        self._num_seen += len(promised)
-        self._seen += np.bincount(kind, minlength=kinds)
-        self._promised += np.bincount(kind, promised, kinds)
-        self._came += np.bincount(kind, came, kinds)
-        full = self._seen > REMEMBERED
-        for counted in (self._seen, self._promised, self._came):
+        bin_index, num_bins = np.searchsorted(BIN_EDGES, predicted), len(BIN_EDGES) + 1
+        self._num_seen += len(predicted)
+        self._seen += np.bincount(bin_index, minlength=num_bins)
+        self._predicted += np.bincount(bin_index, predicted, num_bins)
+        self._accepted += np.bincount(bin_index, accepted, num_bins)
+        full = self._seen > MAX_BIN_COUNT
+        for counted in (self._seen, self._predicted, self._accepted):
             counted[full] /= 2
-        rate = (self._came + 1) / (self._seen + 2)
-        least = self._came - SURE * np.sqrt(self._seen * rate * (1 - rate))
-        self._kept = np.maximum(least, 0.0) / np.maximum(self._promised, 1e-9)
+        rate = (self._accepted + 1) / (self._seen + 2)
+        least = self._accepted - CONFIDENCE_SIGMAS * np.sqrt(self._seen * rate * (1 - rate))
+        self._ratio = np.maximum(least, 0.0) / np.maximum(self._predicted, 1e-9)

@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-BENDS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
-NUM_TERMS = 6 + 2 * len(BENDS)
+BREAKPOINTS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
+NUM_TERMS = 6 + 2 * len(BREAKPOINTS)
 
-FORGOTTEN = 0.998
+STEP_DECAY = 0.998
 """What is left of a step's weight one step later: the model is of the last 500 or so."""
 PROFILE_STEPS = 1.0
 """What one cell of the profile weighs, in steps; it does not fade: it is all that is known of
 batches that have not been seen for long."""
-FITTED_EVERY = 16
+FIT_INTERVAL = 16
 RIDGE = 1e-5
-DRAFTED_AT_ALL, DOUBT = 5, 1e-2
+DRAFTS_TERM, DRAFTS_RIDGE = 5, 1e-2
 OUTLIER = 3.0
-GUESSED_COST = 0.02
-LEAST_SECONDS = 1e-6
+PRIOR_TOKEN_COST = 0.02
+MIN_SECONDS = 1e-6
 """Far from what was seen the sum may be nothing, by which nobody should divide."""
 
 
@@ -47,95 +47,95 @@ class Step:
     seconds: float
 
 
-class StepCost:
+class StepCostModel:
     """Of one engine on one machine. Without a profile it guesses at drafts, until some are sent."""
 
     def __init__(self, profile: Sequence[Step] = ()) -> None:
         self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
         self._moment = np.zeros(NUM_TERMS)
-        self._held_gram = np.zeros_like(self._gram)
-        self._held_moment = np.zeros_like(self._moment)
+        self._fixed_gram = np.zeros_like(self._gram)
+        self._fixed_moment = np.zeros_like(self._moment)
         self._costs = np.zeros(NUM_TERMS)
-        self._costs[0], self._costs[2] = 1.0, GUESSED_COST
+        self._costs[0], self._costs[2] = 1.0, PRIOR_TOKEN_COST
         self._num_steps = 0
         self.error = 0.0
         """How far off the last steps' predictions were, as a share."""
-        self._known = bool(profile)
+        self._is_fitted = bool(profile)
         for step in profile:
-            self._hold(step, PROFILE_STEPS)
+            self._add_fixed(step, PROFILE_STEPS)
         if profile:
             self._fit()
 
     def seconds(self, *, running: int, context: int, verified: Ints) -> Floats:
         """Of steps that differ in the tokens verified."""
         predicted = _terms(running, context, verified.astype(np.float64)) @ self._costs
-        return np.maximum(predicted, LEAST_SECONDS)
+        return np.maximum(predicted, MIN_SECONDS)
 
-    def off_seconds(self, *, running: int, context: int) -> float:
+    def seconds_without_drafts(self, *, running: int, context: int) -> float:
         """Of the step that verifies no drafts."""
         return float(
             self.seconds(running=running, context=context, verified=np.array([running]))[0]
         )
 
-    def observed(self, step: Step) -> None:
+    def record_step(self, step: Step) -> None:
         terms = _terms(step.running, step.context, np.array([float(step.verified)]))[0]
         seconds = step.seconds
-        if self._known:
+        if self._is_fitted:
             predicted = max(float(terms @ self._costs), 1e-9)
             # A step that something else held up says nothing, unless there are more of them.
             seconds = min(max(seconds, predicted / OUTLIER), predicted * OUTLIER)
             self.error += 0.02 * (abs(seconds / predicted - 1) - self.error)
         self._num_steps += 1
         terms /= seconds
-        self._gram *= FORGOTTEN
+        self._gram *= STEP_DECAY
         self._gram += terms[:, None] * terms
-        self._moment *= FORGOTTEN
+        self._moment *= STEP_DECAY
         self._moment += terms
-        if self._num_steps % FITTED_EVERY == 0:
-            if not self._known:
-                self._guess(step)
+        if self._num_steps % FIT_INTERVAL == 0:
+            if not self._is_fitted:
+                self._add_prior(step)
             self._fit()
-            self._known = True
+            self._is_fitted = True
 
-    def _guess(self, seen: Step) -> None:
+    def _add_prior(self, seen: Step) -> None:
         """Steps without drafts do not say what a draft costs; until one is sent, this does."""
-        for more in BENDS:
-            seconds = seen.seconds * (1 + GUESSED_COST * float(more))
+        for more in BREAKPOINTS:
+            seconds = seen.seconds * (1 + PRIOR_TOKEN_COST * float(more))
             verified = seen.verified + int(more)
-            self._hold(replace(seen, verified=verified, seconds=seconds), 1.0)
+            self._add_fixed(replace(seen, verified=verified, seconds=seconds), 1.0)
 
-    def _hold(self, step: Step, weight: float) -> None:
+    def _add_fixed(self, step: Step, weight: float) -> None:
         verified = np.array([float(step.verified)])
         terms = _terms(step.running, step.context, verified)[0] / step.seconds
-        self._held_gram += weight * np.outer(terms, terms)
-        self._held_moment += weight * terms
+        self._fixed_gram += weight * np.outer(terms, terms)
+        self._fixed_moment += weight * terms
 
     def _fit(self) -> None:
         """A cost that comes out negative is left out, the most negative first."""
-        gram, moment = self._gram + self._held_gram, self._moment + self._held_moment
+        gram, moment = self._gram + self._fixed_gram, self._moment + self._fixed_moment
         scale = np.sqrt(np.maximum(np.diag(gram), 1e-30))
         gram, moment = gram / np.outer(scale, scale), moment / scale
         gram[np.diag_indices(NUM_TERMS)] += RIDGE
         # Where every step had drafts, nothing says what of its time is theirs: as little as can be.
-        gram[DRAFTED_AT_ALL, DRAFTED_AT_ALL] += DOUBT
-        kept = np.flatnonzero(moment > 0)
+        gram[DRAFTS_TERM, DRAFTS_TERM] += DRAFTS_RIDGE
+        active = np.flatnonzero(moment > 0)
         self._costs = np.zeros(NUM_TERMS)
-        while len(kept):
-            found = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
-            if found.min() >= 0:
-                self._costs[kept] = found / scale[kept]
+        while len(active):
+            solution = np.linalg.solve(gram[np.ix_(active, active)], moment[active])
+            if solution.min() >= 0:
+                self._costs[active] = solution / scale[active]
                 break
-            kept = np.delete(kept, found.argmin())
+            active = np.delete(active, solution.argmin())
 
 
 def _terms(running: int, context: int, verified: Floats) -> Floats:
     """[steps, terms]"""
-    bends = len(BENDS)
+    num_breakpoints = len(BREAKPOINTS)
     terms = np.empty((len(verified), NUM_TERMS))
     terms[:, :4] = (1.0, running, 0.0, context)
     terms[:, 2] = verified
     terms[:, 4] = verified * (context / max(running, 1))
-    terms[:, DRAFTED_AT_ALL] = verified > running
-    np.minimum(verified[:, None], BENDS, out=terms[:, 6 : 6 + bends])
-    np.maximum(verified[:, None] - BENDS, 0.0, out=terms[:, 6 + bends :])
+    terms[:, DRAFTS_TERM] = verified > running
+    np.minimum(verified[:, None], BREAKPOINTS, out=terms[:, 6 : 6 + num_breakpoints])
+    np.maximum(verified[:, None] - BREAKPOINTS, 0.0, out=terms[:, 6 + num_breakpoints :])
     return terms

@@ -6,20 +6,20 @@ from typing import TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import DraftScope, SpeculationChoice, SpeculationCounts, SpeculationSkip
+from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 
 SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
 """In the order of the draft store's numbers for them."""
 
 
-class Counted(TypedDict):
+class Snapshot(TypedDict):
     """One process's counts as they travel to the service."""
 
     drafted: dict[DraftScope, int]
     accepted: dict[DraftScope, int]
     drafts: dict[int, int]
-    steps: dict[SpeculationChoice, int]
-    skipped: dict[SpeculationSkip, int]
+    steps: dict[SpeculationDecision, int]
+    skipped: dict[SpeculationSkipReason, int]
     version_drafted: int
     version_accepted: int
     gain_ratio: float
@@ -27,7 +27,7 @@ class Counted(TypedDict):
     store_bytes: int
 
 
-class Counts:
+class Counters:
     """Written by the thread that takes the steps, between two of which it is read."""
 
     def __init__(self) -> None:
@@ -35,16 +35,16 @@ class Counts:
         self._accepted = np.zeros(len(SCOPES), np.int64)
         self._of_version = np.zeros(2, np.int64)
         self._lengths: Counter[int] = Counter()
-        self._steps: Counter[SpeculationChoice] = Counter()
-        self._skipped: Counter[SpeculationSkip] = Counter()
+        self._steps: Counter[SpeculationDecision] = Counter()
+        self._skipped: Counter[SpeculationSkipReason] = Counter()
         self.gain_ratio = 1.0
         self.cost_error_ratio = 0.0
         self.store_bytes = 0
 
-    def step(self, choice: SpeculationChoice) -> None:
-        self._steps[choice] += 1
+    def step(self, decision: SpeculationDecision) -> None:
+        self._steps[decision] += 1
 
-    def skipped(self, reason: SpeculationSkip) -> None:
+    def skipped(self, reason: SpeculationSkipReason) -> None:
         self._skipped[reason] += 1
 
     def verified(
@@ -64,9 +64,9 @@ class Counts:
     def weights_changed(self) -> None:
         self._of_version[:] = 0
 
-    def read(self) -> Counted:
+    def read(self) -> Snapshot:
         drafted, accepted = self._of_version.tolist()
-        return Counted(
+        return Snapshot(
             drafted=dict(zip(SCOPES, self._drafted.tolist(), strict=True)),
             accepted=dict(zip(SCOPES, self._accepted.tolist(), strict=True)),
             drafts=dict(self._lengths),
@@ -80,9 +80,9 @@ class Counts:
         )
 
 
-COUNTS = Counts()
+COUNTERS = Counters()
 
 
-def counts_of(counted: Counted) -> SpeculationCounts:
+def to_speculation_stats(counted: Snapshot) -> SpeculationStats:
     """Of the first rank: the others draft nothing."""
-    return SpeculationCounts(**counted)
+    return SpeculationStats(**counted)

@@ -9,23 +9,23 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.protocol import EngineFacts
-from engine.runtime.rpc import answered
+from engine.protocol import EngineInfo
+from engine.runtime.rpc import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
-from engine.speculation.profile import Batch, batches, num_tokens
-from kernels.draft_index.store import built
+from engine.speculation.profile import ProfileBatch, num_tokens, profile_batches
+from kernels.draft_index.store import is_built
 
 log = logging.getLogger(__name__)
 
 PROFILE_SECONDS = 5.0
 
 
-def resolved(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
+def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
     """`auto` is off on a GPU, where nothing has been measured. Without the compiled store nothing
     could be drafted, and where layers are dealt out the rank that drafts does not sample.
     """
     unmeasured = settings.mode == "auto" and not current_platform.is_cpu()
-    can = settings.mode == "drafter" or (built() and not unmeasured)
+    can = settings.mode == "drafter" or (is_built() and not unmeasured)
     if settings.mode == "off" or (can and engine.pipeline_parallel_size == 1):
         return settings
     if settings.mode != "auto":
@@ -33,39 +33,39 @@ def resolved(settings: SpeculationSettings, engine: EngineSettings) -> Speculati
     return settings.model_copy(update={"mode": "off"})
 
 
-async def begin(llm: AsyncLLM, settings: SpeculationSettings, facts: EngineFacts) -> None:
+async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: EngineInfo) -> None:
     """Drafts come from here on, at what this machine was measured to take for them. A drafter has a
     beginning of its own."""
     if settings.mode in ("off", "drafter"):
         return
-    if any(await answered(llm, llm.collective_rpc("coppice_speculate"))):
-        await measure(llm, facts, settings.longest_draft)
-        await answered(llm, llm.collective_rpc("coppice_speculation_profiled"))
+    if any(await await_engine(llm, llm.collective_rpc("coppice_start_speculation"))):
+        await measure_step_costs(llm, info, settings.longest_draft)
+        await await_engine(llm, llm.collective_rpc("coppice_finish_profile"))
 
 
-async def end(llm: AsyncLLM, settings: SpeculationSettings) -> None:
+async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
     """Keeps the drafts' text, if that is wished."""
     if settings.mode not in ("off", "drafter") and settings.store_file is not None:
-        await answered(llm, llm.collective_rpc("coppice_save_drafts"))
+        await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))
 
 
-async def measure(llm: AsyncLLM, facts: EngineFacts, longest: int) -> None:
+async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int) -> None:
     """Runs what a profile is made of; of large models there is time for few cells."""
     began = time.monotonic()
     for number, batch in enumerate(
-        batches(
-            max_sequences=facts.max_sequences,
-            max_context_tokens=facts.max_context_tokens,
-            longest=longest,
+        profile_batches(
+            max_sequences=info.max_sequences,
+            max_context_tokens=info.max_context_tokens,
+            max_draft_tokens=max_draft_tokens,
         )
     ):
         if number > 1 and time.monotonic() - began > PROFILE_SECONDS:
             break
-        await _run(llm, batch, number, num_tokens(longest))
+        await _run(llm, batch, number, num_tokens(max_draft_tokens))
     log.info("what steps cost was measured in %.1f s", time.monotonic() - began)
 
 
-async def _run(llm: AsyncLLM, batch: Batch, number: int, tokens: int) -> None:
+async def _run(llm: AsyncLLM, batch: ProfileBatch, number: int, tokens: int) -> None:
     params = SamplingParams(
         max_tokens=tokens,
         ignore_eos=True,

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.attention.crossover_cache import Circumstances, processor
+from engine.attention.crossover_cache import CacheKey, processor_name
 from engine.speculation.cost import Step
 
 logger = logging.getLogger(__name__)
 
 
-class KeptProfile:
-    def __init__(self, directory: Path, circumstances: Circumstances) -> None:
-        self._of = circumstances | {"processor": processor()}
-        named = json.dumps(self._of, sort_keys=True).encode()
-        self._file = directory / f"{hashlib.sha256(named).hexdigest()[:16]}.json"
+class ProfileCache:
+    def __init__(self, directory: Path, cache_key: CacheKey) -> None:
+        self._key = cache_key | {"processor_name": processor_name()}
+        serialized = json.dumps(self._key, sort_keys=True).encode()
+        self._file = directory / f"{hashlib.sha256(serialized).hexdigest()[:16]}.json"
 
     def read(self) -> list[Step] | None:
         try:
@@ -31,9 +31,9 @@ class KeptProfile:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def keep(self, steps: Sequence[Step]) -> None:
+    def write(self, steps: Sequence[Step]) -> None:
         """Whole or not at all: replicas that start side by side write the same file."""
-        text = json.dumps({"of": self._of, "steps": [asdict(step) for step in steps]}, indent=2)
+        text = json.dumps({"of": self._key, "steps": [asdict(step) for step in steps]}, indent=2)
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

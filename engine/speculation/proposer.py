@@ -14,18 +14,18 @@ import torch
 from vllm import __version__ as vllm_version
 
 from engine.attention import register as attention
-from engine.attention.crossover_cache import Circumstances
+from engine.attention.crossover_cache import CacheKey
 from engine.runtime.guard import Failure, attempt, feature
-from engine.speculation.calibration import Trust
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
-from engine.speculation.cost import StepCost
-from engine.speculation.counters import COUNTS
-from engine.speculation.profile import Profile, can_pay
-from engine.speculation.profile_cache import KeptProfile
+from engine.speculation.cost import StepCostModel
+from engine.speculation.counters import COUNTERS
+from engine.speculation.profile import Profile, can_speed_up
+from engine.speculation.profile_cache import ProfileCache
 from engine.speculation.register import settings
-from engine.speculation.skip_draft_step import Doze, can_doze
-from engine.speculation.speculator import Lists, Speculator
-from engine.speculation.verification import Verifier
+from engine.speculation.skip_draft_step import DraftStepSkipper, can_skip_draft_step
+from engine.speculation.speculator import Speculator, TokenLists
+from engine.speculation.verification import DraftVerifier
 from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import DraftStore
 
@@ -35,32 +35,34 @@ FEATURE = feature("speculation")
 class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
-        self._longest = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._kept = KeptProfile(settings().cache_directory, circumstances(vllm_config))
+        self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._profile_cache = ProfileCache(settings().cache_directory, cache_key(vllm_config))
         self.speculator: Speculator | None = None
-        self.pays = True
+        self.is_enabled = True
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is none; vLLM asks for it on CPU all the same."""
 
-    def verify(self, runner: Any) -> None:
+    def replace_rejection_sampler(self, runner: Any) -> None:
         """On a GPU vLLM verifies in kernels of its own."""
         if runner.device.type == "cpu":
-            runner.rejection_sampler = Verifier(runner.rejection_sampler)
+            runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
 
-    def wire(self, runner: Any) -> None:
+    def attach(self, runner: Any) -> None:
         """From here on the proposer knows whose row is whose."""
-        if can_doze(runner):
-            Doze(runner, lambda: self.speculator if self.pays else None, FEATURE)
-        steps = self._kept.read() or []
-        self.pays = settings().mode != "auto" or not steps or can_pay(steps, self._longest)
+        if can_skip_draft_step(runner):
+            DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
+        steps = self._profile_cache.read() or []
+        self.is_enabled = (
+            settings().mode != "auto" or not steps or can_speed_up(steps, self._max_draft_tokens)
+        )
         vocabulary = self._config.model_config.get_vocab_size()
         self.speculator = Speculator(
             runner,
-            stored(settings().store_file, self._longest, vocabulary),
-            Controller(StepCost(steps), Trust()),
-            COUNTS,
-            longest=self._longest,
+            open_store(settings().store_file, self._max_draft_tokens, vocabulary),
+            Controller(StepCostModel(steps), DraftCalibration()),
+            COUNTERS,
+            max_draft_tokens=self._max_draft_tokens,
         )
 
     def propose(
@@ -69,21 +71,21 @@ class Proposer:
         num_tokens: Int32Array,
         token_ids: Int32Array,
         slot_mappings: Any = None,
-    ) -> Lists:
-        if self.speculator is None or not self.pays:
+    ) -> TokenLists:
+        if self.speculator is None or not self.is_enabled:
             return [[] for _ in sampled_token_ids]
         return self._propose(sampled_token_ids, num_tokens, token_ids)
 
-    def _nothing(
+    def _no_drafts(
         self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
-    ) -> Lists:
-        COUNTS.skipped("failed")
+    ) -> TokenLists:
+        COUNTERS.skipped("failed")
         return [[] for _ in sampled]
 
-    @FEATURE.guarded(_nothing)
+    @FEATURE.guarded(_no_drafts)
     def _propose(
         self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
-    ) -> Lists:
+    ) -> TokenLists:
         assert self.speculator is not None, "wired"
         return self.speculator.drafts(sampled, num_tokens, token_ids)
 
@@ -91,18 +93,18 @@ class Proposer:
 
     def begin_profile(self) -> bool:
         """Whether there is one to be made."""
-        if self.speculator is None or self._kept.read() is not None:
+        if self.speculator is None or self._profile_cache.read() is not None:
             return False
-        self.speculator.profile = Profile(self._longest)
+        self.speculator.profile = Profile(self._max_draft_tokens)
         return True
 
     def end_profile(self) -> None:
         assert self.speculator is not None and self.speculator.profile is not None
         steps = self.speculator.profile.steps()
         if steps:
-            self._kept.keep(steps)
-        self.pays = settings().mode != "auto" or can_pay(steps, self._longest)
-        self.speculator.end_profile(Controller(StepCost(steps), Trust()))
+            self._profile_cache.write(steps)
+        self.is_enabled = settings().mode != "auto" or can_speed_up(steps, self._max_draft_tokens)
+        self.speculator.end_profile(Controller(StepCostModel(steps), DraftCalibration()))
 
     def weights_changed(self) -> None:
         if self.speculator is not None:
@@ -114,19 +116,23 @@ class Proposer:
             self.speculator.store.save(file)
 
 
-def stored(file: Path | None, longest: int, vocabulary: int) -> DraftStore:
+def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:
     """What an earlier run has left, or an empty store: text that cannot be read is not missed."""
     max_bytes = settings().store_bytes
     if file is not None and file.exists():
         loaded = attempt(
-            DraftStore.load, file, max_bytes=max_bytes, longest=longest, vocabulary=vocabulary
+            DraftStore.load,
+            file,
+            max_bytes=max_bytes,
+            max_draft_tokens=max_draft_tokens,
+            vocabulary=vocabulary,
         )
         if not isinstance(loaded, Failure):
             return loaded
-    return DraftStore(max_bytes=max_bytes, longest=longest)
+    return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)
 
 
-def circumstances(config: Any) -> Circumstances:
+def cache_key(config: Any) -> CacheKey:
     """All that the times depend on."""
     model = config.model_config.hf_config.to_json_string().encode()
     return {
@@ -135,7 +141,7 @@ def circumstances(config: Any) -> Circumstances:
         "device": str(config.device_config.device_type),
         "ranks": int(config.parallel_config.world_size),
         "threads": torch.get_num_threads(),
-        "longest": int(config.speculative_config.num_speculative_tokens),
+        "max_draft_tokens": int(config.speculative_config.num_speculative_tokens),
         "eager": str(config.model_config.enforce_eager),
         "rows": int(config.scheduler_config.max_num_seqs),
         "context": int(config.model_config.max_model_len),

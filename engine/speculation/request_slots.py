@@ -12,62 +12,62 @@ from typing import Any
 
 import numpy as np
 
-from engine.protocol import SpeculationSkip
-from kernels.draft_index.errors import WrongCall
+from engine.protocol import SpeculationSkipReason
+from kernels.draft_index.errors import InvalidCall
 from kernels.draft_index.interface import Store
 
-GROUP = "coppice_group"
-NO_DRAFTS = "coppice_no_drafts"
+GROUP_ARG = "coppice_group"
+NO_DRAFTS_ARG = "coppice_no_drafts"
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
-    """A live request. `num_seen` of its tokens are in the store; it has at most `num_tokens`.
+class TrackedRequest:
+    """A live request. `num_stored` of its tokens are in the store; it has at most `num_tokens`.
 
-    `skip` says why it gets no drafts. `seeded`: its random stream is promised to be its own, and
-    how much is drawn from it would depend on the drafts. `no_room`: the store refuses it.
+    `skip_reason` says why it gets no drafts. `seeded`: its random stream is promised to be its own,
+    and how much is drawn from it would depend on the drafts. `no_room`: the store refuses it.
     """
 
     slot: int | None
-    num_seen: int
+    num_stored: int
     num_tokens: int
-    skip: SpeculationSkip | None
+    skip_reason: SpeculationSkipReason | None
 
-    def limit(self, longest: int, num_tokens: int) -> int:
+    def limit(self, max_draft_tokens: int, num_tokens: int) -> int:
         """A step brings one token more than it accepts; none is wanted beyond the last."""
-        if self.skip is not None:
+        if self.skip_reason is not None:
             return 0
-        return max(0, min(longest, self.num_tokens - num_tokens - 1))
+        return max(0, min(max_draft_tokens, self.num_tokens - num_tokens - 1))
 
 
-class Rows:
+class RequestTable:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, TrackedRequest] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, request_id: str, requests: Mapping[str, Any]) -> Row:
+    def row(self, request_id: str, requests: Mapping[str, Any]) -> TrackedRequest:
         known = self._rows.get(request_id)
         if known is None:
-            known = self._rows[request_id] = self._begin(request_id, requests[request_id])
+            known = self._rows[request_id] = self._start_request(request_id, requests[request_id])
         return known
 
-    def _begin(self, request_id: str, request: Any) -> Row:
+    def _start_request(self, request_id: str, request: Any) -> TrackedRequest:
         """`request` as the runner keeps it; it is seen here first with a token sampled."""
         sampling = request.sampling_params
-        named = sampling.extra_args or {}
+        extra_args = sampling.extra_args or {}
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
         try:
-            slot = self._store.begin(str(named.get(GROUP, request_id)).encode(), prompt)
-        except WrongCall:
+            slot = self._store.begin(str(extra_args.get(GROUP_ARG, request_id)).encode(), prompt)
+        except InvalidCall:
             slot = None
-        return Row(
+        return TrackedRequest(
             slot=slot,
-            num_seen=len(prompt),
+            num_stored=len(prompt),
             num_tokens=len(prompt) + sampling.max_tokens,
-            skip="no_room" if slot is None else skip_of(named, sampling),
+            skip_reason="no_room" if slot is None else find_skip_reason(extra_args, sampling),
         )
 
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
@@ -78,17 +78,19 @@ class Rows:
                 continue
             row = self.row(request_id, requests)
             if row.slot is not None:
-                self._catch_up(row.slot, row.num_seen, request)
+                self._append_remaining(row.slot, row.num_stored, request)
                 self._store.end(row.slot, keep=True)
             del self._rows[request_id]
 
-    def _catch_up(self, slot: int, num_seen: int, request: Any) -> None:
-        said = request.output_token_ids[num_seen - len(request.prompt_token_ids) :]
-        if said:
-            slots, counts, tokens = (np.array(a, np.int32) for a in ([slot], [len(said)], said))
+    def _append_remaining(self, slot: int, num_stored: int, request: Any) -> None:
+        new_tokens = request.output_token_ids[num_stored - len(request.prompt_token_ids) :]
+        if new_tokens:
+            slots, counts, tokens = (
+                np.array(a, np.int32) for a in ([slot], [len(new_tokens)], new_tokens)
+            )
             self._store.step(slots, counts, tokens, np.zeros(1, np.int32))
 
-    def end_those_not_in(self, requests: Container[str], *, keep: bool = True) -> None:
+    def finish_missing(self, requests: Container[str], *, keep: bool = True) -> None:
         """Whom the runner has forgotten. `keep`: what they have said is worth drafting from."""
         for request_id in [known for known in self._rows if known not in requests]:
             slot = self._rows.pop(request_id).slot
@@ -96,7 +98,7 @@ class Rows:
                 self._store.end(slot, keep=keep)
 
 
-def skip_of(named: Mapping[str, Any], sampling: Any) -> SpeculationSkip | None:
-    if named.get(NO_DRAFTS):
+def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> SpeculationSkipReason | None:
+    if extra_args.get(NO_DRAFTS_ARG):
         return "refused"
     return "seeded" if sampling.seed is not None else None

@@ -16,62 +16,62 @@ from typing import Any, Protocol
 from engine.runtime.guard import Feature
 
 
-class Sleeper(Protocol):
+class StepObserver(Protocol):
     """Who drafts, told of every step before it is taken."""
 
     def end(self, ended: Any) -> None:
         """These requests have ended, and are about to be forgotten."""
 
-    def wakes(self, running: int) -> bool:
+    def needs_draft_step(self, running: int) -> bool:
         """Whether anything is asked for at the end of a step of so many rows."""
 
-    def slept(self, running: int, seconds: float) -> None:
+    def on_skipped_step(self, running: int, seconds: float) -> None:
         """What a step took that nobody was awake in."""
 
 
-class Doze:
+class DraftStepSkipper:
     """Around the `execute_model` of one runner, which it owns from then on."""
 
     def __init__(
         self,
         runner: Any,
-        sleeper: Callable[[], Sleeper | None],
+        observer: Callable[[], StepObserver | None],
         feature: Feature,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`sleeper` is None where nothing will ever be drafted."""
+        """`observer` is None where nothing will ever be drafted."""
         self._runner = runner
-        self._sleeper = sleeper
+        self._observer = observer
         self._clock = clock
         self._config = runner.speculative_config
-        self._execute: Callable[..., Any] = runner.execute_model
-        self._wakes = feature.guarded(_has_drafts)(self._wakes_by_its_sleeper)
-        self._asleep_with, self._began = 0, 0.0
+        self._execute_model: Callable[..., Any] = runner.execute_model
+        self._needs_draft_step = feature.guarded(_has_drafts)(self._ask_observer)
+        self._skipped_running, self._began = 0, 0.0
         runner.execute_model = self.execute_model
 
     def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         """`step` is the scheduler's output. Its tokens are sampled as it was begun."""
-        self._runner.speculative_config = self._config if self._wakes(step) else None
-        return self._execute(step, *args, **kwargs)
+        self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
+        return self._execute_model(step, *args, **kwargs)
 
-    def _wakes_by_its_sleeper(self, step: Any) -> bool:
-        sleeper = self._sleeper()
-        if sleeper is None:
+    def _ask_observer(self, step: Any) -> bool:
+        observer = self._observer()
+        if observer is None:
             return _has_drafts(step)
-        sleeper.end(step.finished_req_ids)
+        observer.end(step.finished_req_ids)
         running, now = len(step.num_scheduled_tokens), self._clock()
         if not running:  # nothing is computed: a look would be lost on it
-            self._asleep_with = 0
+            self._skipped_running = 0
             return True
         decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
-        if decodes and self._asleep_with == running:
-            sleeper.slept(running, now - self._began)
-        wakes = sleeper.wakes(running) or _has_drafts(step)
-        self._asleep_with, self._began = 0 if wakes or not decodes else running, now
-        return wakes
+        if decodes and self._skipped_running == running:
+            observer.on_skipped_step(running, now - self._began)
+        needs_draft_step = observer.needs_draft_step(running) or _has_drafts(step)
+        self._skipped_running, self._began = 0 if needs_draft_step or not decodes else running, now
+        return needs_draft_step
 
 
-def can_doze(runner: Any) -> bool:
+def can_skip_draft_step(runner: Any) -> bool:
     return runner.device.type == "cpu" and not runner.model_config.is_hybrid
 
 

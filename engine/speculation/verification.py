@@ -23,7 +23,7 @@ from engine.runtime.guard import feature
 FEATURE = feature("verifying drafts")
 
 
-class Verifier:
+class DraftVerifier:
     """In the place of a runner's rejection sampler, which it is made of.
 
     b: requests; n: tokens sampled in all, one behind every draft's token and one for every request;
@@ -32,20 +32,20 @@ class Verifier:
 
     def __init__(self, rejection_sampler: Any) -> None:
         self._sampler: Callable[..., Any] = rejection_sampler.sampler
-        self._theirs: Callable[..., Any] = rejection_sampler
-        self._verified = FEATURE.guarded(rejection_sampler)(verified_with(self._sampler))
+        self._vllm_rejection_sampler: Callable[..., Any] = rejection_sampler
+        self._verify = FEATURE.guarded(rejection_sampler)(make_verifier(self._sampler))
 
     def __call__(
         self, metadata: Any, draft_probs: None, logits_nv: torch.Tensor, sampling: Any
     ) -> Any:
         if metadata.max_spec_len == 0:
             return self._sampler(logits=logits_nv, sampling_metadata=sampling)
-        if draft_probs is not None or not can_be_sampled_at_once(sampling, metadata):
-            return self._theirs(metadata, draft_probs, logits_nv, sampling)
-        return self._verified(metadata, draft_probs, logits_nv, sampling)
+        if draft_probs is not None or not can_sample_all_positions(sampling, metadata):
+            return self._vllm_rejection_sampler(metadata, draft_probs, logits_nv, sampling)
+        return self._verify(metadata, draft_probs, logits_nv, sampling)
 
 
-def can_be_sampled_at_once(sampling: Any, metadata: Any) -> bool:
+def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
     """Whether each token's law is its logits' alone."""
     holder = sampling.thinking_budget_state_holder
     processors = [
@@ -65,34 +65,36 @@ def can_be_sampled_at_once(sampling: Any, metadata: Any) -> bool:
     )
 
 
-def verified_with(sampler: Callable[..., Any]) -> Callable[..., Any]:
+def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
     """What vLLM's rejection sampler answers, by `sampler`."""
 
     def verified(metadata: Any, _: None, logits_nv: torch.Tensor, sampling: Any) -> Any:
         # The sampler may write to its logits, which vLLM's would need where this fails.
-        kept_nv = logits_nv.clone() if logits_nv.dtype == torch.float32 else logits_nv
-        came = sampler(logits=kept_nv, sampling_metadata=expanded(sampling, metadata))
-        tokens_n = came.sampled_token_ids.squeeze(1)
+        logits_copy_nv = logits_nv.clone() if logits_nv.dtype == torch.float32 else logits_nv
+        output = sampler(
+            logits=logits_copy_nv, sampling_metadata=expand_sampling_metadata(sampling, metadata)
+        )
+        tokens_n = output.sampled_token_ids.squeeze(1)
         drafted_n = torch.full_like(tokens_n, -1)
         drafted_n[metadata.target_logits_indices] = metadata.draft_token_ids
-        places_bk = _places(metadata, len(tokens_n))
-        right_bk = (tokens_n == drafted_n)[places_bk]
+        indices_bk = _token_indices(metadata, len(tokens_n))
+        matches_bk = (tokens_n == drafted_n)[indices_bk]
         # A token counts while all drafts before it were right; none is drafted where a row ends.
-        counts_bk = torch.ones_like(right_bk)
-        counts_bk[:, 1:] = right_bk.cumprod(1)[:, :-1]
-        logprobs = came.logprobs_tensors
+        counts_bk = torch.ones_like(matches_bk)
+        counts_bk[:, 1:] = matches_bk.cumprod(1)[:, :-1]
+        logprobs = output.logprobs_tensors
         if logprobs is not None:
-            logprobs = type(logprobs)(*(each[places_bk.flatten()] for each in logprobs[:3]))
+            logprobs = type(logprobs)(*(each[indices_bk.flatten()] for each in logprobs[:3]))
         return replace(
-            came,
-            sampled_token_ids=tokens_n[places_bk].masked_fill(~counts_bk, -1),
+            output,
+            sampled_token_ids=tokens_n[indices_bk].masked_fill(~counts_bk, -1),
             logprobs_tensors=logprobs,
         )
 
     return verified
 
 
-def expanded(sampling: Any, metadata: Any) -> Any:
+def expand_sampling_metadata(sampling: Any, metadata: Any) -> Any:
     """Each request's, for all of its tokens. A random stream of its own has one that drafts
     nothing, so it is drawn from once."""
     counts_b = torch.tensor(metadata.num_draft_tokens, device=metadata.draft_token_ids.device) + 1
@@ -106,7 +108,7 @@ def expanded(sampling: Any, metadata: Any) -> Any:
     return replace(sampling, generators=generators, **per_row)
 
 
-def _places(metadata: Any, num_tokens: int) -> torch.Tensor:
+def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
     """Of each row's tokens among all of them; what lies beyond a row's end does not matter."""
     ends_b = metadata.cu_num_sampled_tokens
     starts_b = torch.cat([ends_b.new_zeros(1), ends_b[:-1]])

@@ -15,15 +15,15 @@ from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointRefused
-from engine.weights.tensor_file import NUM_VALUE_BYTES, StoredTensor, shown
+from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable
 
 SINGLE_FILE: Final = "model.safetensors"
 SHARD_INDEX: Final = "model.safetensors.index.json"
-HEAD: Final = "lm_head.weight"
+LM_HEAD: Final = "lm_head.weight"
 EMBEDDING: Final = "embed_tokens.weight"
 MAX_JSON_BYTES: Final = 100_000_000  # as much as safetensors allows a header
 LENGTH_BYTES: Final = 8  # of the header's length, which begins a safetensors file
-NUM_SHOWN: Final = 3
+MAX_LISTED_NAMES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Checkpoint:
 
     tensors: Mapping[str, StoredTensor]
 
-    def without(self, name: str) -> "Checkpoint":
+    def without_tensor(self, name: str) -> "Checkpoint":
         return replace(self, tensors={n: t for n, t in self.tensors.items() if n != name})
 
     @property
@@ -51,14 +51,14 @@ def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
     try:
         tensors = dict(_tensors(path, follow_links))
     except OSError as error:
-        name = shown(Path(error.filename or path).name)
+        name = printable(Path(error.filename or path).name)
         raise CheckpointRefused(f"{name} cannot be read: {error.strerror}") from None
     if not tensors:
         raise CheckpointRefused("the checkpoint holds no tensors")
     return Checkpoint(tensors=tensors)
 
 
-def read_served(path: Path) -> Checkpoint:
+def read_base_checkpoint(path: Path) -> Checkpoint:
     """The index of the files that an engine started from, as a candidate is measured by it.
 
     Links are followed, since a hub's cache is made of them. A head that the model's own config
@@ -67,42 +67,46 @@ def read_served(path: Path) -> Checkpoint:
     served = read_checkpoint(path, follow_links=True)
     config = (path if path.is_dir() else path.parent) / "config.json"
     if config.is_file() and read_json(config).get("tie_word_embeddings") is True:
-        return served.without(HEAD)
+        return served.without_tensor(LM_HEAD)
     return served
 
 
-def refuse_differences(served: Checkpoint, candidate: Checkpoint) -> None:
+def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
     """Names and shapes must be the served ones; types any floats, they are converted on loading."""
     ours, theirs = served.tensors, candidate.tensors
     shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
-    dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in NUM_VALUE_BYTES]
+    dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in DTYPE_BYTES]
     differences = [
-        _listed("missing", sorted(ours.keys() - theirs.keys()), shown),
-        _listed("unknown", sorted(theirs.keys() - ours.keys()), shown),
-        _listed("shape", shapes, lambda n: f"{n} {theirs[n].shape}, served {ours[n].shape}"),
-        _listed("type", dtypes, lambda n: f"{shown(n)} {theirs[n].dtype}, not a float that fits"),
+        _describe_differences("missing", sorted(ours.keys() - theirs.keys()), printable),
+        _describe_differences("unknown", sorted(theirs.keys() - ours.keys()), printable),
+        _describe_differences(
+            "shape", shapes, lambda n: f"{n} {theirs[n].shape}, served {ours[n].shape}"
+        ),
+        _describe_differences(
+            "type", dtypes, lambda n: f"{printable(n)} {theirs[n].dtype}, not a float that fits"
+        ),
     ]
     if any(differences):
         raise CheckpointRefused("; ".join(filter(None, differences)))
 
 
-def _listed(kind: str, names: list[str], show: Callable[[str], str]) -> str:
-    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return f"{kind}: {', '.join(map(show, names[:NUM_SHOWN]))}{more}" if names else ""
+def _describe_differences(kind: str, names: list[str], show: Callable[[str], str]) -> str:
+    more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    return f"{kind}: {', '.join(map(show, names[:MAX_LISTED_NAMES]))}{more}" if names else ""
 
 
 def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor]]:
     directory = path if path.is_dir() else path.parent
-    for name, mapped in _files(path).items():
-        found = _read_file(_inside(directory, name, follow_links))
+    for name, mapped in _list_files(path).items():
+        found = _read_file(_resolve_file(directory, name, follow_links))
         if mapped is not None and mapped != found.keys():
             tensor = min(mapped ^ found.keys())
             lacking = name if tensor in mapped else SHARD_INDEX
-            raise CheckpointRefused(f"{shown(lacking)} lacks {shown(tensor)}")
+            raise CheckpointRefused(f"{printable(lacking)} lacks {printable(tensor)}")
         yield from found.items()
 
 
-def _files(path: Path) -> Mapping[str, set[str] | None]:
+def _list_files(path: Path) -> Mapping[str, set[str] | None]:
     """Names of files, each with the tensors that a shard index says it holds."""
     if path.is_file():
         return {path.name: None}
@@ -123,19 +127,21 @@ def _shards(index: Path) -> dict[str, set[str] | None]:
     shards: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise CheckpointRefused(f"{SHARD_INDEX} names no safetensors file for {shown(tensor)}")
+            raise CheckpointRefused(
+                f"{SHARD_INDEX} names no safetensors file for {printable(tensor)}"
+            )
         shards.setdefault(file, set()).add(tensor)
     return dict(shards)
 
 
-def _inside(directory: Path, name: str, follow_links: bool) -> Path:
+def _resolve_file(directory: Path, name: str, follow_links: bool) -> Path:
     file = directory / name
     if Path(name).name != name:
-        raise CheckpointRefused(f"{shown(name)} is not the name of a file")
+        raise CheckpointRefused(f"{printable(name)} is not the name of a file")
     if not file.is_file():
-        raise CheckpointRefused(f"{shown(name)} is missing")
+        raise CheckpointRefused(f"{printable(name)} is missing")
     if not follow_links and not file.resolve().is_relative_to(directory.resolve()):
-        raise CheckpointRefused(f"{shown(name)} is a link out of the checkpoint")
+        raise CheckpointRefused(f"{printable(name)} is a link out of the checkpoint")
     return file
 
 
@@ -161,10 +167,12 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
         _check_format(head, num_bytes)
         header = json.loads(head[LENGTH_BYTES:])
     except (SafetensorError, ValueError) as error:
-        reason = shown(str(error))
-        raise CheckpointRefused(f"{shown(file.name)} is no safetensors file: {reason}") from None
+        reason = printable(str(error))
+        raise CheckpointRefused(
+            f"{printable(file.name)} is no safetensors file: {reason}"
+        ) from None
     header.pop("__metadata__", None)
-    return {name: _stored(file, name, entry, len(head)) for name, entry in header.items()}
+    return {name: _to_stored_tensor(file, name, entry, len(head)) for name, entry in header.items()}
 
 
 def _read_head(file: Path) -> tuple[bytes, int]:
@@ -175,7 +183,7 @@ def _read_head(file: Path) -> tuple[bytes, int]:
         header = stream.read(min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES))
     head = prefix + header
     if len(head) < min(num_bytes, LENGTH_BYTES + int.from_bytes(prefix, "little"), MAX_JSON_BYTES):
-        raise CheckpointRefused(f"{shown(file.name)} has changed while it was read")
+        raise CheckpointRefused(f"{printable(file.name)} has changed while it was read")
     return head, num_bytes
 
 
@@ -192,7 +200,7 @@ def _check_format(head: bytes, num_bytes: int) -> None:
             pass
 
 
-def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+def _to_stored_tensor(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
     start, end = entry["data_offsets"]
     return StoredTensor(
         name=name,

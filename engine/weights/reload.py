@@ -52,16 +52,16 @@ def load(
     tied = _tied_modules(model)
     with torch.device(worker.device), torch.inference_mode(False), torch.no_grad():
         initialize_layerwise_reload(model)
-        _put_back(tied)
+        _cancel_reload(tied)
         model.load_weights(tensors)
         finalize_layerwise_reload(model, config)
-        _repack(tied)
+        _repack_tied_heads(tied)
     worker.synchronize_device()
 
 
 def reset(worker: Any, *, drafter: bool = False) -> None:
     """Make a load that broke off as if it had not begun, but for the values it wrote."""
-    _put_back(_model(worker, drafter).modules())
+    _cancel_reload(_model(worker, drafter).modules())
     LOADING_LAYERS.clear()
 
 
@@ -70,7 +70,7 @@ def _model(worker: Any, drafter: bool) -> Any:
     return runner.drafter.model if drafter else runner.get_model()
 
 
-def _put_back(layers: Iterable[torch.nn.Module]) -> None:
+def _cancel_reload(layers: Iterable[torch.nn.Module]) -> None:
     """Take layers out of the reload in progress, with the tensors they had before it.
 
     A layer that is left buffering counts as begun: the next reload skips it, and fails.
@@ -99,7 +99,7 @@ def _tied_modules(model: torch.nn.Module) -> list[Any]:
     return tied
 
 
-def _repack(tied: Iterable[Any]) -> None:
+def _repack_tied_heads(tied: Iterable[Any]) -> None:
     """On CPU such a head computes with a packed copy of the weight, which is stale now."""
     for module in tied:
         if hasattr(module, "cpu_linear"):

@@ -13,9 +13,9 @@ from typing import Final
 
 from engine.errors import CheckpointRefused
 
-NUM_VALUE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # the types that can be served
+DTYPE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # the types that can be served
 CHUNK_BYTES: Final = 2**19  # stays in a core's cache between reading and looking
-NUM_SHOWN_CHARACTERS: Final = 120
+MAX_PRINTED_CHARACTERS: Final = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +36,42 @@ class StoredTensor:
 
 def read_into(tensor: StoredTensor, buffer: memoryview) -> None:
     """Fill `buffer`, which is as long as the tensor, with its bytes."""
-    with _opened(tensor) as stream:
-        _fill(buffer, stream, tensor)
+    with _open_at_tensor(tensor) as stream:
+        _read_exactly(buffer, stream, tensor)
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[memoryview]:
     """The tensor's bytes in order. One buffer serves every chunk: use each before the next."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.num_bytes)))
-    with _opened(tensor) as stream:
+    with _open_at_tensor(tensor) as stream:
         for start in range(0, tensor.num_bytes, CHUNK_BYTES):
             chunk = buffer[: tensor.num_bytes - start]
-            _fill(chunk, stream, tensor)
+            _read_exactly(chunk, stream, tensor)
             yield chunk
 
 
 @contextmanager
-def _opened(tensor: StoredTensor) -> Iterator[FileIO]:
+def _open_at_tensor(tensor: StoredTensor) -> Iterator[FileIO]:
     try:
         with FileIO(tensor.file) as stream:
             stream.seek(tensor.start)
             yield stream
     except OSError as error:
-        name = shown(tensor.file.name)
+        name = printable(tensor.file.name)
         raise CheckpointRefused(f"{name} cannot be read: {error.strerror}") from None
 
 
-def _fill(buffer: memoryview, stream: FileIO, tensor: StoredTensor) -> None:
+def _read_exactly(buffer: memoryview, stream: FileIO, tensor: StoredTensor) -> None:
     while buffer:
         num_read = stream.readinto(buffer)
         if not num_read:
             raise CheckpointRefused(
-                f"{shown(tensor.file.name)} ends within {shown(tensor.name)}: it has changed since "
-                "its header was read"
+                f"{printable(tensor.file.name)} ends within {printable(tensor.name)}: "
+                "it has changed since its header was read"
             )
         buffer = buffer[num_read:]
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """A name out of a stranger's file, fit for a message."""
-    return name[:NUM_SHOWN_CHARACTERS].encode("unicode_escape").decode("ascii")
+    return name[:MAX_PRINTED_CHARACTERS].encode("unicode_escape").decode("ascii")

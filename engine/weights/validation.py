@@ -11,65 +11,65 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import CheckpointRefused
-from engine.weights.checkpoint import HEAD, Checkpoint, read_checkpoint, refuse_differences
-from engine.weights.tensor_file import NUM_VALUE_BYTES, StoredTensor, read_chunks, shown
+from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
+from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable, read_chunks
 
 # The least magnitude that is not finite, as bits: magnitudes of floats are ordered as their bits.
-NOT_FINITE: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
+NON_FINITE_BITS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
 # The same once converted (to nearest, ties to even), where that is less: 65520 and up is infinite
 # in float16, the largest bfloat16 and half a step more is in bfloat16.
-TOO_LARGE: Final = {
+OVERFLOW_BITS: Final = {
     ("BF16", "float16"): 0x4780,
     ("F32", "float16"): 0x477F_F000,
     ("F32", "bfloat16"): 0x7F7F_8000,
 }
-BITS: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
+BITS_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
 
 
-def check(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
+def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
     """Index a candidate that the engine can load; CheckpointRefused says why it cannot.
 
     `served` is `read_served` of the files the engine started from, `dtype` the type it computes
     in. A head that only repeats a tied embedding is left out of the result.
     """
-    index = _without_repeated_head(served, read_checkpoint(candidate))
-    refuse_differences(served, index)
+    index = _without_tied_head(served, read_checkpoint(candidate))
+    check_same_tensors(served, index)
     for tensor in sorted(index.tensors.values(), key=lambda t: (t.file, t.start)):
-        refuse_values(tensor, dtype)
+        check_values(tensor, dtype)
     return index
 
 
-def _without_repeated_head(served: Checkpoint, candidate: Checkpoint) -> Checkpoint:
+def _without_tied_head(served: Checkpoint, candidate: Checkpoint) -> Checkpoint:
     """A trainer's state dict carries a tied head too. The model would ignore whatever it holds."""
-    head, embedding = candidate.tensors.get(HEAD), candidate.embedding
-    if head is None or embedding is None or HEAD in served.tensors:
+    head, embedding = candidate.tensors.get(LM_HEAD), candidate.embedding
+    if head is None or embedding is None or LM_HEAD in served.tensors:
         return candidate
-    if not _same(head, embedding):
+    if not _have_equal_bytes(head, embedding):
         raise CheckpointRefused(
-            f"{HEAD} differs from {shown(embedding.name)}, but this model ties the two: "
+            f"{LM_HEAD} differs from {printable(embedding.name)}, but this model ties the two: "
             "its head is its embedding"
         )
-    return candidate.without(HEAD)
+    return candidate.without_tensor(LM_HEAD)
 
 
-def _same(one: StoredTensor, other: StoredTensor) -> bool:
+def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     pairs = zip(read_chunks(one), read_chunks(other), strict=True)
     return all(bytes(ours) == bytes(theirs) for ours, theirs in pairs)
 
 
-def refuse_values(tensor: StoredTensor, dtype: str) -> None:
+def check_values(tensor: StoredTensor, dtype: str) -> None:
     """Unless all of them are finite once they are converted."""
-    not_finite = NOT_FINITE[tensor.dtype]
-    limit = TOO_LARGE.get((tensor.dtype, dtype), not_finite)
-    bits = BITS[NUM_VALUE_BYTES[tensor.dtype]]
+    not_finite = NON_FINITE_BITS[tensor.dtype]
+    limit = OVERFLOW_BITS.get((tensor.dtype, dtype), not_finite)
+    bits = BITS_DTYPES[DTYPE_BYTES[tensor.dtype]]
     for chunk in read_chunks(tensor):
         largest = _largest_magnitude(np.frombuffer(chunk, dtype=bits))
         if largest >= not_finite:
-            raise CheckpointRefused(f"{shown(tensor.name)} holds NaN or infinity")
+            raise CheckpointRefused(f"{printable(tensor.name)} holds NaN or infinity")
         if largest >= limit:
-            raise CheckpointRefused(f"{shown(tensor.name)} holds values too large for {dtype}")
+            raise CheckpointRefused(f"{printable(tensor.name)} holds values too large for {dtype}")
 
 
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:

@@ -5,7 +5,7 @@ import re
 _CALL = re.compile(r"(\d{1,9})([-+*])(\d{1,9})=")
 
 
-def called(line: str) -> str | None:
+def call_calculator(line: str) -> str | None:
     """What the calculator writes after this line; none: the line is no call."""
     found = _CALL.fullmatch(line)
     if found is None:

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import httpx
 
-from examples.agent.calculator import called
+from examples.agent.calculator import call_calculator
 
 
-class Words(Protocol):
+class Tokenizer(Protocol):
     """The part of a tokenizer that is needed."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -43,7 +43,7 @@ class Row:
 
 
 def rollout(
-    http: httpx.Client, words: Words, problem: str, *, session: str, max_turns: int = 12
+    http: httpx.Client, words: Tokenizer, problem: str, *, session: str, max_turns: int = 12
 ) -> Row:
     """One trajectory. All of its turns name the session: behind a router they meet one cache."""
     row = Row(prompt=words.encode(problem))
@@ -54,7 +54,7 @@ def rollout(
         row.add(drawn["token_ids"], [entry["logprob"] for entry in content], sampled=True)
         row.cached_tokens.append(usage["prompt_tokens_details"]["cached_tokens"])
         row.finish_reason = drawn["finish_reason"]
-        answer = called(words.decode(row.response).rpartition("\n")[2])
+        answer = call_calculator(words.decode(row.response).rpartition("\n")[2])
         if answer is None:
             break
         told = words.encode(answer)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from coppice import Rollouts
-from examples.grpo.history import WINDOW, Step, gain_of, save, table
+from examples.grpo.history import WINDOW, Step, compute_gain, save, table
 from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.picture import draw
@@ -31,7 +31,7 @@ def main() -> int:
     began = time.monotonic()
     steps = _train(options)
     save(steps, options.out / "steps.json")
-    gain = gain_of(steps)
+    gain = compute_gain(steps)
     draw(steps, gain, options.out / "demo.png")
     print(f"\n{table(steps)}\n\n{gain}")
     print(f"{time.monotonic() - began:.0f} s in all; the picture is {options.out / 'demo.png'}")

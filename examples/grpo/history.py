@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, variance
 
 WINDOW = 10
-LEAST_GAIN = 0.10
+MIN_GAIN = 0.10
 STANDARD_ERRORS = 3.0
 
 
@@ -40,7 +40,7 @@ class Gain:
 
     @property
     def learned(self) -> bool:
-        return self.size >= max(LEAST_GAIN, STANDARD_ERRORS * self.standard_error)
+        return self.size >= max(MIN_GAIN, STANDARD_ERRORS * self.standard_error)
 
     def __str__(self) -> str:
         return (
@@ -49,7 +49,7 @@ class Gain:
         )
 
 
-def gain_of(steps: Sequence[Step]) -> Gain:
+def compute_gain(steps: Sequence[Step]) -> Gain:
     """The error is from how the steps' means scatter inside each window, drift included."""
     if len(steps) < 2 * WINDOW:
         raise ValueError(f"a gain needs at least {2 * WINDOW} steps, not {len(steps)}")

@@ -16,11 +16,15 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.drafter.service.model_init import config_for, num_multiplied, write_fresh
+from engine.drafter.service.model_init import (
+    checkpoint_cost,
+    make_drafter_config,
+    write_random_model,
+)
 from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.model_trainer import Learner
+from engine.drafter.trainer.model_trainer import ModelTrainer
 from engine.drafter.trainer.packing import pack
-from engine.weights.checkpoint import read_served
+from engine.weights.checkpoint import read_base_checkpoint
 from examples.seedling import arithmetic
 
 SEEDLING = Path(__file__).parent / "model"
@@ -49,16 +53,21 @@ def samples(
 
 def fit(model: Path, out: Path, *, num_steps: int) -> None:
     target = json.loads((model / "config.json").read_text())
-    write_fresh(out, config_for(target, num_multiplied(read_served(model)), ranks=1))
-    learner = Learner(out, trained="all")
+    write_random_model(
+        out, make_drafter_config(target, checkpoint_cost(read_base_checkpoint(model)), ranks=1)
+    )
+    model_trainer = ModelTrainer(out, trained="all")
     draw = samples(AutoTokenizer.from_pretrained(model), seed=SEED)
     began = time.monotonic()
     for step in range(1, num_steps + 1):
-        learner.step(pack(draw))
+        model_trainer.step(pack(draw))
         if step % LOG_EVERY_STEPS == 0:
             seconds = time.monotonic() - began
-            print(f"step {step}  loss {learner.course.late:.3f}  {seconds:.0f} s", flush=True)
-    learner.write_drafter(out / "model.safetensors")
+            print(
+                f"step {step}  loss {model_trainer.loss_tracker.smoothed:.3f}  {seconds:.0f} s",
+                flush=True,
+            )
+    model_trainer.write_drafter(out / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, out / name)
 

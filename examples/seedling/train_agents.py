@@ -69,7 +69,7 @@ def _draw(rng: random.Random, words: PreTrainedTokenizerFast, longest: float) ->
     return example
 
 
-def draw_anew(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> None:
+def reset_embeddings(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> None:
     """Embeddings of what agents are called and ask by.
 
     Tokens that no solved problem contains were only ever pushed away, all in the same direction:
@@ -93,7 +93,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32)
     words = tokenizer.build()
-    draw_anew(model, words)
+    reset_embeddings(model, words)
     batches_of_run = stream(words, seed=SEED, num_steps=args.steps)
     train.train(model.train(), batches_of_run, args.steps, args.learning_rate)
     train.save(model, words, args.out)

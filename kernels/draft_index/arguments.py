@@ -5,19 +5,21 @@ from hashlib import blake2b
 import numpy as np
 
 from kernels.draft_index import params
-from kernels.draft_index.errors import WrongCall
+from kernels.draft_index.errors import InvalidCall
 from kernels.draft_index.interface import Int32Array
 
 
-def key_of(name: bytes) -> int:
+def hash_key(name: bytes) -> int:
     """Two names with one key are not to be expected."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
 def check_begin(prompt: Int32Array) -> None:
     _check_array("prompt", prompt)
-    if not 0 < len(prompt) < params.TEXT_TOKENS:
-        raise WrongCall(f"a prompt has 1 to {params.TEXT_TOKENS - 1} tokens, not {len(prompt)}")
+    if not 0 < len(prompt) < params.MAX_TEXT_TOKENS:
+        raise InvalidCall(
+            f"a prompt has 1 to {params.MAX_TEXT_TOKENS - 1} tokens, not {len(prompt)}"
+        )
     _check_tokens(prompt)
 
 
@@ -33,21 +35,21 @@ def check_step(
     ):
         _check_array(name, array)
     if not len(slots) == len(counts) == len(limits):
-        raise WrongCall(
+        raise InvalidCall(
             f"{len(slots)} slots, {len(counts)} counts and {len(limits)} limits: one each a row"
         )
     if len(slots) and min(int(counts.min()), int(limits.min())) < 0:
-        raise WrongCall("a count or a limit is below zero")
+        raise InvalidCall("a count or a limit is below zero")
     if int(counts.sum(dtype=np.int64)) != len(tokens):
-        raise WrongCall(f"the counts come to {int(counts.sum())}, there are {len(tokens)} tokens")
+        raise InvalidCall(f"the counts come to {int(counts.sum())}, there are {len(tokens)} tokens")
     _check_tokens(tokens)
 
 
 def _check_array(name: str, array: Int32Array) -> None:
     if array.dtype != np.int32 or array.ndim != 1:
-        raise WrongCall(f"{name}: one row of int32, not {array.ndim} dimensions of {array.dtype}")
+        raise InvalidCall(f"{name}: one row of int32, not {array.ndim} dimensions of {array.dtype}")
 
 
 def _check_tokens(tokens: Int32Array) -> None:
     if len(tokens) and int(tokens.min()) < 0:
-        raise WrongCall(f"{int(tokens.min())} is no token")
+        raise InvalidCall(f"{int(tokens.min())} is no token")

@@ -11,70 +11,77 @@ import numpy as np
 
 from kernels.draft_index.reliability import NUM_BINS, Reliability
 
-SCOPES = 4
-MATCH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
+NUM_SCOPES = 4
+MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
 POSITION_BOUNDS = (1, 2, 3, 5, 9)
 UNANIMOUS_BOUNDS = (2, 3, 5, 9)
-AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
-MATCHES = len(MATCH_BOUNDS) + 1
-POSITIONS = len(POSITION_BOUNDS) + 1
-CELLS = SCOPES * AGREEMENTS * MATCHES * POSITIONS
-COARSE_CELLS = SCOPES * AGREEMENTS
-FULL, COARSE_FULL = 2**12, 2**16
-LEAN = 8.0
+NUM_AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
+NUM_MATCH_BINS = len(MATCH_LENGTH_BOUNDS) + 1
+NUM_POSITION_BINS = len(POSITION_BOUNDS) + 1
+NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
+NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
+MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
+PRIOR_WEIGHT = 8.0
 """So many trials of the coarse cell are added to those of the fine one, and of even chances to
 those of the coarse one."""
 
 
-def agreement(agreeing: int, total: int) -> int:
+def agreement_class(num_agreeing: int, total: int) -> int:
     """Of split votes by their share, of unanimous ones by their number."""
-    if agreeing < total:
-        return 0 if 2 * agreeing < total else 1 if 4 * agreeing < 3 * total else 2
+    if num_agreeing < total:
+        return 0 if 2 * num_agreeing < total else 1 if 4 * num_agreeing < 3 * total else 2
     return 3 + bisect_right(UNANIMOUS_BOUNDS, total)
 
 
-def cell(scope: int, matched: int, agreeing: int, total: int, position: int) -> int:
-    coarse = scope * AGREEMENTS + agreement(agreeing, total)
-    fine = coarse * MATCHES + bisect_right(MATCH_BOUNDS, matched)
-    return fine * POSITIONS + bisect_right(POSITION_BOUNDS, position)
+def cell(scope: int, match_length: int, num_agreeing: int, total: int, position: int) -> int:
+    coarse = scope * NUM_AGREEMENTS + agreement_class(num_agreeing, total)
+    fine = coarse * NUM_MATCH_BINS + bisect_right(MATCH_LENGTH_BOUNDS, match_length)
+    return fine * NUM_POSITION_BINS + bisect_right(POSITION_BOUNDS, position)
 
 
-def coarse_of(cell: int) -> int:
-    return cell // (MATCHES * POSITIONS)
+def coarse_cell(cell: int) -> int:
+    return cell // (NUM_MATCH_BINS * NUM_POSITION_BINS)
 
 
 class Calibration:
     def __init__(self) -> None:
-        self.tried = np.zeros(CELLS, np.uint32)
-        self.came = np.zeros(CELLS, np.uint32)
-        self.coarse_tried = np.zeros(COARSE_CELLS, np.uint32)
-        self.coarse_came = np.zeros(COARSE_CELLS, np.uint32)
+        self.tried = np.zeros(NUM_CELLS, np.uint32)
+        self.accepted = np.zeros(NUM_CELLS, np.uint32)
+        self.coarse_tried = np.zeros(NUM_COARSE_CELLS, np.uint32)
+        self.coarse_accepted = np.zeros(NUM_COARSE_CELLS, np.uint32)
         self.reliability = Reliability(
-            tried=np.zeros((SCOPES, NUM_BINS), np.int64),
-            came=np.zeros((SCOPES, NUM_BINS), np.int64),
-            foretold=np.zeros((SCOPES, NUM_BINS), np.float64),
+            tried=np.zeros((NUM_SCOPES, NUM_BINS), np.int64),
+            accepted=np.zeros((NUM_SCOPES, NUM_BINS), np.int64),
+            predicted=np.zeros((NUM_SCOPES, NUM_BINS), np.float64),
         )
 
     def probability(self, cell: int) -> np.float32:
-        coarse = coarse_of(cell)
-        prior = (int(self.coarse_came[coarse]) + 0.5 * LEAN) / (
-            int(self.coarse_tried[coarse]) + LEAN
+        coarse = coarse_cell(cell)
+        prior = (int(self.coarse_accepted[coarse]) + 0.5 * PRIOR_WEIGHT) / (
+            int(self.coarse_tried[coarse]) + PRIOR_WEIGHT
         )
-        return np.float32((int(self.came[cell]) + prior * LEAN) / (int(self.tried[cell]) + LEAN))
+        return np.float32(
+            (int(self.accepted[cell]) + prior * PRIOR_WEIGHT)
+            / (int(self.tried[cell]) + PRIOR_WEIGHT)
+        )
 
-    def learn(self, cell: int, probability: np.float32, *, came: bool) -> None:
-        _count(self.tried, self.came, cell, came, FULL)
-        _count(self.coarse_tried, self.coarse_came, coarse_of(cell), came, COARSE_FULL)
-        scope = coarse_of(cell) // AGREEMENTS
+    def update(self, cell: int, probability: np.float32, *, accepted: bool) -> None:
+        _count_trial(self.tried, self.accepted, cell, accepted, MAX_COUNT)
+        _count_trial(
+            self.coarse_tried, self.coarse_accepted, coarse_cell(cell), accepted, MAX_COARSE_COUNT
+        )
+        scope = coarse_cell(cell) // NUM_AGREEMENTS
         at = scope, min(int(probability * np.float32(NUM_BINS)), NUM_BINS - 1)
         self.reliability.tried[at] += 1
-        self.reliability.came[at] += came
-        self.reliability.foretold[at] += float(probability)
+        self.reliability.accepted[at] += accepted
+        self.reliability.predicted[at] += float(probability)
 
 
-def _count(tried: np.ndarray, came: np.ndarray, at: int, success: bool, full: int) -> None:
+def _count_trial(
+    tried: np.ndarray, accepted: np.ndarray, at: int, success: bool, max_count: int
+) -> None:
     tried[at] += 1
-    came[at] += success
-    if tried[at] == full:
+    accepted[at] += success
+    if tried[at] == max_count:
         tried[at] //= 2
-        came[at] //= 2
+        accepted[at] //= 2

@@ -6,13 +6,13 @@ DraftsError
 """
 
 
-class DraftsError(Exception):
+class DraftIndexError(Exception):
     """Nothing of a refused call has been done."""
 
 
-class WrongCall(DraftsError):
+class InvalidCall(DraftIndexError):
     """A slot that nobody holds, or twice in a step; a token below zero; arrays of unlike size."""
 
 
-class RefusedFile(DraftsError):
+class InvalidStoreFile(DraftIndexError):
     """Truncated, changed, of another version, or no saved store at all."""

@@ -16,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index.calibration import CELLS, COARSE_CELLS, COARSE_FULL, FULL
-from kernels.draft_index.errors import RefusedFile
-from kernels.draft_index.params import HISTORY_TEXTS, LONGEST_MATCH, TEXT_TOKENS
+from kernels.draft_index.calibration import MAX_COARSE_COUNT, MAX_COUNT, NUM_CELLS, NUM_COARSE_CELLS
+from kernels.draft_index.errors import InvalidStoreFile
+from kernels.draft_index.params import MAX_FINISHED_TEXTS, MAX_MATCH_LENGTH, MAX_TEXT_TOKENS
 
 MAGIC = b"COPPICED"
 FORMAT = 1
@@ -28,7 +28,7 @@ DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SavedText:
+class StoredText:
     tokens: NDArray[np.int32]
     age: int
     group: int
@@ -36,7 +36,7 @@ class SavedText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class StoreContents:
     """What has finished. Prompts in the order they were last used, the latest last."""
 
     prompt_lengths: NDArray[np.uint32]
@@ -53,27 +53,27 @@ class Contents:
     log_prompts: NDArray[np.uint64]
     log_tokens: NDArray[np.int32]
     tried: NDArray[np.uint32]
-    came: NDArray[np.uint32]
+    accepted: NDArray[np.uint32]
     coarse_tried: NDArray[np.uint32]
-    coarse_came: NDArray[np.uint32]
+    coarse_accepted: NDArray[np.uint32]
 
-    def each_prompt(self) -> Iterator[NDArray[np.int32]]:
+    def iter_prompts(self) -> Iterator[NDArray[np.int32]]:
         begin = 0
         for length in self.prompt_lengths.tolist():
             yield self.prompt_tokens[begin : begin + length]
             begin += length
 
-    def prompts(self) -> Iterator[tuple[NDArray[np.int32], list[SavedText]]]:
-        texts = _cut(self.text_tokens, self.text_lengths, self.text_ages, self.text_groups)
-        for prompt, count in zip(self.each_prompt(), self.text_counts.tolist(), strict=True):
+    def prompts(self) -> Iterator[tuple[NDArray[np.int32], list[StoredText]]]:
+        texts = _split_texts(self.text_tokens, self.text_lengths, self.text_ages, self.text_groups)
+        for prompt, count in zip(self.iter_prompts(), self.text_counts.tolist(), strict=True):
             yield prompt, list(islice(texts, count))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """In the order of the file."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def log(self) -> Iterator[SavedText]:
-        return _cut(self.log_tokens, self.log_lengths, self.log_ages, self.log_prompts)
+    def log(self) -> Iterator[StoredText]:
+        return _split_texts(self.log_tokens, self.log_lengths, self.log_ages, self.log_prompts)
 
     def check(self) -> None:
         """A file whose digest is right can still have been written by someone else."""
@@ -83,7 +83,7 @@ class Contents:
             (self.text_lengths.sum(dtype=np.uint64), self.text_tokens),
             (self.log_lengths.sum(dtype=np.uint64), self.log_tokens),
         )
-        alike = (
+        equal_lengths = (
             (self.prompt_lengths, self.text_counts),
             (self.text_lengths, self.text_ages),
             (self.text_lengths, self.text_groups),
@@ -91,59 +91,61 @@ class Contents:
             (self.log_lengths, self.log_prompts),
         )
         cells = (
-            (self.tried, CELLS),
-            (self.came, CELLS),
-            (self.coarse_tried, COARSE_CELLS),
-            (self.coarse_came, COARSE_CELLS),
+            (self.tried, NUM_CELLS),
+            (self.accepted, NUM_CELLS),
+            (self.coarse_tried, NUM_COARSE_CELLS),
+            (self.coarse_accepted, NUM_COARSE_CELLS),
         )
-        sound = all(int(total) == len(array) for total, array in pairs)
-        sound &= all(len(one) == len(other) for one, other in alike)
-        sound &= all(len(array) == number for array, number in cells)
-        sound &= all((at < end).all() and (at >= begin).all() for at, begin, end in self._bounds())
-        if not (sound and self._each_prompt_is_there_once()):
-            raise RefusedFile("its arrays do not belong together")
+        is_valid = all(int(total) == len(array) for total, array in pairs)
+        is_valid &= all(len(one) == len(other) for one, other in equal_lengths)
+        is_valid &= all(len(array) == number for array, number in cells)
+        is_valid &= all(
+            (at < end).all() and (at >= begin).all() for at, begin, end in self._bounds()
+        )
+        if not (is_valid and self._has_unique_prompts()):
+            raise InvalidStoreFile("its arrays do not belong together")
 
     def _bounds(self) -> Iterator[tuple[NDArray[Any], int, Any]]:
         """Least, and what it is less than, of every number by which something is found."""
-        yield self.prompt_lengths, 1, TEXT_TOKENS
-        yield self.text_counts, 0, HISTORY_TEXTS + 1
-        yield self.text_lengths, 1, TEXT_TOKENS - LONGEST_MATCH
+        yield self.prompt_lengths, 1, MAX_TEXT_TOKENS
+        yield self.text_counts, 0, MAX_FINISHED_TEXTS + 1
+        yield self.text_lengths, 1, MAX_TEXT_TOKENS - MAX_MATCH_LENGTH
         yield self.log_lengths, 1, 2**32
         for tokens in (self.prompt_tokens, self.text_tokens, self.log_tokens):
             yield tokens, 0, 2**31
-        yield self.tried, 0, FULL
-        yield self.coarse_tried, 0, COARSE_FULL
-        yield self.came, 0, self.tried + 1
-        yield self.coarse_came, 0, self.coarse_tried + 1
+        yield self.tried, 0, MAX_COUNT
+        yield self.coarse_tried, 0, MAX_COARSE_COUNT
+        yield self.accepted, 0, self.tried + 1
+        yield self.coarse_accepted, 0, self.coarse_tried + 1
 
-    def _each_prompt_is_there_once(self) -> bool:
-        return len({prompt.tobytes() for prompt in self.each_prompt()}) == len(self.prompt_lengths)
+    def _has_unique_prompts(self) -> bool:
+        return len({prompt.tobytes() for prompt in self.iter_prompts()}) == len(self.prompt_lengths)
 
     def _largest_token(self) -> int:
         tokens = (self.prompt_tokens, self.text_tokens, self.log_tokens)
         return max((int(array.max()) for array in tokens if len(array)), default=0)
 
     def write(self, path: Path) -> None:
-        beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
+        temp_path = path.with_name(f"{path.name}.{os.getpid()}.writing")
         try:
-            with beside.open("wb") as file:
+            with temp_path.open("wb") as file:
                 digest = blake2b(digest_size=DIGEST_BYTES)
-                for part in self._parts():
+                for part in self._serialize():
                     digest.update(part)
                     file.write(part)
                 file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temp_path.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
-    def _parts(self) -> list[bytes]:
+    def _serialize(self) -> list[bytes]:
         arrays = list(self.arrays().values())
         lengths = np.array([len(array) for array in arrays], "<u8")
         head = HEADER.pack(MAGIC, FORMAT, len(arrays)) + lengths.tobytes()
@@ -152,15 +154,15 @@ class Contents:
     @classmethod
     def read(cls, path: Path, vocabulary: int | None = None) -> Self:
         try:
-            contents = cls._parsed(path.read_bytes())
+            contents = cls._parse(path.read_bytes())
             if vocabulary is not None and contents._largest_token() >= vocabulary:
-                raise RefusedFile(f"it has tokens that a vocabulary of {vocabulary} lacks")
+                raise InvalidStoreFile(f"it has tokens that a vocabulary of {vocabulary} lacks")
             return contents
-        except RefusedFile as error:
-            raise RefusedFile(f"{path} is no draft store that can be read: {error}") from None
+        except InvalidStoreFile as error:
+            raise InvalidStoreFile(f"{path} is no draft store that can be read: {error}") from None
 
     @classmethod
-    def _parsed(cls, data: bytes) -> Self:
+    def _parse(cls, data: bytes) -> Self:
         lengths, at = _lengths(data), HEADER.size + 8 * len(fields(cls))
         sizes = [
             length * np.dtype(_dtype(field.name)).itemsize
@@ -168,10 +170,10 @@ class Contents:
         ]
         whole = at + sum(sizes) + DIGEST_BYTES
         if len(data) != whole:
-            raise RefusedFile(f"it has {len(data)} bytes where {whole} belong: truncated")
+            raise InvalidStoreFile(f"it has {len(data)} bytes where {whole} belong: truncated")
         body = memoryview(data)[:-DIGEST_BYTES]
         if blake2b(body, digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
-            raise RefusedFile("its checksum is wrong")
+            raise InvalidStoreFile("its checksum is wrong")
         arrays = {}
         for field, length in zip(fields(cls), lengths, strict=True):
             arrays[field.name] = np.frombuffer(data, _dtype(field.name), length, at)
@@ -181,16 +183,16 @@ class Contents:
         return contents
 
 
-def _cut(
+def _split_texts(
     tokens: NDArray[np.int32],
     lengths: NDArray[np.uint32],
     ages: NDArray[np.uint32],
     groups: NDArray[np.uint64],
-) -> Iterator[SavedText]:
+) -> Iterator[StoredText]:
     begin = 0
     columns = zip(lengths.tolist(), ages.tolist(), groups.tolist(), strict=True)
     for length, age, group in columns:
-        yield SavedText(tokens[begin : begin + length], age, group)
+        yield StoredText(tokens[begin : begin + length], age, group)
         begin += length
 
 
@@ -201,13 +203,13 @@ def _dtype(name: str) -> str:
 
 
 def _lengths(data: bytes) -> list[int]:
-    number = len(fields(Contents))
+    number = len(fields(StoreContents))
     if len(data) < HEADER.size + 8 * number + DIGEST_BYTES:
-        raise RefusedFile(f"it has {len(data)} bytes: truncated")
+        raise InvalidStoreFile(f"it has {len(data)} bytes: truncated")
     magic, version, arrays = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise RefusedFile("it does not begin as one")
+        raise InvalidStoreFile("it does not begin as one")
     if (version, arrays) != (FORMAT, number):
-        raise RefusedFile(f"it is of format {version}, this is {FORMAT}")
+        raise InvalidStoreFile(f"it is of format {version}, this is {FORMAT}")
     lengths: list[int] = np.frombuffer(data, "<u8", number, HEADER.size).tolist()
     return lengths

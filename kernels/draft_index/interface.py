@@ -26,11 +26,11 @@ class Scope(IntEnum):
     """A finished response to another prompt."""
 
 
-EVERY_SCOPE = frozenset(Scope)
+ALL_SCOPES = frozenset(Scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
+class DraftBatch:
     """One row per slot of the step; beyond `lengths` a row holds zeros."""
 
     lengths: Int32Array
@@ -38,28 +38,28 @@ class Drafted:
     tokens: Int32Array
     """[rows, longest], as is all below"""
     scope: NDArray[np.uint8]
-    matched: NDArray[np.int16]
+    match_length: NDArray[np.int16]
     """How many of the last tokens are also before the place the token was found at."""
-    agreeing: NDArray[np.int16]
+    num_agreeing: NDArray[np.int16]
     """Of `total` places that were looked at, those that are followed by this token."""
     total: NDArray[np.int16]
     probability: NDArray[np.float32]
     """Of being accepted, given that all before it were."""
 
-    def rows(self, numbers: NDArray[np.int64]) -> "Drafted":
+    def rows(self, numbers: NDArray[np.int64]) -> "DraftBatch":
         """Those rows alone."""
-        return Drafted(**{each.name: getattr(self, each.name)[numbers] for each in fields(self)})
+        return DraftBatch(**{each.name: getattr(self, each.name)[numbers] for each in fields(self)})
 
     @classmethod
-    def empty(cls, rows: int, longest: int) -> Self:
+    def empty(cls, rows: int, max_draft_tokens: int) -> Self:
         return cls(
             lengths=np.zeros(rows, np.int32),
-            tokens=np.zeros((rows, longest), np.int32),
-            scope=np.zeros((rows, longest), np.uint8),
-            matched=np.zeros((rows, longest), np.int16),
-            agreeing=np.zeros((rows, longest), np.int16),
-            total=np.zeros((rows, longest), np.int16),
-            probability=np.zeros((rows, longest), np.float32),
+            tokens=np.zeros((rows, max_draft_tokens), np.int32),
+            scope=np.zeros((rows, max_draft_tokens), np.uint8),
+            match_length=np.zeros((rows, max_draft_tokens), np.int16),
+            num_agreeing=np.zeros((rows, max_draft_tokens), np.int16),
+            total=np.zeros((rows, max_draft_tokens), np.int16),
+            probability=np.zeros((rows, max_draft_tokens), np.float32),
         )
 
 
@@ -78,7 +78,7 @@ class Store(Protocol):
 
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
-    ) -> Drafted:
+    ) -> DraftBatch:
         """Row by row: appends the next `counts[i]` of the tokens, then, when every row has them,
         drafts at most `limits[i]`."""
 

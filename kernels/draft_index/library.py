@@ -1,7 +1,7 @@
 """The compiled library of the draft store: where it is, and the structures that its calls take."""
 
 import ctypes
-from functools import cache as once
+from functools import cache as cached
 from pathlib import Path
 
 from kernels.draft_index import params
@@ -17,7 +17,7 @@ class Rules(ctypes.Structure):
     _fields_ = [
         ("max_bytes", ctypes.c_int64),
         ("log_tokens", ctypes.c_int64),
-        ("longest", ctypes.c_int32),
+        ("max_draft_tokens", ctypes.c_int32),
         ("scopes", ctypes.c_int32),
         ("orders", ctypes.c_int32 * len(params.ORDERS)),
         *[
@@ -37,10 +37,10 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("slots", "counts", "tokens", "limits")],
-        *[(name, ctypes.c_void_p) for name in ("lengths", "drafts", "scope", "matched")],
-        *[(name, ctypes.c_void_p) for name in ("agreeing", "total", "probability")],
+        *[(name, ctypes.c_void_p) for name in ("lengths", "drafts", "scope", "match_length")],
+        *[(name, ctypes.c_void_p) for name in ("num_agreeing", "total", "probability")],
         ("num_rows", ctypes.c_int32),
-        ("refused", ctypes.c_int32),
+        ("failed_row", ctypes.c_int32),
     ]
 
 
@@ -59,29 +59,29 @@ class ContentsPointers(ctypes.Structure):
         for name in (
             *("prompt_lengths", "prompt_tokens", "prompt_keys", "text_counts", "text_lengths"),
             *("text_ages", "text_groups", "text_tokens", "log_lengths", "log_ages"),
-            *("log_prompts", "log_tokens", "tried", "came", "coarse_tried", "coarse_came"),
+            *("log_prompts", "log_tokens", "tried", "accepted", "coarse_tried", "coarse_accepted"),
         )
     ]
 
 
-def rules_of(max_bytes: int, longest: int, scopes: frozenset[Scope]) -> Rules:
+def rules_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Rules:
     return Rules(
         max_bytes=max_bytes,
         log_tokens=params.log_tokens(max_bytes),
-        longest=longest,
+        max_draft_tokens=max_draft_tokens,
         scopes=sum(1 << scope for scope in scopes),
         orders=params.ORDERS,
-        looks=params.LOOKS,
-        places=params.PLACES,
-        enough=params.ENOUGH,
-        skip_below=params.SKIP_BELOW,
-        skip_places=params.SKIP_PLACES,
+        looks=params.MAX_LOOKUPS,
+        places=params.MAX_VOTES,
+        enough=params.MIN_VOTES,
+        skip_below=params.MISMATCH_BELOW,
+        skip_places=params.MAX_MISMATCH_VOTES,
         all_order=params.ALL_ORDER,
-        all_places=params.ALL_PLACES,
-        all_enough=params.ALL_ENOUGH,
-        history_texts=params.HISTORY_TEXTS,
-        texts=params.TEXTS,
-        text_tokens=params.TEXT_TOKENS - 1,
+        all_places=params.ALL_MAX_VOTES,
+        all_enough=params.ALL_MIN_VOTES,
+        history_texts=params.MAX_FINISHED_TEXTS,
+        texts=params.MAX_TEXTS,
+        text_tokens=params.MAX_TEXT_TOKENS - 1,
         age_shift=params.AGE_SHIFT,
         prompt_bytes=params.PROMPT_BYTES,
         text_bytes=params.TEXT_BYTES,
@@ -90,7 +90,7 @@ def rules_of(max_bytes: int, longest: int, scopes: frozenset[Scope]) -> Rules:
     )
 
 
-@once
+@cached
 def library() -> ctypes.CDLL | None:
     if not LIBRARY.exists():
         return None

@@ -18,12 +18,12 @@ class Reliability:
 
     tried: NDArray[np.int64]
     """[scopes, bins]"""
-    came: NDArray[np.int64]
-    foretold: NDArray[np.float64]
+    accepted: NDArray[np.int64]
+    predicted: NDArray[np.float64]
     """The sum of the probabilities; divided by `tried`, where the bin really lies."""
 
     def error(self) -> float:
         """The mean distance of foretold and found, over all drafted tokens."""
         tried = self.tried.sum(axis=0)
-        apart = np.abs(self.foretold.sum(axis=0) - self.came.sum(axis=0))
+        apart = np.abs(self.predicted.sum(axis=0) - self.accepted.sum(axis=0))
         return float(apart.sum() / max(int(tried.sum()), 1))

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import params
-from kernels.draft_index.arguments import check_begin, check_step, key_of
-from kernels.draft_index.calibration import CELLS, COARSE_CELLS, SCOPES
-from kernels.draft_index.errors import WrongCall
-from kernels.draft_index.file_format import Contents
-from kernels.draft_index.interface import EVERY_SCOPE, Drafted, Int32Array, Scope
-from kernels.draft_index.library import ContentsPointers, Sizes, Step, library, rules_of
+from kernels.draft_index.arguments import check_begin, check_step, hash_key
+from kernels.draft_index.calibration import NUM_CELLS, NUM_COARSE_CELLS, NUM_SCOPES
+from kernels.draft_index.errors import InvalidCall
+from kernels.draft_index.file_format import StoreContents
+from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Int32Array, Scope
+from kernels.draft_index.library import ContentsPointers, Sizes, Step, library, rules_struct
 from kernels.draft_index.reliability import NUM_BINS, Reliability
 
 
-def built() -> bool:
+def is_built() -> bool:
     """Whether there is a library of this version: a checkout without a compiler has none."""
     return library() is not None
 
@@ -29,13 +29,13 @@ class DraftStore:
     """Owns what the library allocates for it."""
 
     def __init__(
-        self, *, max_bytes: int, longest: int = 16, scopes: frozenset[Scope] = EVERY_SCOPE
+        self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
     ) -> None:
-        assert 1 <= longest <= params.LONGEST_DRAFT
+        assert 1 <= max_draft_tokens <= params.MAX_DRAFT_TOKENS
         loaded = library()
         assert loaded is not None, "the draft store was not built"
-        self._library, self._longest = loaded, longest
-        given = rules_of(max_bytes, longest, scopes)
+        self._library, self._max_draft_tokens = loaded, max_draft_tokens
+        given = rules_struct(max_bytes, max_draft_tokens, scopes)
         self._store = ctypes.c_void_p(loaded.coppice_drafts_create(ctypes.byref(given)))
 
     def __del__(self) -> None:
@@ -58,54 +58,54 @@ class DraftStore:
     def begin(self, group: bytes, prompt: Int32Array) -> int:
         check_begin(prompt)
         prompt = np.ascontiguousarray(prompt)
-        key = key_of(prompt.tobytes())
+        key = hash_key(prompt.tobytes())
         slot: int = self._library.coppice_drafts_begin(
-            self._store, key_of(group), key, prompt.ctypes.data, len(prompt)
+            self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            raise WrongCall(f"more than {params.TEXTS - 1} responses to one prompt at once")
+            raise InvalidCall(f"more than {params.MAX_TEXTS - 1} responses to one prompt at once")
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:
         if self._library.coppice_drafts_end(self._store, slot, keep):
-            raise WrongCall(f"no request has slot {slot}")
+            raise InvalidCall(f"no request has slot {slot}")
 
     def age(self) -> None:
         self._library.coppice_drafts_age(self._store)
 
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
-    ) -> Drafted:
+    ) -> DraftBatch:
         check_step(slots, counts, tokens, limits)
         asked = [np.ascontiguousarray(array) for array in (slots, counts, tokens, limits)]
-        drafted = Drafted.empty(len(slots), self._longest)
+        drafted = DraftBatch.empty(len(slots), self._max_draft_tokens)
         step = Step(
             *(array.ctypes.data for array in asked),
             lengths=drafted.lengths.ctypes.data,
             drafts=drafted.tokens.ctypes.data,
             scope=drafted.scope.ctypes.data,
-            matched=drafted.matched.ctypes.data,
-            agreeing=drafted.agreeing.ctypes.data,
+            match_length=drafted.match_length.ctypes.data,
+            num_agreeing=drafted.num_agreeing.ctypes.data,
             total=drafted.total.ctypes.data,
             probability=drafted.probability.ctypes.data,
             num_rows=len(slots),
         )
-        if refusal := self._library.coppice_drafts_step(self._store, ctypes.byref(step)):
-            raise WrongCall(_REFUSALS[refusal].format(slot=slots[step.refused]))
+        if error_code := self._library.coppice_drafts_step(self._store, ctypes.byref(step)):
+            raise InvalidCall(_ERROR_MESSAGES[error_code].format(slot=slots[step.failed_row]))
         return drafted
 
     def reliability(self) -> Reliability:
-        shape = SCOPES, NUM_BINS
+        shape = NUM_SCOPES, NUM_BINS
         found = Reliability(
             tried=np.zeros(shape, np.int64),
-            came=np.zeros(shape, np.int64),
-            foretold=np.zeros(shape, np.float64),
+            accepted=np.zeros(shape, np.int64),
+            predicted=np.zeros(shape, np.float64),
         )
         self._library.coppice_drafts_reliability(
             self._store,
             found.tried.ctypes.data,
-            found.came.ctypes.data,
-            found.foretold.ctypes.data,
+            found.accepted.ctypes.data,
+            found.predicted.ctypes.data,
         )
         return found
 
@@ -123,14 +123,16 @@ class DraftStore:
         path: Path,
         *,
         max_bytes: int,
-        longest: int = 16,
-        scopes: frozenset[Scope] = EVERY_SCOPE,
+        max_draft_tokens: int = 16,
+        scopes: frozenset[Scope] = ALL_SCOPES,
         vocabulary: int | None = None,
     ) -> Self:
         """With `vocabulary`, a file with other tokens is refused: they would be drafted."""
-        contents = Contents.read(path, vocabulary)
-        store = cls(max_bytes=max_bytes, longest=longest, scopes=scopes)
-        keys = np.array([key_of(prompt.tobytes()) for prompt in contents.each_prompt()], np.uint64)
+        contents = StoreContents.read(path, vocabulary)
+        store = cls(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes)
+        keys = np.array(
+            [hash_key(prompt.tobytes()) for prompt in contents.iter_prompts()], np.uint64
+        )
         sizes = Sizes(
             prompts=len(contents.prompt_lengths),
             prompt_tokens=len(contents.prompt_tokens),
@@ -146,15 +148,15 @@ class DraftStore:
         return store
 
 
-_REFUSALS = {
+_ERROR_MESSAGES = {
     -1: "no request has slot {slot}",
     -2: "slot {slot} is in the step twice",
-    -3: f"slot {{slot}} has more than {params.TEXT_TOKENS} tokens",
+    -3: f"slot {{slot}} has more than {params.MAX_TEXT_TOKENS} tokens",
 }
 
 
-def _empty(sizes: Sizes) -> Contents:
-    return Contents(
+def _empty(sizes: Sizes) -> StoreContents:
+    return StoreContents(
         prompt_lengths=np.zeros(sizes.prompts, np.uint32),
         prompt_tokens=np.zeros(sizes.prompt_tokens, np.int32),
         text_counts=np.zeros(sizes.prompts, np.uint32),
@@ -166,13 +168,13 @@ def _empty(sizes: Sizes) -> Contents:
         log_ages=np.zeros(sizes.logged, np.uint32),
         log_prompts=np.zeros(sizes.logged, np.uint64),
         log_tokens=np.zeros(sizes.log_tokens, np.int32),
-        tried=np.zeros(CELLS, np.uint32),
-        came=np.zeros(CELLS, np.uint32),
-        coarse_tried=np.zeros(COARSE_CELLS, np.uint32),
-        coarse_came=np.zeros(COARSE_CELLS, np.uint32),
+        tried=np.zeros(NUM_CELLS, np.uint32),
+        accepted=np.zeros(NUM_CELLS, np.uint32),
+        coarse_tried=np.zeros(NUM_COARSE_CELLS, np.uint32),
+        coarse_accepted=np.zeros(NUM_COARSE_CELLS, np.uint32),
     )
 
 
-def _pointers(contents: Contents, prompt_keys: NDArray[np.uint64]) -> ContentsPointers:
+def _pointers(contents: StoreContents, prompt_keys: NDArray[np.uint64]) -> ContentsPointers:
     arrays = contents.arrays() | {"prompt_keys": prompt_keys}
     return ContentsPointers(**{name: array.ctypes.data for name, array in arrays.items()})

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.kv_layout.packed_order import PackOrder
-from kernels.kv_layout.unpack import MAX_PLACES, check_shapes, passes
+from kernels.kv_layout.unpack import MAX_INDICES, check_shapes, iter_chunks
 
 
 def pack(
@@ -17,15 +17,17 @@ def pack(
     block_ids: Sequence[int],
     order: PackOrder,
     *,
-    max_places: int = MAX_PLACES,
+    max_indices: int = MAX_INDICES,
 ) -> None:
     """Into packed blocks, contiguous on the CPU; `values` is [L, 2, H, T, D]."""
     check_shapes(caches, block_ids, values)
     flat = [cache.view(-1) for cache in caches]
-    blocks_a_pass = max(1, max_places // caches[0][0].numel())
-    for tokens, places in passes(caches[0], block_ids, order, values.shape[3], blocks_a_pass):
+    blocks_per_chunk = max(1, max_indices // caches[0][0].numel())
+    for tokens, indices in iter_chunks(
+        caches[0], block_ids, order, values.shape[3], blocks_per_chunk
+    ):
         for cache, layer in zip(flat, values, strict=True):
-            cache.index_copy_(0, places.view(-1), layer[:, :, tokens].reshape(-1))
+            cache.index_copy_(0, indices.view(-1), layer[:, :, tokens].reshape(-1))
 
 
 def scatter(values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:

@@ -32,9 +32,9 @@ class PackOrder:
         return torch.stack([self.keys, self.values + len(self.keys)])
 
 
-def index_digits(num_places: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """0 .. num_places - 1 in base 128, the lowest digit first, on the CPU."""
-    index, digits = torch.arange(num_places), []
+    index, digits = torch.arange(num_values), []
     while True:
         digits.append((index % BASE).to(dtype))
         index = index // BASE
@@ -42,7 +42,7 @@ def index_digits(num_places: int, dtype: torch.dtype) -> list[torch.Tensor]:
             return digits
 
 
-def learnt_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
+def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
     """`written[i]` is what [H, N * D] became when every head's values were digit i of the index."""
     index = sum(digit.to(torch.int64) * BASE**i for i, digit in enumerate(written))
     assert isinstance(index, torch.Tensor), "at least one digit was written"

@@ -12,7 +12,7 @@ import torch
 
 from kernels.kv_layout.packed_order import PackOrder
 
-MAX_PLACES: Final = 2**20
+MAX_INDICES: Final = 2**20
 """Values gathered at once: bounds the index, which is eight bytes each."""
 
 
@@ -22,15 +22,15 @@ def unpack(
     order: PackOrder,
     out: torch.Tensor,
     *,
-    max_places: int = MAX_PLACES,
+    max_indices: int = MAX_INDICES,
 ) -> None:
     """From packed blocks, contiguous on the CPU, where the last two dimensions are in `order`."""
     check_shapes(caches, block_ids, out)
     flat = [cache.view(-1) for cache in caches]
-    blocks_a_pass = max(1, max_places // caches[0][0].numel())
-    for tokens, places in passes(caches[0], block_ids, order, out.shape[3], blocks_a_pass):
+    blocks_per_chunk = max(1, max_indices // caches[0][0].numel())
+    for tokens, indices in iter_chunks(caches[0], block_ids, order, out.shape[3], blocks_per_chunk):
         for values, layer in zip(flat, out, strict=True):
-            layer[:, :, tokens].copy_(values.index_select(0, places.view(-1)).view(places.shape))
+            layer[:, :, tokens].copy_(values.index_select(0, indices.view(-1)).view(indices.shape))
 
 
 def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -58,19 +58,19 @@ def check_shapes(
     assert (len(block_ids) - 1) * block < num_tokens <= len(block_ids) * block, "blocks and tokens"
 
 
-def passes(
+def iter_chunks(
     cache: torch.Tensor,
     block_ids: Sequence[int],
     order: PackOrder,
     num_tokens: int,
-    blocks_a_pass: int,
+    blocks_per_chunk: int,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Runs of tokens, and where their values lie in a layer's cache: [2, H, tokens, D]."""
     _, heads, block, content = cache.shape
-    ids, within = torch.tensor(block_ids), order.stacked()[:, None, None]
-    for first in range(0, len(block_ids), blocks_a_pass):
-        some = ids[first : first + blocks_a_pass]
+    ids, block_offsets = torch.tensor(block_ids), order.stacked()[:, None, None]
+    for first in range(0, len(block_ids), blocks_per_chunk):
+        some = ids[first : first + blocks_per_chunk]
         starts = (some * heads + torch.arange(heads)[:, None]) * (block * content)  # [H, n]
         start, end = first * block, min((first + len(some)) * block, num_tokens)
-        places = (starts[None, :, :, None] + within).view(2, heads, -1, content // 2)
-        yield slice(start, end), places[:, :, : end - start].contiguous()
+        indices = (starts[None, :, :, None] + block_offsets).view(2, heads, -1, content // 2)
+        yield slice(start, end), indices[:, :, : end - start].contiguous()

@@ -16,9 +16,9 @@ from typing import Final
 import torch
 
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import Rotary
+from kernels.rope_shift.rope_params import RotaryParams
 
-LEAST: Final = 1e-30
+MIN_SQUARED_DISTANCE: Final = 1e-30
 """The square of a distance that is none."""
 
 
@@ -47,59 +47,65 @@ def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.
         for square, base in zip(squares, bases, strict=False):
             difference = ours - base[layer]
             square += torch.mul(difference, difference, out=difference).sum((1, 3))
-    return torch.softmax(-squares.clamp_(min=LEAST).log_(), dim=0)[:-1]
+    return torch.softmax(-squares.clamp_(min=MIN_SQUARED_DISTANCE).log_(), dim=0)[:-1]
 
 
 def predict(
     source: torch.Tensor,
     shift: int,
-    observed: Sequence[Observation],
-    rotary: Rotary | None,
+    observations: Sequence[Observation],
+    rotary: RotaryParams | None,
     out: torch.Tensor,
 ) -> None:
     """`out` in its own type; its keys are moved by `shift` as the source's are. Layer by layer, so
     that what is added up stays in the processor's caches."""
-    out[0] = _turned(source[0].float(), shift, rotary)
+    out[0] = _shift_layer(source[0].float(), shift, rotary)
     for layer in range(1, len(source)):
-        total = _turned(_left(source, observed, layer), shift, rotary)
-        for moved_by in dict.fromkeys(seen.shift for seen in observed):
-            there = [seen for seen in observed if seen.shift == moved_by]
-            total += _turned(_seen(source, there, layer), moved_by, rotary)
+        total = _shift_layer(_source_residual(source, observations, layer), shift, rotary)
+        for moved_by in dict.fromkeys(seen.shift for seen in observations):
+            there = [seen for seen in observations if seen.shift == moved_by]
+            total += _shift_layer(_weighted_sum(source, there, layer), moved_by, rotary)
         out[layer] = total
 
 
-def turned(values: torch.Tensor, shift: int, rotary: Rotary | None) -> torch.Tensor:
+def shift_keys_of_layers(
+    values: torch.Tensor, shift: int, rotary: RotaryParams | None
+) -> torch.Tensor:
     """[L, 2, H, T, D], with moved keys."""
-    return torch.stack([_turned(layer, shift, rotary) for layer in values])
+    return torch.stack([_shift_layer(layer, shift, rotary) for layer in values])
 
 
-def _left(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
+def _source_residual(
+    source: torch.Tensor, observations: Sequence[Observation], layer: int
+) -> torch.Tensor:
     """[2, H, T, D] of the source without the observed texts' own bases; nothing without those."""
-    if any(seen.base is None for seen in observed):
-        return _nothing(source)
+    if any(seen.base is None for seen in observations):
+        return _zeros_like_layer(source)
     left = source[layer].to(torch.float32, copy=True)
-    for seen in observed:
+    for seen in observations:
         if seen.base is not None:
-            left.addcmul_(seen.base[layer].float(), _spread(seen.weights), value=-1)
+            left.addcmul_(seen.base[layer].float(), _broadcast_weights(seen.weights), value=-1)
     return left
 
 
-def _seen(source: torch.Tensor, observed: Sequence[Observation], layer: int) -> torch.Tensor:
-    total = _nothing(source)
-    for seen in observed:
-        total.addcmul_(seen.real[layer].float(), _spread(seen.weights))
+def _weighted_sum(
+    source: torch.Tensor, observations: Sequence[Observation], layer: int
+) -> torch.Tensor:
+    total = _zeros_like_layer(source)
+    for seen in observations:
+        total.addcmul_(seen.real[layer].float(), _broadcast_weights(seen.weights))
     return total
 
 
-def _nothing(source: torch.Tensor) -> torch.Tensor:
+def _zeros_like_layer(source: torch.Tensor) -> torch.Tensor:
     return torch.zeros(source.shape[1:], dtype=torch.float32, device=source.device)
 
 
-def _spread(weights: torch.Tensor) -> torch.Tensor:
+def _broadcast_weights(weights: torch.Tensor) -> torch.Tensor:
     return weights[:, None, :, None]
 
 
-def _turned(layer: torch.Tensor, shift: int, rotary: Rotary | None) -> torch.Tensor:
+def _shift_layer(layer: torch.Tensor, shift: int, rotary: RotaryParams | None) -> torch.Tensor:
     """[2, H, T, D] with moved keys; itself where nothing moves."""
     if not shift:
         return layer

@@ -6,10 +6,10 @@ order, which take most of a load's time, that was not worth a library.
 
 import torch
 
-from kernels.rope_shift.rope_params import Rotary
+from kernels.rope_shift.rope_params import RotaryParams
 
 
-def shift_keys(keys: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
+def shift_keys(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
     """[.., D] `shift` positions later, in their own type, computed in float32; a new tensor.
 
     Moved by nothing they are the same bits.
@@ -17,7 +17,7 @@ def shift_keys(keys: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
     if not shift:
         return keys.clone()
     half = len(rotary.frequencies)
-    cosines, sines = (part.to(keys.device) for part in rotary.turn(shift))
+    cosines, sines = (part.to(keys.device) for part in rotary.cos_sin(shift))
     first, second = keys[..., :half].float(), keys[..., half : 2 * half].float()
     moved = torch.empty_like(keys)
     moved[..., :half] = first * cosines - second * sines

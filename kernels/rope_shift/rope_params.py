@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import torch
 
-_PLAIN: Final = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
-_NAMES: Final = {
-    "default": _PLAIN,
-    "llama3": _PLAIN
+_COMMON_PARAMETERS: Final = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+_KNOWN_PARAMETERS: Final = {
+    "default": _COMMON_PARAMETERS,
+    "llama3": _COMMON_PARAMETERS
     | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": _PLAIN
+    "yarn": _COMMON_PARAMETERS
     | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"}
     | {"truncate", "original_max_position_embeddings"},
 }
@@ -32,7 +32,7 @@ class UnsupportedRotary(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotaryParams:
     """`frequencies` [R / 2], in radians a position, on the CPU."""
 
     frequencies: torch.Tensor
@@ -41,73 +41,79 @@ class Rotary:
     def num_channels(self) -> int:
         return 2 * len(self.frequencies)
 
-    def turn(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [R / 2] of a move by so many positions, float32 from float64."""
         angles = self.frequencies.double() * shift
         return angles.cos().float(), angles.sin().float()
 
 
-def rotary_of(rope: Mapping[str, Any], head_dim: int) -> Rotary:
+def parse_rotary(rope: Mapping[str, Any], head_dim: int) -> RotaryParams:
     """Frequencies in float32, as models compute them. UnsupportedRotary if there are none."""
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in _NAMES:
-        raise UnsupportedRotary(f"keys are turned by {kind!r}")
-    unknown = sorted(name for name in rope if name not in _NAMES[kind] and rope[name] is not None)
+    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+    if rope_type not in _KNOWN_PARAMETERS:
+        raise UnsupportedRotary(f"keys are turned by {rope_type!r}")
+    unknown = sorted(
+        name for name in rope if name not in _KNOWN_PARAMETERS[rope_type] and rope[name] is not None
+    )
     if unknown:
-        raise UnsupportedRotary(f"{kind!r} with {', '.join(unknown)}")
+        raise UnsupportedRotary(f"{rope_type!r} with {', '.join(unknown)}")
     if "rope_theta" not in rope:
         raise UnsupportedRotary("no rope_theta")
     channels = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if channels < 2 or channels % 2:
         raise UnsupportedRotary(f"{channels} channels are turned")
     try:
-        return Rotary(_KINDS[kind](rope, _plain(rope, channels)))
+        return RotaryParams(
+            _FREQUENCIES_BY_TYPE[rope_type](rope, _base_frequencies(rope, channels))
+        )
     except KeyError as error:
-        raise UnsupportedRotary(f"{kind!r} without {error.args[0]}") from error
+        raise UnsupportedRotary(f"{rope_type!r} without {error.args[0]}") from error
 
 
-def _plain(rope: Mapping[str, Any], channels: int) -> torch.Tensor:
+def _base_frequencies(rope: Mapping[str, Any], channels: int) -> torch.Tensor:
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device="cpu") / channels
     return 1.0 / (float(rope["rope_theta"]) ** exponents)
 
 
-def _default(rope: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
-    return plain
+def _default(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
+    return base
 
 
-def _llama3(rope: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
     """Llama 3.1: slow turns slower by the factor, fast ones as they were, smoothly in between."""
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    turns = length * plain / (2 * math.pi)
+    turns = length * base / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * plain / factor + smooth * plain
+    return (1 - smooth) * base / factor + smooth * base
 
 
-def _yarn(rope: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
+def _yarn(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
     """YaRN (arXiv 2309.00071): the same, with a ramp over channels instead of over turns."""
     theta, factor = float(rope["rope_theta"]), float(rope["factor"])
-    length, pairs = float(rope["original_max_position_embeddings"]), len(plain)
+    length, pairs = float(rope["original_max_position_embeddings"]), len(base)
 
     def pair_of(num_turns: float) -> float:
         return pairs * math.log(length / (num_turns * 2 * math.pi)) / math.log(theta)
 
-    first = pair_of(_given(rope, "beta_fast", 32.0))
-    last = pair_of(_given(rope, "beta_slow", 1.0))
-    if _given(rope, "truncate", True):
+    first = pair_of(_get(rope, "beta_fast", 32.0))
+    last = pair_of(_get(rope, "beta_slow", 1.0))
+    if _get(rope, "truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     places = torch.arange(pairs, dtype=torch.float32, device="cpu")
     slow = ((places - first) / max(last - first, 0.001)).clamp(0, 1)
-    return plain / factor * slow + plain * (1 - slow)
+    return base / factor * slow + base * (1 - slow)
 
 
-def _given(rope: Mapping[str, Any], name: str, usual: float) -> float:
+def _get(rope: Mapping[str, Any], name: str, default: float) -> float:
     found = rope.get(name)
-    return usual if found is None else float(found)
+    return default if found is None else float(found)
 
 
-_KINDS: Final[dict[str, Callable[[Mapping[str, Any], torch.Tensor], torch.Tensor]]] = {
+_FREQUENCIES_BY_TYPE: Final[
+    dict[str, Callable[[Mapping[str, Any], torch.Tensor], torch.Tensor]]
+] = {
     "default": _default,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -12,25 +12,34 @@ from torch import Tensor
 
 from kernels.shared_prefix_attention.library import (
     LIBRARY,
-    Call,
     Isa,
-    available,
-    built,
+    KernelCall,
+    best_isa,
+    is_built,
     library,
-    pointers,
+    plan_pointers,
     version,
 )
 from kernels.shared_prefix_attention.plan import SharingPlan
 
-__all__ = ["LIBRARY", "Decoding", "Isa", "Reason", "available", "built", "supported", "version"]
+__all__ = [
+    "LIBRARY",
+    "DecodeStep",
+    "Isa",
+    "UnsupportedReason",
+    "best_isa",
+    "is_built",
+    "unsupported_reason",
+    "version",
+]
 
 MAX_QUERY_TOKENS = 16
 HEAD_SIZES = range(32, 257, 32)
 BLOCK_SIZE_STEP = 32
-_ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}
+_DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
 
-class Reason(StrEnum):
+class UnsupportedReason(StrEnum):
     """Why stock attention serves instead."""
 
     NOT_BUILT = "not_built"
@@ -47,7 +56,7 @@ class Reason(StrEnum):
     QUERY_LENGTH = "query_length"
 
 
-def supported(
+def unsupported_reason(
     *,
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype,
@@ -59,26 +68,26 @@ def supported(
     soft_cap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
-) -> Reason | None:
+) -> UnsupportedReason | None:
     """Why a layer cannot be served, or None. `layout` is the name of vLLM's own kernel: others
     than `vec` pack the cache in another way."""
     reasons = {
-        Reason.NOT_BUILT: not built(),
-        Reason.ISA: layout != "vec" or available() is None,
-        Reason.DTYPE: dtype not in _ELEMENTS,
-        Reason.KV_CACHE_DTYPE: kv_cache_dtype != dtype,
-        Reason.HEAD_SIZE: head_size not in HEAD_SIZES,
-        Reason.BLOCK_SIZE: block_size % BLOCK_SIZE_STEP != 0,
-        Reason.NOT_CAUSAL: not causal,
-        Reason.SLIDING_WINDOW: sliding_window,
-        Reason.SOFT_CAP: soft_cap,
-        Reason.ALIBI: alibi,
-        Reason.SINKS: sinks,
+        UnsupportedReason.NOT_BUILT: not is_built(),
+        UnsupportedReason.ISA: layout != "vec" or best_isa() is None,
+        UnsupportedReason.DTYPE: dtype not in _DTYPE_CODES,
+        UnsupportedReason.KV_CACHE_DTYPE: kv_cache_dtype != dtype,
+        UnsupportedReason.HEAD_SIZE: head_size not in HEAD_SIZES,
+        UnsupportedReason.BLOCK_SIZE: block_size % BLOCK_SIZE_STEP != 0,
+        UnsupportedReason.NOT_CAUSAL: not causal,
+        UnsupportedReason.SLIDING_WINDOW: sliding_window,
+        UnsupportedReason.SOFT_CAP: soft_cap,
+        UnsupportedReason.ALIBI: alibi,
+        UnsupportedReason.SINKS: sinks,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-class Decoding:
+class DecodeStep:
     """A step for all of its layers, which differ in what `layer` is given."""
 
     def __init__(
@@ -96,20 +105,20 @@ class Decoding:
         loaded = library()
         assert loaded is not None, "the kernel was not built"
         self._decode = loaded.coppice_shared_prefix_decode
-        self._read = (plan, block_table, seq_lens, query_start_loc)
-        for tensor in self._read[1:]:
+        self._keep_alive = (plan, block_table, seq_lens, query_start_loc)
+        for tensor in self._keep_alive[1:]:
             assert tensor.dtype == torch.int32 and tensor.stride(-1) == 1
         assert len(query_start_loc) == len(seq_lens) + 1 == len(block_table) + 1
         self._layout: tuple[object, ...] = ()
-        self._call = Call(
+        self._call = KernelCall(
             block_table=block_table.data_ptr(),
             block_table_stride=block_table.stride(0),
             seq_lens=seq_lens.data_ptr(),
             query_starts=query_start_loc.data_ptr(),
-            **pointers(plan),
+            **plan_pointers(plan),
             num_nodes=len(plan.node_tokens),
             num_rows=len(seq_lens),
-            isa=isa or available(),
+            isa=isa or best_isa(),
             num_threads=num_threads or torch.get_num_threads(),
         )
         self._reference = ctypes.byref(self._call)
@@ -128,7 +137,7 @@ class Decoding:
             cache.stride(),
         )
         if layout != self._layout:
-            self._lay_out(query, cache, out)
+            self._set_layout(query, cache, out)
             self._layout = layout
         assert query.dtype == out.dtype == cache.dtype and out.shape == query.shape
         assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
@@ -138,7 +147,7 @@ class Decoding:
         call.scale = scale
         self._decode(self._reference)
 
-    def _lay_out(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
+    def _set_layout(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
         """The kernel trusts its pointers."""
         for tensor in (query, out):
             assert tensor.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
@@ -148,4 +157,4 @@ class Decoding:
         call.block_stride, call.head_stride = cache.stride(0), cache.stride(1)
         call.num_heads, call.head_size = query.shape[1:]
         _, call.num_kv_heads, call.block_size, _ = cache.shape
-        call.element = _ELEMENTS[query.dtype]
+        call.element = _DTYPE_CODES[query.dtype]

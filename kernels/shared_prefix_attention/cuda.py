@@ -43,7 +43,7 @@ def decode(
     assert query.stride()[1:] == out.stride()[1:] == (head_size, 1)
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
     padded = triton.next_power_of_2(head_size)
-    _attend[(shape.max_items, num_kv_heads)](
+    _attention_kernel[(shape.max_items, num_kv_heads)](
         query,
         key_cache,
         value_cache,
@@ -69,11 +69,11 @@ def decode(
         ratio=ratio,
         max_query_tokens=shape.max_query_tokens,
         num_queries=shape.queries_per_item,
-        num_tokens=_tokens_at_a_time(head_size),
+        num_tokens=_tokens_per_iteration(head_size),
         num_warps=4 if shape.queries_per_item * padded <= 64 * 128 else 8,
         num_stages=2,
     )
-    _merge[(shape.max_rows, shape.max_query_tokens, num_heads)](
+    _merge_kernel[(shape.max_rows, shape.max_query_tokens, num_heads)](
         work.outputs,
         work.lses,
         work["num_rows"],
@@ -90,13 +90,13 @@ def decode(
     )
 
 
-def _tokens_at_a_time(head_size: int) -> int:
+def _tokens_per_iteration(head_size: int) -> int:
     """Keys and values of two stages have to fit into a multiprocessor's shared memory."""
     return 64 if head_size <= 128 else 32
 
 
 @triton.jit
-def _attend(
+def _attention_kernel(
     query,
     keys,
     values,
@@ -208,7 +208,7 @@ def _attend(
 
 
 @triton.jit
-def _merge(
+def _merge_kernel(
     outputs,
     lses,
     num_rows,

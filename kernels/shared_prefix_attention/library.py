@@ -8,7 +8,7 @@ import ctypes
 import hashlib
 import os
 from enum import IntEnum
-from functools import cache as once
+from functools import cache as cached
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +18,7 @@ LIBRARY = Path(__file__).with_name("libshared_prefix_attention.so")
 VERSION = 1
 ISA_VARIABLE = "COPPICE_SHARED_PREFIX_ISA"
 """For tests: the best variant that may be used, avx2 or avx512_bf16."""
-_PLAN = (
+_PLAN_FIELDS = (
     "node_blocks",
     "node_block_offsets",
     "node_tokens",
@@ -35,7 +35,7 @@ class Isa(IntEnum):
     AVX512_BF16 = 2
 
 
-class Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
     """csrc/call.h, field by field."""
 
     _fields_ = [
@@ -51,7 +51,7 @@ class Call(ctypes.Structure):
         ("block_table_stride", ctypes.c_int64),
         ("seq_lens", ctypes.c_void_p),
         ("query_starts", ctypes.c_void_p),
-        *[(name, ctypes.c_void_p) for name in _PLAN],
+        *[(name, ctypes.c_void_p) for name in _PLAN_FIELDS],
         ("num_nodes", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
@@ -65,19 +65,19 @@ class Call(ctypes.Structure):
     ]
 
 
-def built() -> bool:
+def is_built() -> bool:
     """Whether there is a library of this version: a checkout without a compiler has none."""
     return library() is not None
 
 
-@once
+@cached
 def version() -> str:
     """A digest of the library: what has been measured with another one does not hold."""
-    return hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if built() else ""
+    return hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if is_built() else ""
 
 
-@once
-def available() -> Isa | None:
+@cached
+def best_isa() -> Isa | None:
     """The best variant for this processor."""
     loaded = library()
     isa = loaded.coppice_shared_prefix_isa() if loaded else 0
@@ -94,18 +94,18 @@ def limited(isa: Isa, name: str | None) -> Isa:
     return min(isa, known[name])
 
 
-@once
+@cached
 def library() -> ctypes.CDLL | None:
     if not LIBRARY.exists():
         return None
     loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.coppice_shared_prefix_decode.argtypes = [ctypes.POINTER(Call)]
+    loaded.coppice_shared_prefix_decode.argtypes = [ctypes.POINTER(KernelCall)]
     loaded.coppice_shared_prefix_decode.restype = None
     # One that was built from other sources would read the call wrongly.
     return loaded if loaded.coppice_shared_prefix_version() == VERSION else None
 
 
 @lru_cache(maxsize=4)
-def pointers(plan: SharingPlan) -> dict[str, int]:
+def plan_pointers(plan: SharingPlan) -> dict[str, int]:
     """Of one plan many times over: it serves every layer of many steps, and stays alive here."""
-    return {name: getattr(plan, name).ctypes.data for name in _PLAN}
+    return {name: getattr(plan, name).ctypes.data for name in _PLAN_FIELDS}

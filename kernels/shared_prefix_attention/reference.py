@@ -32,27 +32,29 @@ class Step:
     scale: float
 
 
-def whole(step: Step) -> tuple[Tensor, Tensor]:
+def full_attention(step: Step) -> tuple[Tensor, Tensor]:
     """Every row's softmax over all of its positions at once: (out[T, Hq, D], lse[T, Hq])."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
     for row, length in enumerate(step.seq_lens.tolist()):
         tokens = _tokens(step, row)
         keys, values = _read(step, step.block_table[row], 0, 0, length)
-        out[tokens], lse[tokens] = attend(step.query[tokens], keys, values, step.scale, causal=True)
+        out[tokens], lse[tokens] = attention_over(
+            step.query[tokens], keys, values, step.scale, causal=True
+        )
     return out, lse
 
 
-def shared(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
+def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
     """The same by the plan's pieces: each node for all of its rows, then the suffixes."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
-    for row, parts in enumerate(pieces(plan, step)):
+    for row, parts in enumerate(partial_results(plan, step)):
         tokens = _tokens(step, row)
         outs, lses = zip(*parts, strict=True)
         out[tokens], lse[tokens] = merge(torch.stack(outs), torch.stack(lses))
     return out, lse
 
 
-def pieces(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
+def partial_results(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
     """For each row what each of its nodes and its suffix come to: (out, lse)."""
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
     starts = [0] * len(parts)
@@ -63,18 +65,18 @@ def pieces(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
         keys, values = _read(step, blocks, first, start, start + num_tokens)
         for row in rows:
             query = step.query[_tokens(step, row)]
-            parts[row].append(attend(query, keys, values, step.scale, causal=False))
+            parts[row].append(attention_over(query, keys, values, step.scale, causal=False))
             starts[row] += num_tokens
     for row, start in enumerate(plan.suffix_starts.tolist()):
         assert start == starts[row], "a suffix begins where the row's nodes end"
         length = int(step.seq_lens[row])
         keys, values = _read(step, step.block_table[row], 0, start, length)
         query = step.query[_tokens(step, row)]
-        parts[row].append(attend(query, keys, values, step.scale, causal=True))
+        parts[row].append(attention_over(query, keys, values, step.scale, causal=True))
     return parts
 
 
-def attend(
+def attention_over(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """query[q, Hq, D] over keys and values[n, Hkv, D], of whose positions the last is the last

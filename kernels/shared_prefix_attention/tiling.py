@@ -16,13 +16,13 @@ ITEM_FIELDS = ("begin", "end", "blocks_at", "first_block", "rows_at", "num_rows"
 OWN_BLOCKS = -1
 """As blocks_at: a suffix, read through its row's block table."""
 OPEN_END = np.iinfo(np.int32).max
-FEWEST_TOKENS = 256
-STEP = 64
+MIN_ITEM_TOKENS = 256
+ITEM_ALIGNMENT = 64
 """Items are cut at multiples of it, counted from where the node or suffix begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class WorkItems:
     items: Int32s
     """[items, len(ITEM_FIELDS)]"""
     item_rows: Int32s
@@ -31,27 +31,27 @@ class Cut:
     row_slot_offsets: Int32s
 
 
-def cut_up(
+def split_into_items(
     plan: SharingPlan,
     suffix_tokens: Int32s,
     *,
     block_size: int,
     rows_per_item: int,
     target_items: int,
-) -> Cut:
+) -> WorkItems:
     sizes = np.diff(plan.node_row_offsets)
     num_chunks = -(-sizes // rows_per_item)
     total = int(plan.node_tokens @ num_chunks) + int(suffix_tokens.sum())
-    step = max(FEWEST_TOKENS, -(-total // (target_items * STEP)) * STEP)
-    shared, rows_from = _of_nodes(plan, num_chunks, step, block_size, rows_per_item)
-    own, own_rows = _of_suffixes(plan, suffix_tokens, step)
+    step = max(MIN_ITEM_TOKENS, -(-total // (target_items * ITEM_ALIGNMENT)) * ITEM_ALIGNMENT)
+    shared, rows_from = _node_items(plan, num_chunks, step, block_size, rows_per_item)
+    own, own_rows = _suffix_items(plan, suffix_tokens, step)
     num_rows = shared[:, ITEM_FIELDS.index("num_rows")]
-    node_rows = plan.node_rows[np.repeat(rows_from, num_rows) + _within(num_rows)]
+    node_rows = plan.node_rows[np.repeat(rows_from, num_rows) + _positions_within(num_rows)]
     items, item_rows = np.concatenate([shared, own]), np.concatenate([node_rows, own_rows])
     num_rows = items[:, ITEM_FIELDS.index("num_rows")]
     items[:, ITEM_FIELDS.index("rows_at")] = np.cumsum(num_rows) - num_rows
     counts = np.bincount(item_rows, minlength=len(plan.suffix_starts))
-    return Cut(
+    return WorkItems(
         items=items,
         item_rows=item_rows,
         row_slots=np.argsort(item_rows, kind="stable").astype(np.int32),
@@ -59,14 +59,16 @@ def cut_up(
     )
 
 
-def _of_nodes(
+def _node_items(
     plan: SharingPlan, num_chunks: NDArray[Any], step: int, block_size: int, rows_per_item: int
 ) -> tuple[Int32s, Int32s]:
     """The items of all nodes, and where in node_rows the rows of each begin."""
     num_splits = -(-plan.node_tokens // step)
     node = np.repeat(np.arange(len(plan.node_tokens)), num_chunks * num_splits)
-    chunk, split = np.divmod(_within(num_chunks * num_splits), np.maximum(num_splits, 1)[node])
-    node_begin = _begins(plan)[node]
+    chunk, split = np.divmod(
+        _positions_within(num_chunks * num_splits), np.maximum(num_splits, 1)[node]
+    )
+    node_begin = _node_starts(plan)[node]
     begin = node_begin + split * step
     end = np.minimum(begin + step, node_begin + plan.node_tokens[node])
     first_row = chunk * rows_per_item
@@ -76,11 +78,11 @@ def _of_nodes(
     return np.stack(fields, axis=1).astype(np.int32), rows_from.astype(np.int32)
 
 
-def _of_suffixes(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[Int32s, Int32s]:
+def _suffix_items(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[Int32s, Int32s]:
     """The items of all suffixes, and the row of each. The last of a row has no end of its own."""
     num_splits = np.maximum(-(-suffix_tokens // step), 1)
     row = np.repeat(np.arange(len(suffix_tokens)), num_splits)
-    split = _within(num_splits)
+    split = _positions_within(num_splits)
     begin = plan.suffix_starts[row] + split * step
     end = np.where(split + 1 < num_splits[row], begin + step, OPEN_END)
     nothing, one = np.zeros_like(begin), np.ones_like(begin)
@@ -88,7 +90,7 @@ def _of_suffixes(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[I
     return np.stack(fields, axis=1).astype(np.int32), row.astype(np.int32)
 
 
-def _begins(plan: SharingPlan) -> NDArray[Any]:
+def _node_starts(plan: SharingPlan) -> NDArray[Any]:
     """Where each node begins: what the nodes before it, of any one of its rows, hold together."""
     node = np.repeat(np.arange(len(plan.node_tokens)), np.diff(plan.node_row_offsets))
     by_row = np.argsort(plan.node_rows, kind="stable")
@@ -101,7 +103,7 @@ def _begins(plan: SharingPlan) -> NDArray[Any]:
     return begins
 
 
-def _within(counts: NDArray[Any]) -> NDArray[Any]:
+def _positions_within(counts: NDArray[Any]) -> NDArray[Any]:
     """[0, 1, .., counts[0] - 1, 0, 1, ..]"""
     before: NDArray[Any] = np.repeat(np.cumsum(counts) - counts, counts)
     within: NDArray[Any] = np.arange(len(before)) - before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
-from kernels.shared_prefix_attention.tiling import ITEM_FIELDS, Cut, cut_up
+from kernels.shared_prefix_attention.tiling import ITEM_FIELDS, WorkItems, split_into_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class WorkList:
         size = self._bounds[-1]
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
         # In turn, so that a plan can be written while the one before is still being copied.
-        self._on_host = [_Staged(size, device) for _ in range(2)]
+        self._on_host = [_StagingBuffer(size, device) for _ in range(2)]
         slots = (shape.max_slots, shape.max_query_tokens, shape.num_heads)
         self.outputs = torch.empty(*slots, shape.head_size, dtype=torch.float32, device=device)
         self.lses = torch.empty(slots, dtype=torch.float32, device=device)
@@ -92,7 +92,7 @@ class WorkList:
     def fill(self, plan: SharingPlan, suffix_tokens: Int32s) -> bool:
         """Whether the plan fits. `suffix_tokens` of each row say no more than how finely to cut:
         what a suffix grows by later is read as well."""
-        cut = cut_up(
+        cut = split_into_items(
             plan,
             suffix_tokens,
             block_size=self.shape.block_size,
@@ -108,7 +108,7 @@ class WorkList:
         )
         return True
 
-    def _lists(self, plan: SharingPlan, cut: Cut) -> dict[str, Int32s]:
+    def _lists(self, plan: SharingPlan, cut: WorkItems) -> dict[str, Int32s]:
         return {
             "num_items": np.array([len(cut.items)], np.int32),
             "num_rows": np.array([len(plan.suffix_starts)], np.int32),
@@ -120,7 +120,7 @@ class WorkList:
         }
 
 
-class _Staged:
+class _StagingBuffer:
     """Pinned memory of one plan, and when its last copy was done."""
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.wire.adapters import AdapterAnswer
-from engine.protocol import AdapterForm
+from engine.protocol import AdapterInfo
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -13,7 +13,7 @@ class LoadedAdapter:
 
     name: str
     version: str
-    form: AdapterForm
+    form: AdapterInfo
     digest: str
     folder: Path
     num_users: int = 0

@@ -54,7 +54,7 @@ class AdapterManager:
 
     def answer(self) -> AdaptersAnswer:
         """What nobody runs under any more is as good as gone."""
-        facts = self._engine.facts
+        info = self._engine.info
         listed = [
             adapter
             for adapter in self._loaded_by_label.values()
@@ -62,8 +62,8 @@ class AdapterManager:
         ]
         return AdaptersAnswer(
             adapters=[self.answer_of(adapter) for adapter in listed],
-            max_adapters=facts.max_adapters,
-            max_rank=facts.max_adapter_rank,
+            max_adapters=info.max_adapters,
+            max_rank=info.max_adapter_rank,
         )
 
     def answer_of(self, adapter: LoadedAdapter) -> AdapterAnswer:
@@ -140,9 +140,9 @@ class AdapterManager:
         assert all(adapter.num_users >= 0 for adapter in self._loaded_by_label.values())
 
     def _check_supported(self, name: str) -> None:
-        if not self._engine.facts.max_adapters:
+        if not self._engine.info.max_adapters:
             raise Unsupported("adapters are not served here: start with engine.max_adapters")
-        if name in (self._engine.facts.model, self._engine.facts.model_given):
+        if name in (self._engine.info.model, self._engine.info.model_given):
             raise InvalidRequest.of_parameter("name", "it is the served model's own")
 
     async def _add(
@@ -204,7 +204,7 @@ class AdapterManager:
 
     async def _ensure_capacity(self) -> None:
         await self._unload_unused()
-        if len(self._loaded_by_label) >= self._engine.facts.max_adapters:
+        if len(self._loaded_by_label) >= self._engine.info.max_adapters:
             raise AdaptersFull(
                 f"{len(self._loaded_by_label)} adapters are loaded; unload one, or wait until the "
                 "samples of a replaced one have ended",

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.protocol import Conversation, Reply
+from engine.protocol import ChatRequest, ChatResponse
 from service.auth.access import Caller, requires_role
 from service.compat import events, token_logprobs, token_names
 from service.compat.bodies import CompatModel, Flag, read_compat_body
@@ -95,8 +95,8 @@ class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
     top_logprobs: token_logprobs.Count | None = None
     return_tokens_as_token_ids: Flag = False
 
-    def conversation(self) -> Conversation:
-        return Conversation(
+    def chat_request(self) -> ChatRequest:
+        return ChatRequest(
             messages=[message.to_template_message() for message in self.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             template_options=self.chat_template_kwargs or {},
@@ -113,16 +113,16 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     body.check_stream()
     adapter = resolve_adapter(server, body.model)
     token_logprobs.check(server, top_logprobs=body.top_logprobs)
-    conversation = body.conversation()
+    chat_request = body.chat_request()
     _count_ignored(server, body.chat_template_kwargs or {})
-    prompt = await cancel_on_disconnect(request, server.prompts.conversation(conversation))
+    prompt = await cancel_on_disconnect(request, server.prompts.chat_request(chat_request))
     if prompt is None:
         return CLIENT_DISCONNECTED
     token_limit = body.max_completion_tokens or body.max_tokens
     num_top_logprobs = body.top_logprobs if body.logprobs else None
     job = body.job([prompt], body, token_limit, adapter, num_top_logprobs)
     rollout = await start(server, caller, job)
-    builder = ChatResponseBuilder(server, body, conversation, prompt, rollout)
+    builder = ChatResponseBuilder(server, body, chat_request, prompt, rollout)
     if body.stream:
         return builder.stream_response()
     answer = await wait_for_answer(request, server, rollout)
@@ -134,7 +134,7 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
 
 def _count_ignored(server: Server, options: dict[str, Any]) -> None:
     """Clients send `enable_thinking` to every model; vLLM too ignores what a template lacks."""
-    ignored = options.keys() - server.engine.facts.template_variables
+    ignored = options.keys() - server.engine.info.template_variables
     server.metrics.compat_fields.labels("unknown").inc(len(ignored))
 
 
@@ -145,13 +145,13 @@ class ChatResponseBuilder:
         self,
         server: Server,
         body: ChatBody,
-        conversation: Conversation,
+        chat_request: ChatRequest,
         prompt: list[int],
         rollout: Rollout,
     ) -> None:
         self._server = server
         self._body = body
-        self._conversation = conversation
+        self._conversation = chat_request
         self._prompt = prompt
         self._rollout = rollout
 
@@ -164,11 +164,11 @@ class ChatResponseBuilder:
         }
 
     async def choice(self, sample: SampleAnswer, message_name: str = "message") -> dict[str, Any]:
-        reply = await self._reply(sample)
+        chat_response = await self._chat_response(sample)
         choice: dict[str, Any] = {
             "index": sample.index,
-            message_name: _message(reply),
-            "finish_reason": self._finish_reason(sample, reply),
+            message_name: _message(chat_response),
+            "finish_reason": self._finish_reason(sample, chat_response),
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
         }
@@ -199,18 +199,18 @@ class ChatResponseBuilder:
         """Beside the choices. In a stream vLLM sends it with the first chunk of each choice."""
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
-    async def _reply(self, sample: SampleAnswer) -> Reply:
-        conversation = self._conversation
+    async def _chat_response(self, sample: SampleAnswer) -> ChatResponse:
+        chat_request = self._conversation
         if self._body.tool_choice == "none":
-            conversation = replace(conversation, tools=())
-        reply = await self._server.prompts.reply(sample.token_ids, conversation)
-        if not reply.parsed:
+            chat_request = replace(chat_request, tools=())
+        chat_response = await self._server.prompts.chat_response(sample.token_ids, chat_request)
+        if not chat_response.parsed:
             self._server.metrics.replies_not_parsed.inc()
-        return reply
+        return chat_response
 
-    def _finish_reason(self, sample: SampleAnswer, reply: Reply) -> str:
+    def _finish_reason(self, sample: SampleAnswer, chat_response: ChatResponse) -> str:
         reason = finish_reason(sample)
-        return "tool_calls" if reply.tool_calls and reason == "stop" else reason
+        return "tool_calls" if chat_response.tool_calls and reason == "stop" else reason
 
     def _head(self, kind: str, rollout_id: str) -> dict[str, Any]:
         return {
@@ -221,18 +221,18 @@ class ChatResponseBuilder:
         }
 
 
-def _message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning is not None:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
+def _message(chat_response: ChatResponse) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": chat_response.content}
+    if chat_response.reasoning is not None:
+        message["reasoning_content"] = chat_response.reasoning
+    if chat_response.tool_calls:
         message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in reply.tool_calls
+            for call in chat_response.tool_calls
         ]
     return message
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
-from engine.protocol import Place
+from engine.protocol import TopLogprobs
 from service.auth.access import Caller, requires_role
 from service.compat import echo, events, token_logprobs, token_names
 from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_compat_body
@@ -182,7 +182,7 @@ class CompletionBuilder:
             self.name,
         )
 
-    def _places(self, group: int, sample: SampleAnswer) -> list[Place]:
+    def _places(self, group: int, sample: SampleAnswer) -> list[TopLogprobs]:
         return token_logprobs.sample_logprobs(self.rollout, group, sample.index)
 
 

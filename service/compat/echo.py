@@ -6,7 +6,7 @@ One sample per prompt, or one short request would return its prompt a thousand t
 from collections.abc import Sequence
 from typing import Any
 
-from engine.protocol import Place
+from engine.protocol import TopLogprobs
 from service.compat import token_logprobs
 from service.compat.bodies import CompatModel, Flag
 from service.http.errors import InvalidRequest
@@ -48,7 +48,7 @@ async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]
     return [await server.prompts.whole_text(prompt) for prompt in prompts]
 
 
-def own(prompt: Sequence[int], per_token: Sequence[Place]) -> list[float | None]:
+def own(prompt: Sequence[int], per_token: Sequence[TopLogprobs]) -> list[float | None]:
     """The log-probability of each prompt token; the first has none."""
     found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
     return [of_place.get(token) for token, of_place in zip(prompt, found, strict=True)]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, RolloutAnswer, SampleAnswer
-from engine.protocol import Place
+from engine.protocol import TopLogprobs
 from service.auth.access import Caller, requires_role
 from service.compat import token_logprobs
 from service.compat.bodies import read_compat_body
@@ -40,7 +40,7 @@ class GenerateSampling(SamplingFields):
     prompt_logprobs: token_logprobs.Count | None = None
 
     @property
-    def num_likeliest(self) -> int:
+    def num_top_logprobs(self) -> int:
         """A client that sends 1 reads the sampled token's, and checks that there is no other."""
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
@@ -63,7 +63,7 @@ async def generate(request: Request, server: ReadyServer, caller: Caller) -> Res
     adapter = resolve_adapter(server, body.model)
     params = body.sampling_params
     token_logprobs.check(server, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
-    job = body.job([body.token_ids], params, params.max_tokens, adapter, params.num_likeliest)
+    job = body.job([body.token_ids], params, params.max_tokens, adapter, params.num_top_logprobs)
     prompt_scores = await token_logprobs.compute_prompt_logprobs(
         server, caller, job, params.prompt_logprobs
     )
@@ -102,7 +102,7 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
     }
 
 
-def logprobs(sample: SampleAnswer, per_token: Sequence[Place]) -> list[dict[str, Any]]:
+def logprobs(sample: SampleAnswer, per_token: Sequence[TopLogprobs]) -> list[dict[str, Any]]:
     """vLLM 0.32 renamed `token` to `token_id`; clients of either kind find theirs."""
     others = [token_logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [
         []

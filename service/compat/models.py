@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
-from engine.protocol import EngineFacts
+from engine.protocol import EngineInfo
 from service.auth.access import allow_any_key
 from service.compat import events
 from service.compat.openai_route import OpenAIRoute
@@ -38,25 +38,25 @@ async def model(model: str, server: ReadyServer) -> Response:
 
 
 def _cards(server: Server) -> list[dict[str, Any]]:
-    facts = server.engine.facts
+    info = server.engine.info
     adapters = [
-        {**_card(facts, adapter.name), "root": adapter.label, "parent": facts.model}
+        {**_card(info, adapter.name), "root": adapter.label, "parent": info.model}
         for adapter in server.adapters.current()
     ]
-    return [_card(facts, facts.model), *adapters]
+    return [_card(info, info.model), *adapters]
 
 
 def _json(value: object) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def _card(facts: EngineFacts, name: str) -> dict[str, Any]:
+def _card(info: EngineInfo, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": events.unix_time(),
         "owned_by": "coppice",
-        "root": facts.model,
+        "root": info.model,
         "parent": None,
-        "max_model_len": facts.max_context_tokens,
+        "max_model_len": info.max_context_tokens,
     }

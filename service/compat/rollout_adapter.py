@@ -63,7 +63,7 @@ class SamplingJob:
     policy: Policy | None = None
     cache_salt: str | None = None
     adapter: str | None = None
-    num_likeliest: int = 0
+    num_top_logprobs: int = 0
 
     def request(self) -> RolloutRequest:
         groups = [
@@ -99,7 +99,7 @@ class CommonRequestFields(CompatModel):
         fields: SamplingFields,
         max_tokens: int | None,
         adapter: str | None,
-        num_likeliest: int | None,
+        num_top_logprobs: int | None,
     ) -> SamplingJob:
         return SamplingJob(
             prompts=prompts,
@@ -110,7 +110,7 @@ class CommonRequestFields(CompatModel):
             policy=self.policy,
             cache_salt=self.cache_salt,
             adapter=adapter,
-            num_likeliest=num_likeliest or 0,
+            num_top_logprobs=num_top_logprobs or 0,
         )
 
 
@@ -121,19 +121,19 @@ def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
 
 def resolve_adapter(server: Server, model: str | None) -> str | None:
     """The adapter that a model's name stands for; none for the served model itself."""
-    facts = server.engine.facts
-    if model in (None, facts.model, facts.model_given):
+    info = server.engine.info
+    if model in (None, info.model, info.model_given):
         return None
-    if not facts.max_adapters:
-        raise InvalidRequest.of_parameter("model", f"this server serves {facts.model!r}")
+    if not info.max_adapters:
+        raise InvalidRequest.of_parameter("model", f"this server serves {info.model!r}")
     server.adapters.resolve(model)
     return model
 
 
 def name_of(server: Server, model: str | None) -> str:
     """What an answer calls the model that a request names, which may have been its path."""
-    facts = server.engine.facts
-    return facts.model if model is None or model == facts.model_given else model
+    info = server.engine.info
+    return info.model if model is None or model == info.model_given else model
 
 
 async def tokenize_prompts(
@@ -151,7 +151,7 @@ async def tokenize_prompts(
 
 async def start(server: Server, caller: ApiKey, job: SamplingJob) -> Rollout:
     compat_options = CompatOptions(
-        cache_salt=namespaced_salt(caller, job.cache_salt), num_likeliest=job.num_likeliest
+        cache_salt=namespaced_salt(caller, job.cache_salt), num_top_logprobs=job.num_top_logprobs
     )
     return await server.rollouts.start(
         job.request(), owner=caller.name, compat_options=compat_options

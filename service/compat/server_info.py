@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from engine.protocol import EngineFacts
+from engine.protocol import EngineInfo
 from service import __version__
 from service.auth.access import allow_any_key
 from service.compat.vllm_control import vllm_config
@@ -21,30 +21,30 @@ INFO_RESPONSES = declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
 @router.get("/get_server_info", responses=INFO_RESPONSES)
 @allow_any_key
 async def server_info(request: Request, server: ReadyServer) -> Response:
-    facts = server.engine.facts
-    info = {
-        "vllm_config": vllm_config(facts),
-        **_sglang(facts),
+    info = server.engine.info
+    server_info = {
+        "vllm_config": vllm_config(info),
+        **_sglang(info),
         **_single_node(request),
         "weight_version": server.versions.active.label,
         "version": __version__,
     }
-    return Response(to_json(info), media_type="application/json")
+    return Response(to_json(server_info), media_type="application/json")
 
 
-def _sglang(facts: EngineFacts) -> dict[str, Any]:
+def _sglang(info: EngineInfo) -> dict[str, Any]:
     return {
-        "model_path": facts.model,
-        "served_model_name": facts.model,
-        "dtype": facts.dtype,
-        "tp_size": facts.tensor_parallel_size,
-        "pp_size": facts.pipeline_parallel_size,
+        "model_path": info.model,
+        "served_model_name": info.model,
+        "dtype": info.dtype,
+        "tp_size": info.tensor_parallel_size,
+        "pp_size": info.pipeline_parallel_size,
         "dp_size": 1,
         "ep_size": 1,
         "disaggregation_mode": "null",
-        "context_length": facts.max_context_tokens,
-        "page_size": facts.block_size,
-        "max_running_requests": facts.max_sequences,
+        "context_length": info.max_context_tokens,
+        "page_size": info.block_size,
+        "max_running_requests": info.max_sequences,
     }
 
 

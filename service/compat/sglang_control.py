@@ -110,7 +110,7 @@ async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
 @router.post("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def flush_cache(server: ReadyServer) -> Response:
-    await server.run_to_completion(server.activation.forget_prefixes())
+    await server.run_to_completion(server.activation.reset_prefix_cache())
     return _json({"success": True, "message": "flushed"})
 
 
@@ -130,14 +130,14 @@ async def weight_version(server: ReadyServer) -> Response:
 )
 @allow_any_key
 async def model_info(server: ReadyServer) -> Response:
-    facts = server.engine.facts
-    info = {
-        "model_path": facts.model,
-        "tokenizer_path": facts.model,
+    info = server.engine.info
+    server_info = {
+        "model_path": info.model,
+        "tokenizer_path": info.model,
         "is_generation": True,
         "weight_version": server.versions.active.label,
     }
-    return _json(info)
+    return _json(server_info)
 
 
 @router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engine.protocol import Place
+from engine.protocol import TopLogprobs
 from service.auth.keys import ApiKey
 from service.compat.rollout_adapter import SamplingJob
 from service.http.errors import InvalidRequest
@@ -18,19 +18,19 @@ from service.rollouts.scoring import ScoringOptions
 from service.server import Server
 
 Count = Annotated[int, Field(ge=0, le=1024)]
-PromptLogprobs = list[list[Place]] | None
+PromptLogprobs = list[list[TopLogprobs]] | None
 
 
 def check(server: Server, **counts: int | None) -> None:
-    limit = server.engine.facts.max_logprobs
+    limit = server.engine.info.max_logprobs
     for name, count in counts.items():
         if (count or 0) > limit:
             raise InvalidRequest.of_parameter(name, f"at most {limit} (engine.max_logprobs)")
 
 
-def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[Place]:
+def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[TopLogprobs]:
     """None at any token where none were asked for."""
-    return rollout.groups[group].likeliest.get(index, [])
+    return rollout.groups[group].top_logprobs.get(index, [])
 
 
 async def compute_prompt_logprobs(
@@ -42,7 +42,7 @@ async def compute_prompt_logprobs(
     return await server.scoring.prompts(job.prompts, count, owner=caller.name, options=options)
 
 
-def as_chat_logprobs(candidates: Place) -> list[dict[str, Any]]:
+def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
     """Its way for chats: the likeliest, whether the sampled one is among them or not."""
     return [
         {"token": f"token_id:{r.token_id}", "token_id": r.token_id, "logprob": r.logprob}

@@ -5,8 +5,8 @@ from itertools import accumulate, chain
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.protocol import Place
-from service.rollouts.tokenizer import PromptLogprobs
+from engine.protocol import TopLogprobs
+from service.rollouts.tokenizer import Tokenizer
 
 Name = Callable[[int], str]
 
@@ -16,23 +16,21 @@ def id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-async def names(
-    prompts: PromptLogprobs, collect: Callable[[], Iterable[int]], *, as_ids: bool
-) -> Name:
+async def names(prompts: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool) -> Name:
     """For the tokens that `collect`, called in a thread, returns."""
     return id_name if as_ids else (await prompts.token_texts(collect)).__getitem__
 
 
-def tokenize_prompts(sample: SampleAnswer, per_token: Iterable[Place]) -> Iterable[int]:
+def tokenize_prompts(sample: SampleAnswer, per_token: Iterable[TopLogprobs]) -> Iterable[int]:
     return chain(sample.token_ids, tokens_of_places(per_token))
 
 
-def tokens_of_places(per_token: Iterable[Place]) -> Iterable[int]:
+def tokens_of_places(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
     return (ranked.token_id for candidates in per_token for ranked in candidates)
 
 
 def chat_logprobs(
-    sample: SampleAnswer, per_token: Sequence[Place], name: Name
+    sample: SampleAnswer, per_token: Sequence[TopLogprobs], name: Name
 ) -> list[dict[str, Any]]:
     """OpenAI's shape for chats, and the ids beside it."""
     others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
@@ -54,7 +52,7 @@ def _entry(token: int, logprob: float, name: Name) -> dict[str, Any]:
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
-    per_token: Sequence[Place],
+    per_token: Sequence[TopLogprobs],
     name: Name,
 ) -> dict[str, Any]:
     """OpenAI's shape for completions; offsets count characters from the first token, as vLLM's."""
@@ -69,7 +67,7 @@ def completion_logprobs(
     }
 
 
-def _highest(candidates: Place, name: Name) -> dict[str, float] | None:
+def _highest(candidates: TopLogprobs, name: Name) -> dict[str, float] | None:
     """Tokens may have the same text: the likeliest of them counts."""
     named: dict[str, float] = {}
     for ranked in candidates:

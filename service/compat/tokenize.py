@@ -67,7 +67,7 @@ async def tokenize(request: Request, server: ReadyServer) -> Response:
     tokens = await _tokens(server, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": server.engine.facts.max_context_tokens,
+        "max_model_len": server.engine.info.max_context_tokens,
         "tokens": tokens,
         "token_strs": await server.prompts.pieces(tokens) if body.return_token_strs else None,
     }
@@ -79,11 +79,11 @@ async def tokenize(request: Request, server: ReadyServer) -> Response:
 async def detokenize(request: Request, server: ReadyServer) -> Response:
     body = await read_compat_body(request, DetokenizeBody, server, limit=MAX_BODY_BYTES)
     resolve_adapter(server, body.model)
-    facts = server.engine.facts
-    if len(body.tokens) > facts.max_context_tokens:
-        raise InvalidRequest.of_parameter("tokens", f"at most {facts.max_context_tokens}")
-    if max(body.tokens, default=0) >= facts.vocab_size:
-        raise InvalidRequest.of_parameter("tokens", f"token ids must be below {facts.vocab_size}")
+    info = server.engine.info
+    if len(body.tokens) > info.max_context_tokens:
+        raise InvalidRequest.of_parameter("tokens", f"at most {info.max_context_tokens}")
+    if max(body.tokens, default=0) >= info.vocab_size:
+        raise InvalidRequest.of_parameter("tokens", f"token ids must be below {info.vocab_size}")
     return _json({"prompt": await server.prompts.whole_text(body.tokens)})
 
 
@@ -97,7 +97,7 @@ async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
         raise InvalidRequest.of_parameter(
             "add_special_tokens", "not with messages: the chat template writes the special tokens"
         )
-    return await server.prompts.rendered(body.chat().conversation())
+    return await server.prompts.rendered(body.chat().chat_request())
 
 
 def _json(value: object) -> Response:

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from coppice.wire.base import Label
-from engine.protocol import EngineFacts, PauseMode
+from engine.protocol import EngineInfo, PauseMode
 from service.auth.access import allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, read_compat_body
 from service.compat.openapi_document import request_body
@@ -125,15 +125,15 @@ async def finish(request: Request, server: ReadyServer, updates: Updates) -> Res
 @router.post("/reset_prefix_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def reset_prefix_cache(server: ReadyServer) -> Response:
-    await server.run_to_completion(server.activation.forget_prefixes())
+    await server.run_to_completion(server.activation.reset_prefix_cache())
     return _json({"success": True})
 
 
 @router.get("/get_world_size", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @allow_any_key
 async def world_size(server: ReadyServer) -> Response:
-    facts = server.engine.facts
-    return _json({"world_size": facts.tensor_parallel_size * facts.pipeline_parallel_size})
+    info = server.engine.info
+    return _json({"world_size": info.tensor_parallel_size * info.pipeline_parallel_size})
 
 
 @router.get("/liveness", responses=declare_responses({200: JSON}, EngineGone))
@@ -143,31 +143,31 @@ async def liveness(server: AnyServer) -> Response:
     return _json({"status": "ok"})
 
 
-def vllm_config(facts: EngineFacts) -> dict[str, Any]:
+def vllm_config(info: EngineInfo) -> dict[str, Any]:
     """Those parts of vLLM's configuration that clients read."""
     return {
         "model_config": {
-            "model": facts.model,
-            "dtype": f"torch.{facts.dtype}",
-            "max_model_len": facts.max_context_tokens,
+            "model": info.model,
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_context_tokens,
             "logprobs_mode": "processed_logprobs",
         },
         "parallel_config": {
-            "tensor_parallel_size": facts.tensor_parallel_size,
-            "pipeline_parallel_size": facts.pipeline_parallel_size,
+            "tensor_parallel_size": info.tensor_parallel_size,
+            "pipeline_parallel_size": info.pipeline_parallel_size,
             "data_parallel_size": 1,
         },
-        "cache_config": {"block_size": facts.block_size, "enable_prefix_caching": True},
-        "lora_config": _lora_config(facts),
+        "cache_config": {"block_size": info.block_size, "enable_prefix_caching": True},
+        "lora_config": _lora_config(info),
         "weight_transfer_config": None,
     }
 
 
-def _lora_config(facts: EngineFacts) -> dict[str, Any] | None:
+def _lora_config(info: EngineInfo) -> dict[str, Any] | None:
     """By this TRL decides whether it publishes adapters or whole models."""
-    if not facts.max_adapters:
+    if not info.max_adapters:
         return None
-    return {"max_lora_rank": facts.max_adapter_rank, "max_loras": facts.max_adapters}
+    return {"max_lora_rank": info.max_adapter_rank, "max_loras": info.max_adapters}
 
 
 def _json(value: object) -> Response:

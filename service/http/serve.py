@@ -80,7 +80,7 @@ def run_server(
         try:
             failure = runner.run(_serve(server, lifecycle, settings, listener, operators))
         except SystemExit:  # uvicorn's answer to a failed lifespan
-            failure = lifecycle.pulse().reason or "the log says why"
+            failure = lifecycle.health().reason or "the log says why"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
@@ -158,12 +158,12 @@ async def _log_when_ready(
 ) -> str | None:
     """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
     url = server_url(listener)
-    while not (server.started and lifecycle.pulse().stage == "serving"):
+    while not (server.started and lifecycle.health().stage == "serving"):
         if server.should_exit:
             return None
-        if lifecycle.pulse().stage == "dead":
+        if lifecycle.health().stage == "dead":
             server.should_exit = True
-            return lifecycle.pulse().reason or "it died"
+            return lifecycle.health().reason or "it died"
         await asyncio.sleep(POLL_SECONDS)
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":

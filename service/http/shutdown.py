@@ -13,7 +13,7 @@ from typing import Protocol
 
 import uvicorn
 
-from engine.protocol import Pulse
+from engine.protocol import EngineHealth
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class ServerLifecycle(Protocol):
     """What the runner asks of the server behind the app."""
 
-    def pulse(self) -> Pulse: ...
+    def health(self) -> EngineHealth: ...
 
     async def drain(self, seconds: float) -> None: ...
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Completion, Engine, SampleRequest
 from service.kv_reuse.anchor_selection import (
     AnchorSelection,
@@ -54,7 +54,7 @@ class AnchorPlan:
     _exact_tokens: int = 0
     _end: int = 0
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> Load | None:
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
         if self.lease.store.reason is not None:
             raise ReuseFailed(self.lease.store.reason)
         template = template_of(self.spans)
@@ -151,7 +151,7 @@ class AnchorPlan:
         bases: Mapping[int, CacheEntry],
         found: Sequence[SectionCandidates],
         selection: AnchorSelection,
-    ) -> Load:
+    ) -> KvLoad:
         self._source_anchors = list(selection.sources)
         self.anchors.used(list(selection.used))
         self.num_anchors = len(self._source_anchors)
@@ -160,7 +160,7 @@ class AnchorPlan:
         pieces = load_pieces(template, bases, found, selection)
         self._exact_tokens = selection.exact_tokens
         self._end = pieces[-1].start + pieces[-1].num_tokens
-        return Load(
+        return KvLoad(
             chain=uuid.uuid4().hex,
             num_requests=self.num_samples,
             exact_tokens=selection.exact_tokens,

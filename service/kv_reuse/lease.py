@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Completion, Engine, SampleRequest, Sampling
 from service.kv_reuse.cache_entry import CacheEntry
 from service.kv_reuse.layout import PromptSpan
@@ -88,7 +88,7 @@ class SegmentLease:
         self._entries.clear()
 
     def request(
-        self, prompt: list[int], *, export: ExportSlot | None = None, load: Load | None = None
+        self, prompt: list[int], *, export: ExportSlot | None = None, load: KvLoad | None = None
     ) -> SampleRequest:
         return SampleRequest(
             id=uuid.uuid4().hex,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.kv_types import LoadPiece, Observed
+from engine.kv_types import LoadPiece, ObservedKv
 from service.kv_reuse.anchor_selection import AnchorSelection, SectionCandidates
 from service.kv_reuse.anchors import Anchor
 from service.kv_reuse.cache_entry import CacheEntry
@@ -33,41 +33,41 @@ def _pieces(
             yield _from_anchor(section, candidates.exact_match, index)
         elif section.name is None:
             nearest = max(weights, key=lambda anchor: weights[anchor])
-            observed = [_observed(section, a, index, weight=w) for a, w in weights.items()]
-            yield _from_anchor(section, nearest, index, observed)
+            observations = [_observed(section, a, index, weight=w) for a, w in weights.items()]
+            yield _from_anchor(section, nearest, index, observations)
         elif index == 0:
             yield _from_base(section, bases[0])
         else:
-            observed = [_observed(section, a, index, base=a.bases[index]) for a in weights]
-            yield _from_base(section, bases[index], observed)
+            observations = [_observed(section, a, index, base=a.bases[index]) for a in weights]
+            yield _from_base(section, bases[index], observations)
 
 
 def _from_anchor(
-    section: TemplateSection, anchor: Anchor, index: int, observed: Sequence[Observed] = ()
+    section: TemplateSection, anchor: Anchor, index: int, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
     """From where it stands in an anchor."""
     there = anchor.template.sections[index]
     return LoadPiece(
         source=anchor.real.slot,
-        skip=there.start,
+        token_offset=there.start,
         num_tokens=section.num_tokens,
         start=section.start,
         shift=section.start - there.start,
-        observed=tuple(observed),
+        observations=tuple(observations),
     )
 
 
 def _from_base(
-    section: TemplateSection, base: CacheEntry, observed: Sequence[Observed] = ()
+    section: TemplateSection, base: CacheEntry, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
     """From the text as it was computed alone."""
     return LoadPiece(
         source=base.slot,
-        skip=0,
+        token_offset=0,
         num_tokens=section.num_tokens,
         start=section.start,
         shift=section.start,
-        observed=tuple(observed),
+        observations=tuple(observations),
     )
 
 
@@ -78,11 +78,11 @@ def _observed(
     *,
     base: CacheEntry | None = None,
     weight: float = 1.0,
-) -> Observed:
+) -> ObservedKv:
     there = anchor.template.sections[index]
-    return Observed(
+    return ObservedKv(
         real=anchor.real.slot,
-        skip=there.start,
+        token_offset=there.start,
         shift=section.start - there.start,
         base=None if base is None else base.slot,
         weight=weight,

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from coppice.wire.reuse import ReuseReason
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Completion, Engine, SampleRequest
 from service.kv_reuse.lease import SegmentLease
 from service.kv_reuse.monitor import GroupMonitor
@@ -36,7 +36,7 @@ class PromptPlan(Protocol):
     @property
     def num_anchors(self) -> int: ...
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> Load | None:
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
         """None: the prompt is computed. Broken: and nothing comes of it. Cancelling it leaves
         requests in the engine, which the watch knows."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from engine.kv_types import ExportSlot, Load, LoadPiece
+from engine.kv_types import ExportSlot, KvLoad, LoadPiece
 from service.kv_reuse.layout import TokenRun
 
 
@@ -14,12 +14,12 @@ def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
 
 def build_load(
     runs: Sequence[TokenRun], segments: Mapping[int, ExportSlot], *, chain: str, num_requests: int
-) -> Load:
+) -> KvLoad:
     """From the kept segments, by their part."""
     pieces = tuple(
         LoadPiece(
             source=segments[run.span],
-            skip=run.start - run.origin,
+            token_offset=run.start - run.origin,
             num_tokens=run.num_tokens,
             start=run.start,
             shift=run.origin,
@@ -28,4 +28,4 @@ def build_load(
         if run.span is not None
     )
     exact = min((piece.start for piece in pieces), default=0)
-    return Load(chain=chain, num_requests=num_requests, exact_tokens=exact, pieces=pieces)
+    return KvLoad(chain=chain, num_requests=num_requests, exact_tokens=exact, pieces=pieces)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Completion, Engine, SampleRequest
 from service.kv_reuse.layout import PromptSpan, joined, token_runs
 from service.kv_reuse.lease import SegmentLease
@@ -37,11 +37,11 @@ class SplicePlan:
     _any_spliced: bool = False
     _num_prefilled: int = 0
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> Load:
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
         """What its links and the samples are to load."""
         if self.lease.store.reason is not None:
             raise ReuseFailed(self.lease.store.reason)
-        runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.facts.block_size)
+        runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.info.block_size)
         ends = prefill_lengths(runs)
         if not ends:
             raise ReuseFailed("nothing_placed")

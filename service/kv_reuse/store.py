@@ -19,7 +19,7 @@ from pathlib import Path
 
 from coppice.wire.reuse import ReuseReason
 from engine.errors import EngineError
-from engine.kv_types import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.protocol import Engine
 from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.layout import PromptSpan
@@ -61,12 +61,12 @@ class SegmentCache:
         """Does not fail: without it prompts are computed."""
         if not self._capacity_bytes:
             return
-        facts = self._engine.facts
-        if facts.kv_format is None:
-            self.reason = facts.kv_reason or "unsupported_cache"
+        info = self._engine.info
+        if info.kv_format is None:
+            self.reason = info.kv_reason or "unsupported_cache"
             return
-        if facts.kv_format.not_movable is not None:
-            log.warning("segments cannot be moved: %s", facts.kv_format.not_movable)
+        if info.kv_format.not_movable is not None:
+            log.warning("segments cannot be moved: %s", info.kv_format.not_movable)
             self.reason = "not_movable"
             return
         self._arena = Arena.create(
@@ -76,7 +76,7 @@ class SegmentCache:
             self.reason = "no_shm"
             return
         self._extents = ExtentAllocator(self._arena.num_bytes)
-        self._words = struct.Struct(f"<{facts.tensor_parallel_size}Q")
+        self._words = struct.Struct(f"<{info.tensor_parallel_size}Q")
         self.reason = None
 
     async def close(self) -> None:
@@ -97,8 +97,8 @@ class SegmentCache:
 
     @property
     def kv_format(self) -> KvFormat:
-        assert self._engine.facts.kv_format is not None, "there is a store"
-        return self._engine.facts.kv_format
+        assert self._engine.info.kv_format is not None, "there is a store"
+        return self._engine.info.kv_format
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +141,7 @@ class SegmentCache:
         slot = ExportSlot(
             arena=self._arena.path,
             offset=extent.start + PAGE_BYTES,
-            words_offset=extent.start,
+            status_offset=extent.start,
             num_tokens=num_tokens,
             name=uuid.uuid4().hex,
         )
@@ -150,7 +150,7 @@ class SegmentCache:
     async def finish_write(self, cached: CacheEntry) -> bool:
         """Its writer has ended: whether it is written, for good."""
         if not self.is_committed(cached):
-            await self._engine.settle_exports()
+            await self._engine.flush_exports()
         cached.is_written = self.is_committed(cached)
         if not cached.is_written:
             self.forget(cached)
@@ -180,7 +180,7 @@ class SegmentCache:
 
     async def _unpin_when_settled(self, cached: CacheEntry) -> None:
         try:
-            await self._engine.settle_exports()
+            await self._engine.flush_exports()
         except EngineError:
             return  # nobody will ever need the bytes
         self._unpin_now(cached)
@@ -192,8 +192,8 @@ class SegmentCache:
 
     def is_committed(self, cached: CacheEntry) -> bool:
         assert self._arena is not None
-        words = self._words.unpack_from(self._arena.view, cached.slot.words_offset)
-        return all(word == ExportWord.COMMITTED for word in words)
+        words = self._words.unpack_from(self._arena.view, cached.slot.status_offset)
+        return all(status == ExportStatus.COMMITTED for status in words)
 
     def _drop_outdated(self) -> None:
         epoch = self._epoch()

@@ -38,7 +38,7 @@ def snapshot(server: Server) -> dict[str, Any]:
         "paused": state.paused,
         "model": None if state.engine is None else state.engine.model,
         "uptime_seconds": state.uptime_seconds,
-        "heartbeat_seconds": server.engine.pulse().age_seconds,
+        "heartbeat_seconds": server.engine.health().age_seconds,
         "samples": {
             "running": state.samples_running,
             "admitted": server.admission.num_samples,

@@ -24,7 +24,7 @@ from coppice.wire.kv import KvReason
 from coppice.wire.problems import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
-from engine.protocol import GraphCounts, SharedPrefixCounts, SkipReason
+from engine.protocol import AttentionFallbackReason, CudaGraphStats, SharedPrefixStats
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
@@ -166,7 +166,7 @@ class Metrics:
         self.shared_prefix_skipped = self._counter(
             "shared_prefix_steps_skipped", "Steps left to stock attention by why", "reason"
         )
-        self._shared_prefix = SharedPrefixCounts()
+        self._shared_prefix = SharedPrefixStats()
         self.speculation = SpeculationMetrics(self.registry)
         self.drafter = DrafterMetrics(self.registry)
         self.directory_up = self._gauge("directory_up", "1 while the directory answers")
@@ -204,7 +204,7 @@ class Metrics:
             "samples",
             "tokens",
         )
-        self._graphs = GraphCounts()
+        self._graphs = CudaGraphStats()
         self.build = Gauge("coppice_build_info", "Always 1", ["version"], registry=self.registry)
         self._init_labels()
 
@@ -250,7 +250,7 @@ class Metrics:
         self.directory_contact_age.set(fleet.contact_age_seconds)
         self.directory_replicas.set(len(fleet.view.replicas))
 
-    def update_attention(self, counts: SharedPrefixCounts) -> None:
+    def update_attention(self, counts: SharedPrefixStats) -> None:
         """The engine counts; what it has counted since it was last asked is added here."""
         previous, self._shared_prefix = self._shared_prefix, counts
         self.shared_prefix_steps.inc(counts.steps_grouped - previous.steps_grouped)
@@ -261,7 +261,7 @@ class Metrics:
             more = number - previous.steps_skipped.get(reason, 0)
             self.shared_prefix_skipped.labels(reason).inc(more)
 
-    def update_graphs(self, counts: GraphCounts) -> None:
+    def update_graphs(self, counts: CudaGraphStats) -> None:
         """As `update_attention`."""
         previous, self._graphs = self._graphs, counts
         self.graphs.set(counts.num_graphs)
@@ -302,7 +302,7 @@ class Metrics:
             self.graph_bytes.labels(kind)
         for used in ("hit", "miss", "mixed"):
             self.graph_steps.labels(used)
-        for skipped in get_args(SkipReason):
+        for skipped in get_args(AttentionFallbackReason):
             self.shared_prefix_skipped.labels(skipped)
         for outcome in get_args(AdapterLoadOutcome):
             self.adapter_loads.labels(outcome)

@@ -1,6 +1,6 @@
 """Whether a server can be sent requests now, and whether a restart would help it."""
 
-from engine.protocol import Engine, Pulse
+from engine.protocol import Engine, EngineHealth
 from service.cluster.registry import ReplicaState
 from service.http.errors import Draining, EngineGone, NotReady
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
@@ -43,15 +43,15 @@ class Readiness:
     def check_started(self) -> None:
         """Raises the problem for which the model is not there. What it then waits for, it does not
         get sooner by being started again."""
-        pulse = self._engine.pulse()
-        if pulse.stage == "dead" or (self.started and not pulse.alive):
+        health = self._engine.health()
+        if health.stage == "dead" or (self.started and not health.alive):
             raise EngineGone(retry_after_seconds=30)
         if not self.started:
             raise NotReady("the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS)
 
-    def check_alive(self) -> Pulse:
-        pulse = self._engine.pulse()
-        if not pulse.alive:
+    def check_alive(self) -> EngineHealth:
+        health = self._engine.health()
+        if not health.alive:
             # Why it did not start may name a path: that is for the log.
-            raise EngineGone(pulse.reason if self.started else "the engine did not start")
-        return pulse
+            raise EngineGone(health.reason if self.started else "the engine did not start")
+        return health

@@ -5,8 +5,8 @@ from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from engine.protocol import DraftScope, SpeculationChoice, SpeculationCounts, SpeculationSkip
-from engine.settings import LONGEST_DRAFT
+from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
+from engine.settings import MAX_DRAFT_TOKENS
 
 Label = TypeVar("Label")
 
@@ -16,7 +16,7 @@ class SpeculationMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        scopes, lengths = get_args(DraftScope), range(1, LONGEST_DRAFT + 1)
+        scopes, lengths = get_args(DraftScope), range(1, MAX_DRAFT_TOKENS + 1)
         self._drafted = self._counter(
             "drafted_tokens", "Tokens drafted and verified, by whose text", "scope", scopes
         )
@@ -25,13 +25,13 @@ class SpeculationMetrics:
         )
         self._drafts = self._counter("drafts", "Drafts verified", "length", lengths)
         self._steps = self._counter(
-            "steps", "Steps by what became of their drafts", "choice", get_args(SpeculationChoice)
+            "steps", "Steps by what became of their drafts", "choice", get_args(SpeculationDecision)
         )
         self._skipped = self._counter(
             "skipped",
             "Samples, or steps that failed, without drafts",
             "reason",
-            get_args(SpeculationSkip),
+            get_args(SpeculationSkipReason),
         )
         self._acceptance = self._gauge(
             "acceptance_ratio", "Accepted of the tokens drafted since the weights changed last"
@@ -44,10 +44,10 @@ class SpeculationMetrics:
             "cost_error_ratio", "How far off the predicted times of the last steps were"
         )
         self._bytes = self._gauge("store_bytes", "Bytes of the text that drafts are taken from")
-        self._previous = SpeculationCounts()
+        self._previous = SpeculationStats()
         self._gain.set(self._previous.gain_ratio)
 
-    def update(self, counts: SpeculationCounts) -> None:
+    def update(self, counts: SpeculationStats) -> None:
         previous, self._previous = self._previous, counts
         _add(self._drafted, previous.drafted, counts.drafted)
         _add(self._accepted, previous.accepted, counts.accepted)

@@ -14,7 +14,7 @@ def status(server: Server) -> StatusAnswer:
     started = server.readiness.started
     return StatusAnswer(
         version=__version__,
-        stage=server.engine.pulse().stage,
+        stage=server.engine.health().stage,
         paused=server.activation.paused,
         weights_version=active.label,
         weights_sequence=active.sequence,
@@ -28,7 +28,7 @@ def status(server: Server) -> StatusAnswer:
 
 def update_gauges(server: Server) -> None:
     """Levels are read when they are asked for, counters are counted when things happen."""
-    pulse = server.engine.pulse()
+    health = server.engine.health()
     metrics, readiness = server.metrics, server.readiness
     metrics.rollouts_running.set(server.rollouts.num_running)
     metrics.samples_running.set(server.rollouts.num_samples_running)
@@ -41,8 +41,8 @@ def update_gauges(server: Server) -> None:
     metrics.live.set(_succeeds(readiness.check_alive))
     metrics.weights_sequence.set(server.versions.active.sequence)
     metrics.adapters.set(server.adapters.num_loaded)
-    metrics.engine_up.set(readiness.started and pulse.alive)
-    metrics.heartbeat_age.set(pulse.age_seconds)
+    metrics.engine_up.set(readiness.started and health.alive)
+    metrics.heartbeat_age.set(health.age_seconds)
     metrics.update_kv(server.prompt_kv.status())
     metrics.kv_transfers.set(server.socket_sender.num_transfers)
     metrics.kv_transfers_limit.set(server.settings.kv.max_transfers)
@@ -57,7 +57,7 @@ def update_gauges(server: Server) -> None:
 
 def _engine_status(engine: Engine) -> EngineStatus:
     shown = EngineStatus.model_fields.keys()
-    return EngineStatus.model_validate({name: getattr(engine.facts, name) for name in shown})
+    return EngineStatus.model_validate({name: getattr(engine.info, name) for name in shown})
 
 
 def _succeeds(check: Callable[[], object]) -> bool:

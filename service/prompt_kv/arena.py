@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from engine.runtime.file_lock import own, ownerless
+from engine.runtime.file_lock import acquire_lock, try_acquire
 from service.prompt_kv.allocator import PAGE_BYTES
 
 PREFIX = "coppice-kv-"
@@ -79,7 +79,7 @@ def remove_stale_arenas(directory: Path) -> list[str]:
     """Removes the arenas of servers that are gone; returns their names."""
     swept = []
     for file in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError), ownerless(file) as is_left:  # or removed by its owner just now
+        with suppress(OSError), try_acquire(file) as is_left:  # or removed by its owner just now
             if is_left and file.stat().st_uid == os.getuid():
                 file.unlink()
                 swept.append(file.name)
@@ -90,7 +90,7 @@ def _create_file(directory: Path) -> tuple[Path, int]:
     while True:
         path = directory / (PREFIX + secrets.token_hex(16))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if own(file):
+        if acquire_lock(file):
             return path, file
         os.close(file)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineError
-from engine.kv_types import ExportSlot, ExportWord
+from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol import Engine
 from service.prompt_kv.arena import Arena
 from service.prompt_kv.checksums import checksums, etag
@@ -56,7 +56,7 @@ class ExportManager:
         self._layouts = layouts
         self._hasher = hasher
         self._active_version = active_version
-        self._num_ranks = engine.facts.tensor_parallel_size
+        self._num_ranks = engine.info.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
         self._pending: dict[Slot, PendingWrite] = {}
         self._has_pending = asyncio.Event()
@@ -109,7 +109,7 @@ class ExportManager:
     async def before_weights_update(self) -> None:
         """The engine is paused. What is committed now was computed by the old weights."""
         if self._pending:
-            await self._engine.settle_exports()
+            await self._engine.flush_exports()
             self.poll()
 
     def after_weights_update(self, version: str) -> None:
@@ -140,12 +140,12 @@ class ExportManager:
         if slot is None:
             self._refuse(export, "arena_full")
             return
-        self._words.pack_into(self._arena.view, slot.words_offset, *[0] * self._num_ranks)
+        self._words.pack_into(self._arena.view, slot.status_offset, *[0] * self._num_ranks)
         export.pending = self._pending[slot] = PendingWrite(slot=slot, exports=[export])
         export.export_slot = ExportSlot(
             arena=self._arena.path,
             offset=slot.data_offset,
-            words_offset=slot.words_offset,
+            status_offset=slot.status_offset,
             num_tokens=layout.num_tokens,
         )
         self._has_pending.set()
@@ -153,12 +153,12 @@ class ExportManager:
     def _poll_one(self, pending: PendingWrite) -> None:
         if pending.is_sealing or pending.is_done:
             return
-        words = self._words.unpack_from(self._arena.view, pending.slot.words_offset)
-        if ExportWord.FAILED in words:
+        words = self._words.unpack_from(self._arena.view, pending.slot.status_offset)
+        if ExportStatus.FAILED in words:
             self._fail(pending, "export_failed")
-        elif ExportWord.MIXED_VERSION in words:
+        elif ExportStatus.MIXED_VERSION in words:
             self._fail(pending, "mixed_version")
-        elif all(word == ExportWord.COMMITTED for word in words):
+        elif all(status == ExportStatus.COMMITTED for status in words):
             pending.is_sealing = True
             self._spawn(self._seal(pending), pending)
 
@@ -167,7 +167,7 @@ class ExportManager:
         self._poll_one(pending)
         if pending.is_sealing or pending.is_done:
             return
-        await self._engine.settle_exports()
+        await self._engine.flush_exports()
         self._poll_one(pending)
         if not (pending.is_sealing or pending.is_done):
             self._fail(pending, "not_written")
@@ -195,7 +195,7 @@ class ExportManager:
         self._spawn(self._free(pending.slot), pending)
 
     async def _free(self, slot: Slot) -> None:
-        await self._engine.settle_exports()
+        await self._engine.flush_exports()
         self._slots.settled(slot)
 
     def _remove_pending(self, pending: PendingWrite) -> None:

@@ -67,9 +67,9 @@ class PromptKvManager:
 
     def open(self) -> None:
         """Does not fail: without prompt KV the server serves all the same."""
-        facts = self._engine.facts
-        if facts.kv_format is None:
-            self.reason = facts.kv_reason or "unsupported_cache"
+        info = self._engine.info
+        if info.kv_format is None:
+            self.reason = info.kv_reason or "unsupported_cache"
             return
         self.arena = Arena.create(
             self._settings.directory,
@@ -85,7 +85,7 @@ class PromptKvManager:
             self.arena,
             self._slots,
             self.handles,
-            layouts=LayoutFactory(facts.model, facts.kv_format),
+            layouts=LayoutFactory(info.model, info.kv_format),
             hasher=self._hasher,
             active_version=self._active_version,
         )

@@ -52,7 +52,7 @@ class Slot:
     free_at: float = -math.inf
 
     @property
-    def words_offset(self) -> int:
+    def status_offset(self) -> int:
         return self.extent.start
 
     @property

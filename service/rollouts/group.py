@@ -23,8 +23,8 @@ from coppice.wire.rollouts import (
     VersionSpan,
 )
 from coppice.wire.spans import cut_spans, joined_spans
-from engine.kv_types import Load
-from engine.protocol import Completion, Engine, Place, SampleRequest, Sampling
+from engine.kv_types import KvLoad
+from engine.protocol import Completion, Engine, SampleRequest, Sampling, TopLogprobs
 from service.kv_reuse.group_reuse import ReuseReport
 from service.prompt_kv.group_export import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy
@@ -54,7 +54,7 @@ class GroupOptions(TypedDict):
     owner: str
     cache_salt: str | None
     adapter: str | None
-    num_likeliest: int
+    num_top_logprobs: int
     kv_lease_seconds: float | None
     reuse: ReuseReport | None
 
@@ -70,7 +70,7 @@ class Group:
     The engine knows its samples as siblings by its `name`, which no other has.
     `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
     in which they ended. `turns`, its rollout's, spread the answers of samples that end at the same
-    time. `likeliest` are, by sample, those that `num_likeliest` asks for.
+    time. `top_logprobs` are, by sample, those that `num_top_logprobs` asks for.
     """
 
     id: str
@@ -83,7 +83,7 @@ class Group:
     speculation: bool = True
     cache_salt: str | None = None
     adapter: str | None = None
-    num_likeliest: int = 0
+    num_top_logprobs: int = 0
     exact_version: str | None = None
     num_required: int | None = None
     finish_policy: FinishPolicy | None = None
@@ -94,14 +94,14 @@ class Group:
     kv_lease_seconds: float | None = None
     exports: GroupKvExports | None = None
     reuse: ReuseReport | None = None
-    load: Load | None = None
+    load: KvLoad | None = None
     end_reason: EndReason | None = None
     num_done: int = 0
     sample_ids: list[str] = field(default_factory=list)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
-    likeliest: dict[int, list[Place]] = field(default_factory=dict)
+    top_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     _unfinished: set[str] = field(default_factory=set)
 
@@ -163,7 +163,7 @@ class Group:
             speculation=self.speculation,
             load=self.load,
             adapter=self.adapter,
-            num_likeliest=self.num_likeliest,
+            num_top_logprobs=self.num_top_logprobs,
         )
 
     @asynccontextmanager
@@ -193,8 +193,8 @@ class Group:
             result = await completion
             self.sample_seconds.append(clock() - self.began_at)
             self._unfinished.discard(self.sample_ids[index])
-            if result.likeliest is not None:
-                self.likeliest[index] = result.likeliest[: self._num_valid_tokens(result)]
+            if result.top_logprobs is not None:
+                self.top_logprobs[index] = result.top_logprobs[: self._num_valid_tokens(result)]
             await self._on_sample_end(engine, index, result)
             await self.turns.wait()
             answer = await self._to_sample_answer(index, result)

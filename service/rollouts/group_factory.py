@@ -19,7 +19,7 @@ class CompatOptions:
     """What other servers' clients may ask for and our own contract does not have."""
 
     cache_salt: str | None = None
-    num_likeliest: int = 0
+    num_top_logprobs: int = 0
 
 
 NO_COMPAT_OPTIONS = CompatOptions()
@@ -82,7 +82,7 @@ class GroupFactory:
         return create_tree_group(
             request.branching,
             options,
-            block_size=self._engine.facts.block_size,
+            block_size=self._engine.info.block_size,
             max_lease_seconds=self._max_lease_seconds,
         )
 
@@ -105,14 +105,14 @@ class GroupFactory:
             "owner": shared.owner,
             "cache_salt": shared.compat_options.cache_salt,
             "adapter": shared.adapter,
-            "num_likeliest": shared.compat_options.num_likeliest,
+            "num_top_logprobs": shared.compat_options.num_top_logprobs,
             "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
             "decode": self._tokenizer.text if group.prompt.text or group.prompt.messages else None,
             "reuse": None,
         }
 
     def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
-        room = self._engine.facts.max_context_tokens - num_prompt_tokens
+        room = self._engine.info.max_context_tokens - num_prompt_tokens
         wanted = request.sampling
         return Sampling(
             max_tokens=min(wanted.max_tokens or room, room),

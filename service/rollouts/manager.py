@@ -163,12 +163,12 @@ class RolloutManager:
         if num_samples > self._max_samples:
             raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
-        facts = self._engine.facts
+        info = self._engine.info
         await check_continue_from(
             request,
             prompts,
-            max_context_tokens=facts.max_context_tokens,
-            vocab_size=facts.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
         )
         num_tokens = sum(map(len, prompts)) + validation.num_continued_tokens_of(request)
         reservation = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)

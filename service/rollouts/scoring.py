@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
-from engine.protocol import Engine, Place
+from engine.protocol import Engine, TopLogprobs
 from service.adapters.manager import AdapterManager
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.http.failures import to_service_error
@@ -79,7 +79,7 @@ class Scoring:
         return ScoreAnswer(items=[item.result() for item in items])
 
     def _check(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
-        limit, vocabulary = self._engine.facts.max_context_tokens, self._engine.facts.vocab_size
+        limit, vocabulary = self._engine.info.max_context_tokens, self._engine.info.vocab_size
         longest = max(map(len, responses), default=0)
         if len(prompt) + longest >= limit:
             raise PromptTooLong(
@@ -104,18 +104,19 @@ class Scoring:
     async def prompts(
         self,
         prompts: Sequence[list[int]],
-        num_likeliest: int,
+        num_top_logprobs: int,
         *,
         owner: str,
         options: ScoringOptions,
-    ) -> list[list[Place]]:
+    ) -> list[list[TopLogprobs]]:
         """Each of one version, in their order."""
         for prompt in prompts:
             self._check(prompt, [])
 
-        def score_prompt(prompt: list[int]) -> ComputedResult[list[Place]]:
+        def score_prompt(prompt: list[int]) -> ComputedResult[list[TopLogprobs]]:
             return self._compute_on_one_version(
-                lambda adapter: self._engine.likeliest(prompt, num_likeliest, adapter), options
+                lambda adapter: self._engine.top_logprobs(prompt, num_top_logprobs, adapter),
+                options,
             )
 
         num_tokens = sum(map(len, prompts))

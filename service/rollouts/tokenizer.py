@@ -10,7 +10,7 @@ from typing import TypeVar
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
-from engine.protocol import Conversation, Engine, Reply
+from engine.protocol import ChatRequest, ChatResponse, Engine
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
@@ -43,15 +43,15 @@ class Tokenizer:
             await turn.pause()
         return tokens
 
-    async def conversation(self, conversation: Conversation) -> list[int]:
-        return self._check_token_ids(await self.rendered(conversation))
+    async def chat_request(self, chat_request: ChatRequest) -> list[int]:
+        return self._check_token_ids(await self.rendered(chat_request))
 
-    async def rendered(self, conversation: Conversation) -> list[int]:
+    async def rendered(self, chat_request: ChatRequest) -> list[int]:
         """As above, of any length."""
         try:
             return await self._encoded(
-                _num_chars(conversation.messages) + _num_chars(conversation.tools),
-                lambda: self._engine.encode_conversation(conversation),
+                _num_chars(chat_request.messages) + _num_chars(chat_request.tools),
+                lambda: self._engine.encode_chat(chat_request),
             )
         except ConversationRefused as error:
             raise InvalidRequest.of_parameter(error.field, str(error)) from error
@@ -90,20 +90,22 @@ class Tokenizer:
 
         return await self._decoded(decode)
 
-    async def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        return await self._decoded(lambda: self._engine.reply(token_ids, conversation))
+    async def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest
+    ) -> ChatResponse:
+        return await self._decoded(lambda: self._engine.chat_response(token_ids, chat_request))
 
     def _check_token_ids(self, tokens: list[int]) -> list[int]:
-        facts = self._engine.facts
+        info = self._engine.info
         if not tokens:
             raise InvalidRequest("a prompt has no token")
-        if len(tokens) >= facts.max_context_tokens:
+        if len(tokens) >= info.max_context_tokens:
             raise PromptTooLong(
-                f"{len(tokens)} prompt tokens; the context holds {facts.max_context_tokens}, "
+                f"{len(tokens)} prompt tokens; the context holds {info.max_context_tokens}, "
                 "one of them at least for the response"
             )
-        if max(tokens) >= facts.vocab_size:
-            raise InvalidRequest(f"token ids must be below {facts.vocab_size}")
+        if max(tokens) >= info.vocab_size:
+            raise InvalidRequest(f"token ids must be below {info.vocab_size}")
         return tokens
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
@@ -114,16 +116,16 @@ class Tokenizer:
         if prompt.text is not None:
             return await self._text_tokens(prompt.text)
         messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
-        return await self.rendered(Conversation(messages=messages))
+        return await self.rendered(ChatRequest(messages=messages))
 
     async def _text_tokens(self, text: str) -> list[int]:
         """Refuses what cannot fit before it is tokenized."""
-        facts = self._engine.facts
-        if facts.max_token_chars is not None:
-            max_chars = facts.max_context_tokens * facts.max_token_chars
+        info = self._engine.info
+        if info.max_token_chars is not None:
+            max_chars = info.max_context_tokens * info.max_token_chars
             if len(text) > max_chars:
                 raise PromptTooLong(
-                    f"{len(text)} characters; the context holds {facts.max_context_tokens} tokens, "
+                    f"{len(text)} characters; the context holds {info.max_context_tokens} tokens, "
                     f"which are at most {max_chars} characters"
                 )
         return await self._encoded(len(text), lambda: self._engine.encode_text(text))

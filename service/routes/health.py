@@ -42,5 +42,5 @@ async def alive(server: AnyServer) -> Response:
 
 
 def _healthy(server: Server) -> Response:
-    answer = HealthAnswer(stage=server.engine.pulse().stage)
+    answer = HealthAnswer(stage=server.engine.health().stage)
     return Response(answer.model_dump_json(), media_type="application/json")

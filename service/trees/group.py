@@ -148,7 +148,7 @@ class TreeGroup(Group):
             seed=seed,
             priority=self.priority,
             cache_salt=self.cache_salt,
-            entropy_over=self.plan.entropy.k if topk else 0,
+            entropy_top_k=self.plan.entropy.k if topk else 0,
             export=self._export_place(path, prompt),
             group=self.name,
             speculation=self.speculation,

@@ -58,12 +58,12 @@ class Activation:
             await self._engine.resume()
             self._paused = False
 
-    async def forget_prefixes(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Samples that run keep what they hold."""
         async with self._lock:
             await self._engine.pause("keep")
             try:
-                await self._engine.forget_prefixes()
+                await self._engine.reset_prefix_cache()
             finally:
                 await self._resume_unless_operator_paused()
 
@@ -111,7 +111,7 @@ class Activation:
 
     async def _load(self, version: Version) -> None:
         try:
-            await self._engine.swap_weights(version.path, version.label)
+            await self._engine.update_weights(version.path, version.label)
         except LoadFailed as error:
             raise ActivationFailed(str(error)) from error
         except EngineDead as error:

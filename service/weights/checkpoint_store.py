@@ -19,7 +19,7 @@ from typing import BinaryIO
 from pydantic_core import from_json
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
-from engine.runtime.file_lock import own_folder
+from engine.runtime.file_lock import create_locked_dir
 from engine.weights.checkpoint import MAX_JSON_BYTES
 from service.http.errors import (
     DigestMismatch,
@@ -62,7 +62,7 @@ class CheckpointStore:
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._root, self._lock = own_folder(_PREFIX, self._directory)
+        self._root, self._lock = create_locked_dir(_PREFIX, self._directory)
 
     def close(self) -> None:
         folder, self._root = self._root, None

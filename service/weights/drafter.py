@@ -49,7 +49,7 @@ class DrafterManager:
         upload = await self._checkpoints.receive(chunks, digest)
         try:
             await asyncio.to_thread(self._engine.check_drafter, upload.path)
-            await self._engine.offer_drafter(upload.path, version)
+            await self._engine.submit_drafter(upload.path, version)
         except CheckpointRefused as refused:
             raise WeightsRefused(str(refused)) from refused
         except DrafterRefused as refused:

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.cached_generation import Prompted, answered
-from bench.harness.multi_agent_error import COMPUTED, Asked, Hearing, Way, ways_of
+from bench.harness.cached_generation import CachedPrompt, generate
+from bench.harness.multi_agent_error import (
+    PREFILLED,
+    AgentEvaluation,
+    Assembly,
+    Case,
+    assembly_modes,
+)
 from bench.harness.multi_agent_rows import agents_rows, change
 from examples.seedling import agents
 from examples.seedling.grow import SEEDLING
@@ -17,12 +23,12 @@ SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
 
 
 @pytest.fixture(scope="module")
-def hearing() -> Hearing:
-    return Hearing.of(str(SEEDLING))
+def hearing() -> AgentEvaluation:
+    return AgentEvaluation.of(str(SEEDLING))
 
 
 @pytest.fixture(scope="module")
-def asked(hearing: Hearing) -> list[Asked]:
+def asked(hearing: AgentEvaluation) -> list[Case]:
     return hearing.asked(SHAPE, 2)
 
 
@@ -32,10 +38,12 @@ def noise_of(model: Any, scale: float) -> torch.Tensor:
     return scale * -torch.empty(shape).exponential_(generator=chance).log()
 
 
-def said(model: Any, way: Way, one: Asked, scale: float, draft: Sequence[int] = ()) -> list[int]:
-    prompted = Prompted(cache=way(one.parts).cache, last=joined(one.parts)[-1])
+def said(
+    model: Any, way: Assembly, one: Case, scale: float, draft: Sequence[int] = ()
+) -> list[int]:
+    prompted = CachedPrompt(cache=way(one.parts).cache, last=joined(one.parts)[-1])
     end = model.config.eos_token_id
-    return answered(model, prompted, noise_of(model, scale), draft=draft, end=end)
+    return generate(model, prompted, noise_of(model, scale), draft=draft, end=end)
 
 
 def one_by_one(model: Any, prompt: list[int], noise: torch.Tensor) -> list[int]:
@@ -49,37 +57,39 @@ def one_by_one(model: Any, prompt: list[int], noise: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_an_answer_is_what_would_come_token_by_token_whatever_its_draft(
-    hearing: Hearing, asked: list[Asked], scale: float
+    hearing: AgentEvaluation, asked: list[Case], scale: float
 ) -> None:
     model, prompt = hearing.model, joined(asked[0].parts)
-    computed = ways_of(model, [], 16)[COMPUTED]
+    computed = assembly_modes(model, [], 16)[PREFILLED]
     expected = one_by_one(model, prompt, noise_of(model, scale))
     for draft in ([], asked[0].answer, expected, [*expected[:5], 7, *expected[6:]]):
         assert said(model, computed, asked[0], scale, draft) == expected
 
 
 def test_what_is_computed_whole_is_the_computed_prompt(
-    hearing: Hearing, asked: list[Asked]
+    hearing: AgentEvaluation, asked: list[Case]
 ) -> None:
-    ways = ways_of(hearing.model, [0, 512], 16)
-    heard = hearing.heard(asked, ways)
-    assert heard.shares["512 computed"] == [0.0, 0.0]
-    assert max(heard.divergences["512 computed"]) < 1e-5
-    assert min(heard.shares["0 computed"]) > 0.2
-    assert min(heard.divergences["0 computed"]) > 1e-4
+    ways = assembly_modes(hearing.model, [0, 512], 16)
+    scores = hearing.scores(asked, ways)
+    assert scores.shares["512 computed"] == [0.0, 0.0]
+    assert max(scores.divergences["512 computed"]) < 1e-5
+    assert min(scores.shares["0 computed"]) > 0.2
+    assert min(scores.divergences["0 computed"]) > 1e-4
     for scale in (0.0, 1.0):
         whole, computed = (
-            said(hearing.model, ways[way], asked[0], scale) for way in ("512 computed", COMPUTED)
+            said(hearing.model, ways[way], asked[0], scale) for way in ("512 computed", PREFILLED)
         )
         assert whole == computed
 
 
-def test_the_same_turns_are_asked_every_time(hearing: Hearing, asked: list[Asked]) -> None:
+def test_the_same_turns_are_asked_every_time(hearing: AgentEvaluation, asked: list[Case]) -> None:
     assert hearing.asked(SHAPE, 2) == asked
 
 
-def test_rows_tell_each_way_beside_the_computed_one(hearing: Hearing, asked: list[Asked]) -> None:
-    rows = agents_rows([hearing.heard(asked[:1], ways_of(hearing.model, [0], 16))])
+def test_rows_tell_each_way_beside_the_computed_one(
+    hearing: AgentEvaluation, asked: list[Case]
+) -> None:
+    rows = agents_rows([hearing.scores(asked[:1], assembly_modes(hearing.model, [0], 16))])
     told = [row.what.partition(" tokens: ")[2] for row in rows]
     assert told == [
         "surprise at the right answer, computed",

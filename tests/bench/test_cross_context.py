@@ -1,6 +1,6 @@
 """Of which prompts a goal is met or missed, by hand."""
 
-from bench.cross_context import PREDICTED, Arm, Shape, placed, shapes_of, time_rows
+from bench.cross_context import PREDICT, Arm, Shape, shapes_of, splice_modes, time_rows
 from bench.harness.record import Row
 from bench.harness.threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
 from service.kv_reuse.layout import PromptSpan
@@ -19,13 +19,15 @@ def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = (
 
 def rows_of(way: str, measured: Arm) -> list[Row]:
     whole = shapes_of(4, 1)[0]
-    shape = Shape(said=120, rounds=1, ways={name: whole.ways[name] for name in ("computed", way)})
+    shape = Shape(
+        num_own_tokens=120, rounds=1, modes={name: whole.modes[name] for name in ("computed", way)}
+    )
     return time_rows(shape, {"computed": arm([1.0] * 20), way: measured}, 4)
 
 
 def test_what_is_predicted_has_the_goals_of_what_is_placed_over_all_prompts() -> None:
-    [way], few = PREDICTED, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
-    for name in (way, placed(4)):
+    [way], few = PREDICT, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
+    for name in (way, splice_modes(4)):
         verdicts = [row.verdict for row in rows_of(name, few) if row.goal]
         assert verdicts == ["missed", "missed", "missed"]
 

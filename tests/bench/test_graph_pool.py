@@ -13,8 +13,8 @@ from bench.graph_pool_gpu import (
     HIT_GOAL,
     LLAMA_8B,
     TRACE,
+    capture_limits,
     decode_steps,
-    limits_of,
     plans,
     table,
     write_model,
@@ -22,11 +22,11 @@ from bench.graph_pool_gpu import (
 from bench.graph_pool_gpu import main as bench
 from bench.harness.graph_arms import Captured, schedule
 from bench.harness.paired_runs import Pairs
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.dispatch import Ladder, NextTokens
-from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluate import score
-from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.memory_model import estimate_memory
 from engine.cudagraphs.shape_trace import read_trace
 
 
@@ -37,27 +37,33 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_on_the_recorded_trace_the_plan_meets_its_goals_by_the_models(tmp_path: Path) -> None:
-    trace, memory = read_trace(TRACE), of_model(write_model(tmp_path / "model", dict(LLAMA_8B)))
+    trace, memory = (
+        read_trace(TRACE),
+        estimate_memory(write_model(tmp_path / "model", dict(LLAMA_8B))),
+    )
     full, ours = plans(trace, memory)
     theirs, judged = (
-        score(made.shapes, Ladder(made.shapes), trace.counts(), memory) for made in (full, ours)
+        score(made.shapes, PerLengthLookup(made.shapes), trace.counts(), memory)
+        for made in (full, ours)
     )
     assert judged.total_bytes <= BYTES_GOAL * theirs.total_bytes
     assert judged.hit_rate >= HIT_GOAL
-    assert score(full.shapes, NextTokens(full.shapes), trace.counts(), memory).hit_rate < 0.7
+    assert score(full.shapes, VllmLookup(full.shapes), trace.counts(), memory).hit_rate < 0.7
     assert (1 + judged.padding) / (1 + theirs.padding) <= 1.01
 
 
 def test_the_recorded_trace_has_every_length_and_a_long_tail() -> None:
     trace = read_trace(TRACE)
     steps = decode_steps(trace, 10**6)
-    assert {shape.query for shape, _ in steps} >= set(limits_of(trace).lengths.queries)
+    assert {shape.query_len for shape, _ in steps} >= set(capture_limits(trace).lengths.query_lens)
     assert {shape.samples for shape, _ in steps} >= {1, 2, 3, 64}
 
 
 def test_a_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
-    def limits(text: str) -> Limits:
-        return Limits(lengths=Lengths.parse(text), max_sequences=64, max_batched_tokens=2048)
+    def limits(text: str) -> CaptureLimits:
+        return CaptureLimits(
+            lengths=DraftLengthTiers.parse(text), max_sequences=64, max_batched_tokens=2048
+        )
 
     assert schedule(limits("8:0,4 32:2 0")) == [(1, 8, 4), (9, 32, 2), (33, 64, 0)]
     with pytest.raises(AssertionError, match="leaves out drafts"):
@@ -67,6 +73,6 @@ def test_a_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
 def test_the_table_says_what_was_met() -> None:
     full = Captured(num_graphs=100, measured_bytes=1000, hits=50, misses=0)
     ours = Captured(num_graphs=30, measured_bytes=350, hits=97, misses=3)
-    estimates = plans(read_trace(TRACE), of_model(Path("examples/seedling/model")))
+    estimates = plans(read_trace(TRACE), estimate_memory(Path("examples/seedling/model")))
     rows = table(full, ours, estimates, Pairs(a=[1.0] * 9, b=[1.005] * 9), 0.9)
     assert [row.verdict for row in rows] == ["met", "", "missed", "met"]

@@ -1,6 +1,6 @@
 """What a ratio over pairs says, and when it says nothing."""
 
-from bench.harness.paired_runs import Pairs, in_turn
+from bench.harness.paired_runs import Pairs, alternate
 
 
 def test_a_clear_ratio_meets_or_misses_its_goal() -> None:
@@ -30,5 +30,5 @@ async def test_arms_run_in_turn_and_none_is_always_first() -> None:
     async def b() -> None:
         ran.append("b")
 
-    await in_turn([a, b], rounds=2, warm_up=1)
+    await alternate([a, b], rounds=2, warm_up=1)
     assert ran == ["a", "b", "b", "a", "a", "b"]

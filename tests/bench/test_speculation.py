@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench.harness.replay_estimate import cells, foretold
-from bench.harness.speculation_results import Kept, Round, kept, workload_rows
-from bench.harness.teacher_forced import Fixed, Forced, Knowing
+from bench.harness.speculation_results import ArmResult, Round, summarize_run, workload_rows
+from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.speculation.cost import Step
 from kernels.draft_index import store
 from tests.engine.speculation.cost_simulator import Drafts
@@ -41,13 +41,13 @@ class Runner:
 
 
 @pytest.fixture
-def forced() -> Forced:
-    forced = Forced(Runner())
+def forced() -> TeacherForced:
+    forced = TeacherForced(Runner())
     forced.texts = {"a": TEXT, "b": TEXT}
     return forced
 
 
-def sampled(forced: Forced, *drafts: list[int]) -> list[list[int]]:
+def sampled(forced: TeacherForced, *drafts: list[int]) -> list[list[int]]:
     metadata = SimpleNamespace(
         num_draft_tokens=[len(draft) for draft in drafts],
         draft_token_ids=torch.tensor([token for draft in drafts for token in draft]),
@@ -56,27 +56,29 @@ def sampled(forced: Forced, *drafts: list[int]) -> list[list[int]]:
     return rows
 
 
-def test_a_row_says_what_was_drafted_rightly_and_one_token_more(forced: Forced) -> None:
+def test_a_row_says_what_was_drafted_rightly_and_one_token_more(forced: TeacherForced) -> None:
     assert sampled(forced, [6, 7, 1], [5]) == [[6, 7, 8, -1], [5, 6, -1, -1]]
     assert forced.sample(None, None).sampled_token_ids.tolist() == [[6], [5]]
 
 
-def test_a_text_ends_where_it_ends(forced: Forced) -> None:
+def test_a_text_ends_where_it_ends(forced: TeacherForced) -> None:
     assert sampled(forced, [6, 7, 8], []) == [[6, 7, 8, -1], [5, -1, -1, -1]]
 
 
-def test_rows_without_a_text_say_what_they_like(forced: Forced) -> None:
+def test_rows_without_a_text_say_what_they_like(forced: TeacherForced) -> None:
     forced.texts = {}
     assert sampled(forced, [], []) == [[99], [99]]
 
 
-def test_the_oracle_sends_what_is_right_and_a_fixed_length_what_it_is_told(forced: Forced) -> None:
+def test_the_oracle_sends_what_is_right_and_a_fixed_length_what_it_is_told(
+    forced: TeacherForced,
+) -> None:
     drafted = Drafts.alike(2, 3, 0.5)
     assert Fixed(2).lengths(drafted, running=2, context=20).tolist() == [2, 2]
-    told = SimpleNamespace(
+    summary = SimpleNamespace(
         tokens=np.array([[6, 7, 1], [6, 6, 7]]), lengths=np.array([3, 3], np.int32)
     )
-    assert Knowing(forced).lengths(told, running=2, context=20).tolist() == [2, 0]
+    assert OraclePolicy(forced).lengths(summary, running=2, context=20).tolist() == [2, 0]
 
 
 def run(seconds: float) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def run(seconds: float) -> dict[str, Any]:
 
 
 def one_round(seed: int, *names: str) -> Round:
-    arms: dict[str, Kept] = {name: kept(run(0.5), 1.5) for name in names}
+    arms: dict[str, ArmResult] = {name: summarize_run(run(0.5), 1.5) for name in names}
     return Round(seed=seed, surprise=1.8, arms=arms, steps=cells([run(0.5)]))
 
 
@@ -94,7 +96,7 @@ def test_a_record_grows_by_rounds_and_a_round_of_the_same_arms_is_replaced(tmp_p
     rounds: list[Round] = []
     for new in (one_round(1, "off", "ours"), one_round(2, "off", "ours"), one_round(1, "off")):
         rounds = Round.added(file, [new])
-        file.write_text(json.dumps({"raw": {"rounds": [one.told() for one in rounds]}}))
+        file.write_text(json.dumps({"raw": {"rounds": [one.summary() for one in rounds]}}))
     assert [one.seed for one in rounds] == [1, 2, 1]
     rounds = Round.added(file, [one_round(1, "ours", "off")])
     assert [(one.seed, len(one.arms)) for one in rounds] == [(2, 2), (1, 1), (1, 2)]
@@ -103,13 +105,13 @@ def test_a_record_grows_by_rounds_and_a_round_of_the_same_arms_is_replaced(tmp_p
 
 def test_arms_are_compared_in_the_rounds_that_they_shared() -> None:
     rows = workload_rows([one_round(1, "off", "ours"), one_round(2, "off", "ours", "ngram")])
-    told = {row.what: row.value for row in rows}
-    assert told["text"] == "0.100 nats a token"
-    assert told["ours over off, 2 rounds"].startswith("1.00x [1.00, 1.00]")
-    assert told["ours over ngram, 1 rounds"].startswith("1.00x")
+    summary = {row.what: row.value for row in rows}
+    assert summary["text"] == "0.100 nats a token"
+    assert summary["ours over off, 2 rounds"].startswith("1.00x [1.00, 1.00]")
+    assert summary["ours over ngram, 1 rounds"].startswith("1.00x")
 
 
-@pytest.mark.skipif(not store.built(), reason="the draft store was not built: no C++ compiler")
+@pytest.mark.skipif(not store.is_built(), reason="the draft store was not built: no C++ compiler")
 def test_what_is_foretold_is_a_round_at_a_time_and_the_oracles_the_least() -> None:
     steps = [
         Step(running=rows, context=40 * rows, verified=rows * more, seconds=1 + rows * more / 50)

@@ -4,40 +4,40 @@ from pathlib import Path
 
 import pytest
 
-from bench.replay.costs import Measured, Stated
-from bench.replay.drafters import Ngram, Ours
-from bench.replay.replay import Controller, Fixed, Likely, Replayer, matching
+from bench.replay.costs import LinearCost, MeasuredCost
+from bench.replay.drafters import NgramDrafter, StoreDrafter
+from bench.replay.replay import Controller, Fixed, Replay, ThresholdPolicy, common_prefix_length
 from bench.replay.traces import TRACES, Group, Trace
-from bench.trace_replay import LENGTHS, whole, with_finished
-from engine.speculation.calibration import Trust
+from bench.trace_replay import LENGTHS, replay_all, replay_with_finished
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.cost import Step, StepCost
+from engine.speculation.cost import Step, StepCostModel
 from kernels.draft_index import store
 
 pytestmark = pytest.mark.skipif(
-    not store.built(), reason="the library was not built: no C++ compiler when it was installed"
+    not store.is_built(), reason="the library was not built: no C++ compiler when it was installed"
 )
 TEXT = tuple(range(5, 45))
 
 
 def trace() -> Trace:
     """A part of what was recorded at temperature 1."""
-    whole = Trace.load(TRACES / "seedling-1.0.npz")
+    replay_all = Trace.load(TRACES / "seedling-1.0.npz")
     return Trace(
-        model=whole.model,
-        temperature=whole.temperature,
-        entropies=whole.entropies[:2],
-        epochs=tuple(groups[:3] for groups in whole.epochs[:2]),
+        model=replay_all.model,
+        temperature=replay_all.temperature,
+        entropies=replay_all.entropies[:2],
+        epochs=tuple(groups[:3] for groups in replay_all.epochs[:2]),
     )
 
 
-def replayed(controller: Controller, *, knows: bool = False, running: int = 64) -> Replayer:
-    replayer = Replayer(
-        drafter=Ours(),
+def replayed(controller: Controller, *, is_oracle: bool = False, running: int = 64) -> Replay:
+    replayer = Replay(
+        drafter=StoreDrafter(),
         controller=controller,
-        knows=knows,
+        is_oracle=is_oracle,
         max_running=running,
-        costs=Stated(fixed=1.0, token=0.02),
+        costs=LinearCost(fixed=1.0, token=0.02),
     )
     for number, groups in enumerate(trace().epochs):
         replayer.epoch(number, groups)
@@ -49,52 +49,56 @@ def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "trace.npz") == trace()
 
 
-@pytest.mark.parametrize("controller", [Fixed(0), Fixed(3), Fixed(16), Likely(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "controller", [Fixed(0), Fixed(3), Fixed(16), ThresholdPolicy(0.5)], ids=str
+)
 @pytest.mark.parametrize("running", [5, 64])
 def test_every_token_comes_once_whatever_was_drafted(controller: Controller, running: int) -> None:
-    outcome = replayed(controller, running=running).outcome
-    assert outcome.emitted == trace().num_tokens - trace().num_responses
-    assert outcome.passes <= outcome.emitted
+    result = replayed(controller, running=running).result
+    assert result.emitted == trace().num_tokens - trace().num_responses
+    assert result.passes <= result.emitted
 
 
 def test_without_drafts_every_pass_gives_one_token() -> None:
-    assert replayed(Fixed(0)).outcome.accepted_length == 1
+    assert replayed(Fixed(0)).result.accepted_length == 1
 
 
 def test_no_fixed_length_is_faster_than_who_knows_what_will_be_accepted() -> None:
     """Of the same drafts; how far siblings have come by then differs a little."""
-    oracle = replayed(Fixed(16), knows=True).outcome.seconds
-    assert all(replayed(Fixed(length)).outcome.seconds > oracle for length in LENGTHS)
+    oracle = replayed(Fixed(16), is_oracle=True).result.seconds
+    assert all(replayed(Fixed(length)).result.seconds > oracle for length in LENGTHS)
 
 
 def test_siblings_that_say_the_same_at_the_same_time_are_no_help() -> None:
-    replayer = Replayer(drafter=Ours(), controller=Fixed(16))
+    replayer = Replay(drafter=StoreDrafter(), controller=Fixed(16))
     replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
-    assert replayer.outcome.accepted_length == 1
+    assert replayer.result.accepted_length == 1
 
 
 def test_in_waves_the_later_ones_follow_the_earlier() -> None:
-    replayer = Replayer(drafter=Ours(), controller=Fixed(16), max_running=1)
+    replayer = Replay(drafter=StoreDrafter(), controller=Fixed(16), max_running=1)
     replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
-    assert replayer.outcome.accepted_length > 3
+    assert replayer.result.accepted_length > 3
 
 
 def test_finished_siblings_lengthen_what_is_accepted() -> None:
-    lengths = [with_finished(trace(), Ours, number).accepted_length for number in (0, 3, 15)]
+    lengths = [
+        replay_with_finished(trace(), StoreDrafter, number).accepted_length for number in (0, 3, 15)
+    ]
     assert lengths[0] * 1.2 < lengths[1] and lengths[1] * 1.2 < lengths[2]
 
 
 def test_n_grams_are_followed_from_where_they_were_first() -> None:
-    drafter = Ngram()
+    drafter = NgramDrafter()
     text = [1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4]
     assert drafter.draft(text, 3) == [9, 2, 3]
     assert drafter.draft([1, 2, 3], 3) == []
 
 
 def test_matching_ends_with_the_shorter() -> None:
-    assert matching([1, 2, 3], (1, 2)) == 2
-    assert matching([1, 5], (1, 2, 3)) == 1
-    assert matching([], (1,)) == 0
+    assert common_prefix_length([1, 2, 3], (1, 2)) == 2
+    assert common_prefix_length([1, 5], (1, 2, 3)) == 1
+    assert common_prefix_length([], (1,)) == 0
 
 
 def test_the_engines_own_controller_rules_a_replay() -> None:
@@ -104,14 +108,14 @@ def test_the_engines_own_controller_rules_a_replay() -> None:
         for rows in (1, 4, 16, 64)
         for more in (1, 2, 4, 8)
     ]
-    costs = Measured(StepCost(steps))
+    costs = MeasuredCost(StepCostModel(steps))
     found = {
-        name: whole(trace(), Ours(), controller, costs).seconds
+        name: replay_all(trace(), StoreDrafter(), controller, costs).seconds
         for name, controller in (
             ("none", Fixed(0)),
-            ("longest", Fixed(16)),
-            ("ruled", Ruling(StepCost(steps), Trust())),
+            ("max_draft_tokens", Fixed(16)),
+            ("ruled", Ruling(StepCostModel(steps), DraftCalibration())),
         )
     }
     assert found["ruled"] < 0.9 * found["none"]
-    assert found["ruled"] < 1.3 * found["longest"]
+    assert found["ruled"] < 1.3 * found["max_draft_tokens"]

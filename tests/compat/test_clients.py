@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from examples.agent.calculator import called
+from examples.agent.calculator import call_calculator
 from examples.agent.rollout import rollout
 from examples.seedling.grow import SEEDLING
 from tests.compat.programs import ROOT, install, told
@@ -100,7 +100,7 @@ def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> N
     first = row.sampled.index(False)
     asked = words.decode(row.response[:first]).split("\n")[-1]
     told = words.decode(row.response[first : row.sampled.index(True, first)])
-    assert told == called(asked), f"the calculator's answer to {asked}"
+    assert told == call_calculator(asked), f"the calculator's answer to {asked}"
 
 
 def test_a_session_of_sglangs_clients_finds_its_first_turn(url: str) -> None:

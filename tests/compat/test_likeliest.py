@@ -32,7 +32,7 @@ async def test_a_completion_names_the_likeliest_at_every_token(tmp_path: Path) -
             ]
         plain = await served.post(COMPLETIONS, {**ASKED, "logprobs": 0})
         assert plain["choices"][0]["logprobs"]["top_logprobs"] == [None, None]
-    assert [request.num_likeliest for request in served.engine.submitted] == [2, 2, 0]
+    assert [request.num_top_logprobs for request in served.engine.submitted] == [2, 2, 0]
 
 
 async def test_a_prompts_log_probabilities_are_computed_once(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kernels.draft_index.store import built
+from kernels.draft_index.store import is_built
 from tests.compat.programs import install, told
 from tests.invariants.service_process import home, service
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not built(), reason="the draft store was not built"),
+    pytest.mark.skipif(not is_built(), reason="the draft store was not built"),
 ]
 
 WANTED: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.protocol import Conversation, Reply
+from engine.protocol import ChatRequest, ChatResponse
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
@@ -109,8 +109,8 @@ class FailingEngine(FakeEngine):
         super().__init__()
         self.num_written = 0
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        return Reply(content=self.decode(token_ids))
+    def reply(self, token_ids: Sequence[int], conversation: ChatRequest) -> ChatResponse:
+        return ChatResponse(content=self.decode(token_ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.num_written += 1

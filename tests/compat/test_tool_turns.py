@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import Conversation, EngineFacts, Reply
+from engine.protocol import ChatRequest, ChatResponse, EngineInfo
 from tests.compat.foreign import Foreign, foreign
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 from tests.fake_engine import FakeEngine
@@ -28,14 +28,14 @@ class ParsingEngine(FakeEngine):
         self.response = chat.tokenizer.encode(WRITTEN)
 
     @property
-    def facts(self) -> EngineFacts:
-        return replace(super().facts, vocab_size=len(self.chat.tokenizer))
+    def info(self) -> EngineInfo:
+        return replace(super().info, vocab_size=len(self.chat.tokenizer))
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
+    def encode_chat(self, conversation: ChatRequest) -> list[int]:
         return self.chat.chat.encode(conversation)
 
-    def reply(self, token_ids: Sequence[int], conversation: Conversation) -> Reply:
-        return self.chat.chat.reply(self.response, conversation)
+    def chat_response(self, token_ids: Sequence[int], conversation: ChatRequest) -> ChatResponse:
+        return self.chat.chat.chat_response(self.response, conversation)
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,11 @@ def broken_files(tensors: Tensors, folder: Path) -> dict[Path, str]:
         "nan": (tensors | {NAMED: poisoned}, NAMED),
         "missing": ({name: t for name, t in tensors.items() if name != NAMED}, NAMED),
     }
-    said = {}
+    varied_texts = {}
     for name, (content, word) in raw.items():
         (folder / name).write_bytes(content)
-        said[folder / name] = word
+        varied_texts[folder / name] = word
     for name, (values, word) in changed.items():
         save_file(values, folder / name)
-        said[folder / name] = word
-    return said
+        varied_texts[folder / name] = word
+    return varied_texts

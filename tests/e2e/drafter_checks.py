@@ -10,36 +10,38 @@ from tests.e2e.scene import Scene
 PROMPT = [7, 20, 21, 22]
 
 
-async def a_drafter_is_brought(at: Scene) -> None:
+async def submit_drafter(system: Scene) -> None:
     """It waits for its trial, or stands it, while all else happens."""
-    answer = await at.rollouts.upload_drafter("brought", at.models["v8"] / "model.safetensors")
+    answer = await system.rollouts.upload_drafter(
+        "brought", system.models["v8"] / "model.safetensors"
+    )
     assert answer.training.state in ("running", "paused")
 
 
-async def the_drafter_drafts_on(at: Scene) -> None:
-    answer = await at.rollouts.drafter()
+async def check_drafter_still_drafts(system: Scene) -> None:
+    answer = await system.rollouts.drafter()
     assert "v8" in {pair.weights for pair in answer.acceptance if pair.drafted}
     assert answer.failed == 0
     assert answer.training.state in ("running", "paused")
-    home = at.models["v7"].parent / "home.safetensors"
-    assert await at.rollouts.download_drafter(home)
-    assert load_file(home).keys() == load_file(at.models["v7"] / "model.safetensors").keys()
-    metrics = (await at.served.http.get("/metrics")).text
+    home = system.models["v7"].parent / "home.safetensors"
+    assert await system.rollouts.download_drafter(home)
+    assert load_file(home).keys() == load_file(system.models["v7"] / "model.safetensors").keys()
+    metrics = (await system.served.http.get("/metrics")).text
     assert re.search(r"^coppice_drafter_acceptance_ratio\{.+\} \S+$", metrics, re.MULTILINE)
 
 
-async def who_wants_no_drafts_gets_none(at: Scene) -> None:
+async def check_opted_out_samples(system: Scene) -> None:
     """And all others were drafted for."""
-    assert at.engine.facts.max_context_tokens == 512
-    refused = await at.greedy([PROMPT], 20, n=2, speculation=False)
+    assert system.engine.info.max_context_tokens == 512
+    refused = await system.greedy([PROMPT], 20, n=2, speculation=False)
     assert [len(sample.token_ids) for sample in refused.groups[0].samples] == [20, 20]
     async with asyncio.timeout(120):
-        while at.engine.speculation().skipped.get("refused", 0) < 2:
+        while system.engine.speculation().skipped.get("refused", 0) < 2:
             await asyncio.sleep(0.1)
-    counts = at.engine.speculation()
+    counts = system.engine.speculation()
     assert counts.skipped.get("failed", 0) == 0
     # How much is worth sending is measured, and may be nothing on this machine.
     resting = counts.steps.get("not_worth_it", 0) + counts.steps.get("resting", 0)
     assert sum(counts.accepted.values()) + resting > 0
-    metrics = (await at.served.http.get("/metrics")).text
+    metrics = (await system.served.http.get("/metrics")).text
     assert re.search(r"^coppice_speculation_gain_ratio \S+$", metrics, re.MULTILINE)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from bench.harness.hf_prediction import Foreseen
-from bench.harness.hf_splice import Placed
+from bench.harness.hf_prediction import HfPredictor
+from bench.harness.hf_splice import HfAssembler
 from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
 from coppice.results import RolloutResult
 from service.kv_reuse.layout import PromptSpan, joined
-from tests.e2e.prompt_kv_checks import assert_all_are_the_models
+from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.serving import Served
 
 FIRST_TOKENS = 8
@@ -19,7 +19,7 @@ TOOL, TALE = [5 + i % 90 for i in range(70)], [9 + i % 70 for i in range(55)]
 OWN = [[3 + a, *range(30, 70 + a)] for a in range(3)]
 EXPORTED = [[2 + i, *range(100, 160)] for i in range(4)]
 
-Meant = Callable[[list[int]], torch.Tensor]
+Expected = Callable[[list[int]], torch.Tensor]
 
 
 def parts_of(own: list[int]) -> list[PromptSpan]:
@@ -31,7 +31,7 @@ def parts_of(own: list[int]) -> list[PromptSpan]:
     ]
 
 
-async def placed_prompts_are_what_was_meant(
+async def check_spliced_prompts(
     served: Served, rollouts: AsyncRollouts, version: str, model: Any
 ) -> None:
     """Two rounds: segments are computed alone in the first, and only placed in the second."""
@@ -40,25 +40,25 @@ async def placed_prompts_are_what_was_meant(
         placing = [ask(rollouts, parts_of(own), reuse) for own in OWN]
         exporting = rollouts.rollout(EXPORTED, n=2, max_tokens=8, kv=Kv())
         exported, *placed = await asyncio.gather(exporting, *placing)
-        await assert_all_are_the_models(served, exported.groups, EXPORTED, version, model)
+        await assert_all_match_model(served, exported.groups, EXPORTED, version, model)
         for own, result in zip(OWN, placed, strict=True):
-            assert_placed(model, parts_of(own), result)
+            assert_spliced(model, parts_of(own), result)
     assert placed[0].groups[0].reuse is not None
     assert placed[0].groups[0].reuse.tokens_prepared == 0
     served.server.kv_reuse.store.check()
 
 
-async def predicted_prompts_are_what_was_meant(
+async def check_predicted_prompts(
     served: Served, rollouts: AsyncRollouts, version: str, model: Any
 ) -> None:
     """Two rounds are computed, and become anchors; the third is predicted from them."""
     reuse = Reuse(mode="anchors", threshold=1.0)
-    rounds = [[said(own, number) for own in OWN] for number in range(3)]
+    rounds = [[varied_texts(own, number) for own in OWN] for number in range(3)]
     for number, asked in enumerate(rounds):
         placing = [ask(rollouts, parts, reuse) for parts in asked]
         exporting = rollouts.rollout(EXPORTED, n=2, max_tokens=8, kv=Kv())
         exported, *answers = await asyncio.gather(exporting, *placing)
-        await assert_all_are_the_models(served, exported.groups, EXPORTED, version, model)
+        await assert_all_match_model(served, exported.groups, EXPORTED, version, model)
         told = [answer.groups[0].reuse for answer in answers]
         expected = "no_anchor" if number < 2 else None
         assert [one and one.reason for one in told] == [expected] * len(OWN)
@@ -70,19 +70,21 @@ async def predicted_prompts_are_what_was_meant(
     served.server.kv_reuse.anchors.check()
 
 
-def predicted_from(model: Any, earlier: list[list[PromptSpan]], parts: list[PromptSpan]) -> Meant:
-    foreseen = Foreseen(model)
+def predicted_from(
+    model: Any, earlier: list[list[PromptSpan]], parts: list[PromptSpan]
+) -> Expected:
+    foreseen = HfPredictor(model)
     anchors = [foreseen.anchor(one) for one in earlier]
 
-    def meant(tokens: list[int]) -> torch.Tensor:
-        found = foreseen.put_together(parts, anchors, tokens, threshold=1.0)
+    def expected(tokens: list[int]) -> torch.Tensor:
+        found = foreseen.assemble(parts, anchors, tokens, threshold=1.0)
         assert found is not None
         return found
 
-    return meant
+    return expected
 
 
-def said(own: list[int], number: int) -> list[PromptSpan]:
+def varied_texts(own: list[int], number: int) -> list[PromptSpan]:
     """Other texts under the same names, none longer than the first's."""
     texts = ([token + number for token in text[number:]] for text in (TOOL, TALE))
     own_part, tool, tale, ask_part = parts_of(own)
@@ -96,15 +98,15 @@ def ask(rollouts: AsyncRollouts, parts: list[PromptSpan], reuse: Reuse) -> Any:
     return rollouts.rollout([prompt], n=3, reuse=reuse, **how)
 
 
-def assert_placed(model: Any, parts: list[PromptSpan], result: RolloutResult) -> None:
-    def meant(tokens: list[int]) -> torch.Tensor:
-        return Placed(model).put_together(parts, tokens, first_tokens=FIRST_TOKENS)
+def assert_spliced(model: Any, parts: list[PromptSpan], result: RolloutResult) -> None:
+    def expected(tokens: list[int]) -> torch.Tensor:
+        return HfAssembler(model).assemble(parts, tokens, first_tokens=FIRST_TOKENS)
 
-    assert_approximate(model, parts, result, meant)
+    assert_approximate(model, parts, result, expected)
 
 
 def assert_approximate(
-    model: Any, parts: list[PromptSpan], result: RolloutResult, meant: Meant
+    model: Any, parts: list[PromptSpan], result: RolloutResult, expected: Expected
 ) -> None:
     """Log-probabilities are those of what was meant, by Hugging Face's forward."""
     [group] = result.groups
@@ -112,17 +114,17 @@ def assert_approximate(
     assert (group.exact, group.reuse.reason) == (False, None)
     for sample in group.samples:
         tokens = sample.token_ids.tolist()
-        exact = Placed(model).dense(joined(parts), tokens)
+        exact = HfAssembler(model).dense(joined(parts), tokens)
         chosen, computed = (
-            d.gather(1, torch.tensor(tokens)[:, None])[:, 0] for d in (meant(tokens), exact)
+            d.gather(1, torch.tensor(tokens)[:, None])[:, 0] for d in (expected(tokens), exact)
         )
         assert (chosen - torch.tensor(sample.logprobs)).abs().max() < 1e-3
         assert (chosen - computed).abs().max() > 1e-3, "the test would not see a difference"
 
 
-async def shared_texts_become_a_prefix(served: Served, rollouts: AsyncRollouts) -> None:
+async def check_shared_prefix(served: Served, rollouts: AsyncRollouts) -> None:
     """Exact, and on vLLM's own count of cached tokens."""
-    block = served.server.engine.facts.block_size
+    block = served.server.engine.info.block_size
     results = [
         await rollouts.rollout(
             [[PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts_of(own)]],

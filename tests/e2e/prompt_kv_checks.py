@@ -14,7 +14,7 @@ from tests.serving import Served
 CLOSE = 1e-4
 
 
-async def assert_all_are_the_models(
+async def assert_all_match_model(
     served: Served, groups: Sequence[Group], prompts: Sequence[list[int]], version: str, model: Any
 ) -> None:
     """Over either transport."""
@@ -25,11 +25,11 @@ async def assert_all_are_the_models(
             source = KvSource(served.url, transports=[transport])
             kv = await asyncio.to_thread(PromptKV.fetch, group.kv, source)
             assert kv is not None, source.counts
-            assert_the_models(kv, prompt, model)
+            assert_matches_model(kv, prompt, model)
     served.server.prompt_kv.check()
 
 
-def assert_the_models(kv: PromptKV, prompt: list[int], model: Any) -> None:
+def assert_matches_model(kv: PromptKV, prompt: list[int], model: Any) -> None:
     with torch.inference_mode():
         cache = model(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
     for (keys, values), layer in zip(kv.torch_layers(), cache.layers, strict=True):
@@ -37,7 +37,7 @@ def assert_the_models(kv: PromptKV, prompt: list[int], model: Any) -> None:
         assert (values - layer.values[0]).abs().max() < CLOSE
 
 
-async def handles_outlive_an_activation_under_their_own_version(
+async def check_handles_survive_activation(
     served: Served,
     rollouts: AsyncRollouts,
     before: tuple[str, Any],
@@ -54,9 +54,9 @@ async def handles_outlive_an_activation_under_their_own_version(
     await rollouts.resume()
     new = await waiting
     again = await rollouts.rollout([early], n=2, max_tokens=4, kv=Kv())
-    await assert_all_are_the_models(served, old.groups, [early], *before)
-    await assert_all_are_the_models(served, new.groups, [late], *after)
-    await assert_all_are_the_models(served, again.groups, [early], *after)
+    await assert_all_match_model(served, old.groups, [early], *before)
+    await assert_all_match_model(served, new.groups, [late], *after)
+    await assert_all_match_model(served, again.groups, [early], *after)
 
 
 async def release_all(served: Served) -> None:

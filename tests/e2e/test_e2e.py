@@ -21,18 +21,18 @@ from coppice.results import RolloutResult
 from engine.settings import SpeculationSettings
 from tests.e2e.broken_files import broken_files
 from tests.e2e.drafter_checks import (
-    a_drafter_is_brought,
-    the_drafter_drafts_on,
-    who_wants_no_drafts_gets_none,
+    check_drafter_still_drafts,
+    check_opted_out_samples,
+    submit_drafter,
 )
 from tests.e2e.kv_reuse_checks import (
-    placed_prompts_are_what_was_meant,
-    predicted_prompts_are_what_was_meant,
-    shared_texts_become_a_prefix,
+    check_predicted_prompts,
+    check_shared_prefix,
+    check_spliced_prompts,
 )
 from tests.e2e.prompt_kv_checks import (
-    assert_all_are_the_models,
-    handles_outlive_an_activation_under_their_own_version,
+    assert_all_match_model,
+    check_handles_survive_activation,
     release_all,
 )
 from tests.e2e.scene import Scene, scene
@@ -78,10 +78,10 @@ async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_r
     siblings = SpeculationSettings(
         mode="siblings", cache_directory=tmp_path, store_file=tmp_path / DRAFTS
     )
-    async with scene(models, tmp_path, num_ranks, siblings) as at:
-        await all_that_happens(at, tmp_path)
-        await who_wants_no_drafts_gets_none(at)
-        await nothing_is_left(at)
+    async with scene(models, tmp_path, num_ranks, siblings) as system:
+        await run_everything(system, tmp_path)
+        await check_opted_out_samples(system)
+        await check_nothing_left(system)
     assert (tmp_path / DRAFTS).stat().st_size > 0
 
 
@@ -96,32 +96,32 @@ async def test_everything_at_once_with_a_drafter(models: dict[str, Path], tmp_pa
         drafter_directory=tmp_path / "drafters",
         drafter_busy_share=1.0,
     )
-    async with scene(models, tmp_path, 1, drafter) as at:
-        brought = asyncio.create_task(a_drafter_is_brought(at))
-        await all_that_happens(at, tmp_path)
+    async with scene(models, tmp_path, 1, drafter) as system:
+        brought = asyncio.create_task(submit_drafter(system))
+        await run_everything(system, tmp_path)
         await brought
-        await who_wants_no_drafts_gets_none(at)
-        await the_drafter_drafts_on(at)
-        await nothing_is_left(at)
+        await check_opted_out_samples(system)
+        await check_drafter_still_drafts(system)
+        await check_nothing_left(system)
 
 
-async def all_that_happens(at: Scene, tmp_path: Path) -> None:
-    v7, v8 = reference(at.models["v7"]), reference(at.models["v8"])
-    await groups_share_and_are_preempted(at, v7)
-    await prefixes_were_read_once(at)
-    await weights_change_under_running_samples(at, v7, v8)
-    await broken_weights_are_refused_while_others_sample(at, tmp_path, v8)
-    await scores_are_the_active_versions(at)
-    await going_back_gives_the_first_answers_again(at, v7)
-    await prompt_kv_is_the_models_and_of_its_own_version(at, v7, v8)
-    await placed_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
-    await predicted_prompts_are_what_was_meant(at.served, at.rollouts, "v8", v8)
-    await shared_texts_become_a_prefix(at.served, at.rollouts)
+async def run_everything(system: Scene, tmp_path: Path) -> None:
+    v7, v8 = reference(system.models["v7"]), reference(system.models["v8"])
+    await check_groups_and_preemption(system, v7)
+    await check_prefixes_read_once(system)
+    await check_update_weights_under_load(system, v7, v8)
+    await check_broken_weights_refused(system, tmp_path, v8)
+    await check_scores(system)
+    await check_rollback(system, v7)
+    await check_prompt_kv(system, v7, v8)
+    await check_spliced_prompts(system.served, system.rollouts, "v8", v8)
+    await check_predicted_prompts(system.served, system.rollouts, "v8", v8)
+    await check_shared_prefix(system.served, system.rollouts)
 
 
-async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
+async def check_groups_and_preemption(system: Scene, v7: Any) -> None:
     before = counted("num_preemptions")
-    result = await at.greedy(PROMPTS, 60, n=8)
+    result = await system.greedy(PROMPTS, 60, n=8)
     assert counted("num_preemptions") > before
     for prompt, group in zip(PROMPTS, result.groups, strict=True):
         assert len(group.samples) == 8
@@ -129,32 +129,34 @@ async def groups_share_and_are_preempted(at: Scene, v7: Any) -> None:
             assert_whole_and_greedy(v7, prompt, sample, 60)
 
 
-async def prefixes_were_read_once(at: Scene) -> None:
+async def check_prefixes_read_once(system: Scene) -> None:
     # Half of the eight groups share whole blocks; drafts spare up to five steps of six.
     async with asyncio.timeout(120):
-        while at.engine.shared_prefix().rows_grouped < 4 * 8 * 60 // 6:
+        while system.engine.shared_prefix().rows_grouped < 4 * 8 * 60 // 6:
             await asyncio.sleep(0.1)
-    counts = at.engine.shared_prefix()
+    counts = system.engine.shared_prefix()
     assert counts.prefix_bytes_not_read > 0 == counts.steps_skipped["failed"]
-    metrics = (await at.served.http.get("/metrics")).text
+    metrics = (await system.served.http.get("/metrics")).text
     [steps] = re.findall(r"^coppice_shared_prefix_steps_total (\S+)$", metrics, re.MULTILINE)
     assert float(steps) >= counts.steps_grouped > 0
 
 
-async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> None:
+async def check_update_weights_under_load(system: Scene, v7: Any, v8: Any) -> None:
     before = counted("generation_tokens")
-    straddling = asyncio.create_task(at.greedy([LONG], NUM_LONG))
-    bound = asyncio.create_task(at.greedy([LONG], NUM_LONG, n=2, policy=Policy(exact_version="v7")))
-    left = asyncio.create_task(leave_early(at))
-    tree = asyncio.create_task(grow_a_tree(at))
+    straddling = asyncio.create_task(system.greedy([LONG], NUM_LONG))
+    bound = asyncio.create_task(
+        system.greedy([LONG], NUM_LONG, n=2, policy=Policy(exact_version="v7"))
+    )
+    left = asyncio.create_task(disconnect_early(system))
+    tree = asyncio.create_task(check_tree_growth(system))
     async with asyncio.timeout(60):
         # So many that all of them have some.
         while counted("generation_tokens") < before + 100:
             await asyncio.sleep(0.005)
-    await at.rollouts.pause("keep")
-    tensors = load_file(at.models["v8"] / "model.safetensors")
-    await at.rollouts.publish_weights("v8", tensors, mode="recompute")
-    await at.rollouts.resume()
+    await system.rollouts.pause("keep")
+    tensors = load_file(system.models["v8"] / "model.safetensors")
+    await system.rollouts.publish_weights("v8", tensors, mode="recompute")
+    await system.rollouts.resume()
     (sample,) = (await straddling).groups[0].samples
     assert [span.version for span in sample.versions] == ["v7", "v8"]
     change, tokens = sample.versions[0].end, sample.token_ids.tolist()
@@ -170,10 +172,10 @@ async def weights_change_under_running_samples(at: Scene, v7: Any, v8: Any) -> N
     await check_tree(await tree, v7, v8)
 
 
-async def grow_a_tree(at: Scene) -> RolloutResult:
+async def check_tree_growth(system: Scene) -> RolloutResult:
     """Greedy, so every path is the same; paths fork before the weights change, and after."""
     branching = Branching(mode="interval", interval=96, max_depth=3, max_leaves=8)
-    return await at.greedy([TREE], NUM_LONG, branching=branching)
+    return await system.greedy([TREE], NUM_LONG, branching=branching)
 
 
 async def check_tree(result: RolloutResult, v7: Any, v8: Any) -> None:
@@ -183,68 +185,64 @@ async def check_tree(result: RolloutResult, v7: Any, v8: Any) -> None:
     made_by = set()
     for row in group.tree.rows():
         tokens = row.token_ids.tolist()
-        at = 0
+        system = 0
         for span in row.versions:
             model = {"v7": v7, "v8": v8}[span.version]
-            assert_greedy(model, TREE + tokens[:at], tokens[at : span.end])
-            at = span.end
+            assert_greedy(model, TREE + tokens[:system], tokens[system : span.end])
+            system = span.end
             made_by.add(span.version)
-        assert at == NUM_LONG
+        assert system == NUM_LONG
     assert "v8" in made_by
 
 
-async def leave_early(at: Scene) -> None:
+async def disconnect_early(system: Scene) -> None:
     """Sees one sample end and goes; the long ones must not stay."""
-    async for record in at.rollouts.stream([LONG], n=4, max_tokens=400, temperature=2.0):
+    async for record in system.rollouts.stream([LONG], n=4, max_tokens=400, temperature=2.0):
         if isinstance(record, SampleRecord):
             break
         await asyncio.sleep(0.3)
         break
 
 
-async def broken_weights_are_refused_while_others_sample(
-    at: Scene, tmp_path: Path, v8: Any
-) -> None:
-    sampling = asyncio.create_task(at.greedy([PROMPTS[2]], 200))
-    tensors = load_file(at.models["v7"] / "model.safetensors")
+async def check_broken_weights_refused(system: Scene, tmp_path: Path, v8: Any) -> None:
+    sampling = asyncio.create_task(system.greedy([PROMPTS[2]], 200))
+    tensors = load_file(system.models["v7"] / "model.safetensors")
     for file, word in broken_files(tensors, tmp_path).items():
-        answer = await at.served.http.put("/v1/weights/v9", content=file.read_bytes())
+        answer = await system.served.http.put("/v1/weights/v9", content=file.read_bytes())
         assert (answer.status_code, answer.json()["code"]) == (422, "weights_refused"), file.name
         assert word in answer.json()["detail"], file.name
         assert str(tmp_path) not in answer.text
     (sample,) = (await sampling).groups[0].samples
     assert_whole_and_greedy(v8, PROMPTS[2], sample, 200)
-    assert (await at.rollouts.weights()).active == "v8"
+    assert (await system.rollouts.weights()).active == "v8"
 
 
-async def scores_are_the_active_versions(at: Scene) -> None:
-    result = await at.rollouts.rollout([PROMPTS[3]], n=2, max_tokens=40, ignore_eos=True)
+async def check_scores(system: Scene) -> None:
+    result = await system.rollouts.rollout([PROMPTS[3]], n=2, max_tokens=40, ignore_eos=True)
     responses = [sample.token_ids for sample in result.groups[0].samples]
-    (scored,) = await at.rollouts.score([(PROMPTS[3], responses)])
+    (scored,) = await system.rollouts.score([(PROMPTS[3], responses)])
     assert set(scored.versions) == {"v8"}
     for sample, logprobs in zip(result.groups[0].samples, scored.logprobs, strict=True):
         assert abs(sample.logprobs - logprobs).max() < 1e-3
 
 
-async def going_back_gives_the_first_answers_again(at: Scene, v7: Any) -> None:
-    await at.rollouts.activate_weights("v7", mode="keep", allow_rollback=True)
-    result = await at.greedy(PROMPTS[:3], 30, policy=Policy(exact_version="v7"))
+async def check_rollback(system: Scene, v7: Any) -> None:
+    await system.rollouts.activate_weights("v7", mode="keep", allow_rollback=True)
+    result = await system.greedy(PROMPTS[:3], 30, policy=Policy(exact_version="v7"))
     for prompt, group in zip(PROMPTS, result.groups, strict=False):
         assert_whole_and_greedy(v7, prompt, group.samples[0], 30)
 
 
-async def prompt_kv_is_the_models_and_of_its_own_version(at: Scene, v7: Any, v8: Any) -> None:
-    result = await at.rollouts.rollout(PROMPTS, n=4, max_tokens=40, kv=Kv())
-    await assert_all_are_the_models(at.served, result.groups, PROMPTS, "v7", v7)
-    await handles_outlive_an_activation_under_their_own_version(
-        at.served, at.rollouts, ("v7", v7), ("v8", v8)
-    )
+async def check_prompt_kv(system: Scene, v7: Any, v8: Any) -> None:
+    result = await system.rollouts.rollout(PROMPTS, n=4, max_tokens=40, kv=Kv())
+    await assert_all_match_model(system.served, result.groups, PROMPTS, "v7", v7)
+    await check_handles_survive_activation(system.served, system.rollouts, ("v7", v7), ("v8", v8))
 
 
-async def nothing_is_left(at: Scene) -> None:
-    await release_all(at.served)
-    pool = await at.engine.llm.engine_core.call_utility_async("coppice_check_pool")
+async def check_nothing_left(system: Scene) -> None:
+    await release_all(system.served)
+    pool = await system.engine.llm.engine_core.call_utility_async("coppice_check_pool")
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
-    status = await at.rollouts.status()
+    status = await system.rollouts.status()
     assert (status.rollouts_running, status.samples_running) == (0, 0)

@@ -1,4 +1,5 @@
-"""A `Chat` with the shipped tokenizer and a template of the test's own; no engine is started."""
+"""A `ChatProcessor` with the shipped tokenizer and a template of the test's own; no engine is
+started."""
 
 import json
 import shutil
@@ -11,8 +12,8 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
-from engine.io.chat import Chat
-from engine.protocol import Conversation, Reply
+from engine.io.chat import ChatProcessor
+from engine.protocol import ChatRequest, ChatResponse
 from engine.settings import EngineSettings
 from tests.engine.seedling import MODEL
 
@@ -33,13 +34,13 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class TemplateChat:
-    chat: Chat
+    chat: ChatProcessor
     tokenizer: Any
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: Any
     ) -> list[int]:
-        asked = Conversation(messages=messages, tools=tools, template_options=options)
+        asked = ChatRequest(messages=messages, tools=tools, template_options=options)
         return self.chat.encode(asked)
 
     def render(
@@ -47,8 +48,8 @@ class TemplateChat:
     ) -> str:
         return str(self.tokenizer.decode(self.encode(messages, tools, **options)))
 
-    def reply(self, text: str, conversation: Conversation) -> Reply:
-        return self.chat.reply(self.tokenizer.encode(text), conversation)
+    def chat_response(self, text: str, conversation: ChatRequest) -> ChatResponse:
+        return self.chat.chat_response(self.tokenizer.encode(text), conversation)
 
 
 def make_chat(
@@ -62,7 +63,7 @@ def make_chat(
     renderer: Any = renderer_from_config(config)
     llm: Any = SimpleNamespace(renderer=renderer, vllm_config=config)
     settings = EngineSettings.model_validate({"model": str(model), **parsers})
-    return TemplateChat(Chat(llm, settings), renderer.get_tokenizer())
+    return TemplateChat(ChatProcessor(llm, settings), renderer.get_tokenizer())
 
 
 def write_tokenizer(model: Path, template: str | dict[str, str]) -> Path:

@@ -27,15 +27,15 @@ async def main(max_tokens: int) -> None:
     (pending,) = await engine.submit(
         [SampleRequest(id="one", prompt_token_ids=[1, 2, 3], sampling=sampling)]
     )
-    say(children=[child.pid for child in psutil.Process().children(recursive=True)])
+    report(children=[child.pid for child in psutil.Process().children(recursive=True)])
     await told_off.wait()
     completion = await pending
     await engine.stop()
-    say(num_tokens=len(completion.token_ids), finish=completion.finish, pid=os.getpid())
+    report(num_tokens=len(completion.token_ids), finish=completion.finish, pid=os.getpid())
 
 
-def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
+def report(**info: object) -> None:
+    print(json.dumps(info), flush=True)
 
 
 if __name__ == "__main__":

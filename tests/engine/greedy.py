@@ -14,12 +14,12 @@ TIE = 1e-3
 
 def assert_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
     """Every token has the largest logit after those before it, or ties with the largest."""
-    behind = behind_greedy(model, prompt, tokens)
+    behind = logit_gap_to_greedy(model, prompt, tokens)
     worst = int(behind.argmax())
     assert behind[worst] <= TIE, f"token {worst} is {behind[worst]:.4f} behind the greedy choice"
 
 
-def behind_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def logit_gap_to_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """By how much the logit of every token is below the largest."""
     assert tokens, "nothing to judge"
     with torch.inference_mode():

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.kv_transfer.params import carrying
-from engine.kv_types import ExportSlot, Load
+from engine.kv_transfer.params import to_params
+from engine.kv_types import ExportSlot, KvLoad
 from engine.launch import core_methods
 from engine.patches.registry import install_patches
 from engine.protocol import VersionSpan
@@ -74,12 +74,13 @@ class LiveEngine:
         prompt: Sequence[int],
         *,
         export: ExportSlot | None = None,
-        load: Load | None = None,
+        load: KvLoad | None = None,
         salt: str | None = None,
         adapter: Any = None,
         **sampling: Any,
     ) -> str:
-        """By default greedy, to the last token. An adapter is one that `adapt` has loaded."""
+        """By default greedy, to the last token. An adapter is one that `load_adapter_request` has
+        loaded."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -87,7 +88,7 @@ class LiveEngine:
             | sampling
         )
         if export is not None or load is not None:
-            params.extra_args = {"kv_transfer_params": carrying(export, load)}
+            params.extra_args = {"kv_transfer_params": to_params(export, load)}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None:
@@ -138,11 +139,11 @@ class LiveEngine:
         with self.paused(recompute=recompute):
             answers = self.load(path)
             assert all(answer["ok"] for answer in answers), answers
-            self.core.coppice_forget_prefixes()
+            self.core.coppice_reset_prefix_cache()
             self.core.set_weight_version(path.name)
         self.serving = path
 
-    def adapt(self, request: Any) -> Any:
+    def load_adapter_request(self, request: Any) -> Any:
         """Load an adapter; the request is what samples name."""
         named = (request.lora_name, request.lora_int_id, request.lora_path)
         assert self.rpc("coppice_load_adapter", *named) == [None]
@@ -169,9 +170,9 @@ def live_engine(model: Path, **settings: Any) -> Iterator[LiveEngine]:
 
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
     """The same function of the same tokens, however they were batched."""
-    for ours, theirs in zip(answers, expected, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    for methods, theirs in zip(answers, expected, strict=True):
+        assert methods.token_ids == theirs.token_ids
+        assert methods.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def _answer(output: Any) -> Answer:

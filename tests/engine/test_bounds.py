@@ -31,7 +31,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         yield served
 
 
-def asked(
+def make_request(
     prompt: Any = None, sampling: Any = None, finish: Any = None, *, groups: int = 1, **rest: Any
 ) -> dict[str, Any]:
     """A small rollout with something about it changed; `rest` belongs to its groups."""
@@ -47,90 +47,92 @@ def ids(*token_ids: int) -> dict[str, list[int]]:
     return {"token_ids": list(token_ids)}
 
 
-TAKEN = {
-    "n=1": asked(n=1),
-    "n at its bound": asked(n=MAX_SAMPLES_PER_GROUP, sampling={"max_tokens": 1}),
-    "groups at their bound": asked(groups=MAX_GROUPS, sampling={"max_tokens": 1}),
-    "seed=0": asked(seed=0),
-    "seed=2^62-1": asked(seed=2**62 - 1, n=2),
-    "token id 0": asked(ids(0)),
-    "a prompt that leaves one token": asked(ids(*[12] * (CONTEXT - 1))),
-    "max_tokens=1": asked(sampling={"max_tokens": 1}),
-    "max_tokens at its bound": asked(sampling={"max_tokens": MAX_TOKENS}),
-    "max_tokens at its bound without end": asked(
+ACCEPTED = {
+    "n=1": make_request(n=1),
+    "n at its bound": make_request(n=MAX_SAMPLES_PER_GROUP, sampling={"max_tokens": 1}),
+    "groups at their bound": make_request(groups=MAX_GROUPS, sampling={"max_tokens": 1}),
+    "seed=0": make_request(seed=0),
+    "seed=2^62-1": make_request(seed=2**62 - 1, n=2),
+    "token id 0": make_request(ids(0)),
+    "a prompt that leaves one token": make_request(ids(*[12] * (CONTEXT - 1))),
+    "max_tokens=1": make_request(sampling={"max_tokens": 1}),
+    "max_tokens at its bound": make_request(sampling={"max_tokens": MAX_TOKENS}),
+    "max_tokens at its bound without end": make_request(
         ids(*[12] * (CONTEXT - 40)), {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     ),
-    "max_tokens=null": asked(sampling={"max_tokens": None}),
-    "temperature=0": asked(sampling={"temperature": 0}),
-    "temperature=-0.0": asked(sampling={"temperature": -0.0}),
-    "temperature least": asked(sampling={"temperature": LEAST}),
-    "temperature=1e-30": asked(sampling={"temperature": 1e-30}),
-    "temperature=1e-6": asked(sampling={"temperature": 1e-6}),
-    "temperature=2": asked(sampling={"temperature": 2}),
-    "temperature=0 with top_k and top_p": asked(
+    "max_tokens=null": make_request(sampling={"max_tokens": None}),
+    "temperature=0": make_request(sampling={"temperature": 0}),
+    "temperature=-0.0": make_request(sampling={"temperature": -0.0}),
+    "temperature least": make_request(sampling={"temperature": LEAST}),
+    "temperature=1e-30": make_request(sampling={"temperature": 1e-30}),
+    "temperature=1e-6": make_request(sampling={"temperature": 1e-6}),
+    "temperature=2": make_request(sampling={"temperature": 2}),
+    "temperature=0 with top_k and top_p": make_request(
         sampling={"temperature": 0, "top_k": 1, "top_p": LEAST}
     ),
-    "top_p least": asked(sampling={"top_p": LEAST}),
-    "top_p=1": asked(sampling={"top_p": 1}),
-    "top_k=0": asked(sampling={"top_k": 0}),
-    "top_k=1": asked(sampling={"top_k": 1}),
-    "top_k at its bound": asked(sampling={"top_k": 2**31 - 1}),
-    "stop token id 0": asked(sampling={"stop_token_ids": [0]}),
-    "many stop token ids": asked(sampling={"stop_token_ids": [20] * 256}),
-    "priority at its lower bound": asked() | {"priority": -(2**31)},
-    "priority at its upper bound": asked() | {"priority": 2**31 - 1},
-    "finish.samples=1": asked(n=4, finish={"samples": 1}),
-    "finish.samples at its bound": asked(
+    "top_p least": make_request(sampling={"top_p": LEAST}),
+    "top_p=1": make_request(sampling={"top_p": 1}),
+    "top_k=0": make_request(sampling={"top_k": 0}),
+    "top_k=1": make_request(sampling={"top_k": 1}),
+    "top_k at its bound": make_request(sampling={"top_k": 2**31 - 1}),
+    "stop token id 0": make_request(sampling={"stop_token_ids": [0]}),
+    "many stop token ids": make_request(sampling={"stop_token_ids": [20] * 256}),
+    "priority at its lower bound": make_request() | {"priority": -(2**31)},
+    "priority at its upper bound": make_request() | {"priority": 2**31 - 1},
+    "finish.samples=1": make_request(n=4, finish={"samples": 1}),
+    "finish.samples at its bound": make_request(
         n=MAX_SAMPLES_PER_GROUP,
         sampling={"max_tokens": 1},
         finish={"samples": MAX_SAMPLES_PER_GROUP},
     ),
-    "finish.deadline_seconds least": asked(finish={"deadline_seconds": LEAST}),
-    "finish.deadline_seconds at its bound": asked(finish={"deadline_seconds": 86_400}),
+    "finish.deadline_seconds least": make_request(finish={"deadline_seconds": LEAST}),
+    "finish.deadline_seconds at its bound": make_request(finish={"deadline_seconds": 86_400}),
 }
 
-REFUSED = {
-    "n=0": asked(n=0),
-    "n past its bound": asked(n=MAX_SAMPLES_PER_GROUP + 1),
-    "n=-1": asked(n=-1),
-    "n=2^64": asked(n=2**64),
-    "n=1.5": asked(n=1.5),
-    "n=true": asked(n=True),
-    "n='1'": asked(n="1"),
-    "n=1e400": asked(n=10**400),
-    "no group": asked(groups=0),
-    "groups past their bound": asked(groups=MAX_GROUPS + 1),
-    "seed=-1": asked(seed=-1),
-    "seed=2^62": asked(seed=2**62),
-    "no token": asked(ids()),
-    "token id -1": asked(ids(-1)),
-    "token id 2^31-1": asked(ids(2**31 - 1)),
-    "token id 2^31": asked(ids(2**31)),
-    "token id 2^63": asked(ids(2**63)),
-    "a prompt that leaves no token": asked(ids(*[12] * CONTEXT)),
-    "token ids past their bound": asked(ids(*[12] * (MAX_TOKENS + 1))),
-    "max_tokens=0": asked(sampling={"max_tokens": 0}),
-    "max_tokens past its bound": asked(sampling={"max_tokens": MAX_TOKENS + 1}),
-    "temperature below": asked(sampling={"temperature": -LEAST}),
-    "temperature above": asked(sampling={"temperature": math.nextafter(2, 3)}),
-    "temperature=nan": asked(sampling={"temperature": math.nan}),
-    "temperature=inf": asked(sampling={"temperature": math.inf}),
-    "top_p=0": asked(sampling={"top_p": 0}),
-    "top_p above": asked(sampling={"top_p": math.nextafter(1, 2)}),
-    "top_p=nan": asked(sampling={"top_p": math.nan}),
-    "top_k=-1": asked(sampling={"top_k": -1}),
-    "top_k past its bound": asked(sampling={"top_k": 2**31}),
-    "stop token id -1": asked(sampling={"stop_token_ids": [-1]}),
-    "stop token id 2^31": asked(sampling={"stop_token_ids": [2**31]}),
-    "stop token ids past their bound": asked(sampling={"stop_token_ids": [20] * 257}),
-    "priority below": asked() | {"priority": -(2**31) - 1},
-    "priority above": asked() | {"priority": 2**31},
-    "finish.samples=0": asked(finish={"samples": 0}),
-    "finish.samples past its bound": asked(finish={"samples": MAX_SAMPLES_PER_GROUP + 1}),
-    "finish.samples past n": asked(n=2, finish={"samples": 3}),
-    "finish.deadline_seconds=0": asked(finish={"deadline_seconds": 0}),
-    "finish.deadline_seconds past": asked(finish={"deadline_seconds": math.nextafter(86_400, 1e9)}),
-    "finish.deadline_seconds=nan": asked(finish={"deadline_seconds": math.nan}),
+REJECTED = {
+    "n=0": make_request(n=0),
+    "n past its bound": make_request(n=MAX_SAMPLES_PER_GROUP + 1),
+    "n=-1": make_request(n=-1),
+    "n=2^64": make_request(n=2**64),
+    "n=1.5": make_request(n=1.5),
+    "n=true": make_request(n=True),
+    "n='1'": make_request(n="1"),
+    "n=1e400": make_request(n=10**400),
+    "no group": make_request(groups=0),
+    "groups past their bound": make_request(groups=MAX_GROUPS + 1),
+    "seed=-1": make_request(seed=-1),
+    "seed=2^62": make_request(seed=2**62),
+    "no token": make_request(ids()),
+    "token id -1": make_request(ids(-1)),
+    "token id 2^31-1": make_request(ids(2**31 - 1)),
+    "token id 2^31": make_request(ids(2**31)),
+    "token id 2^63": make_request(ids(2**63)),
+    "a prompt that leaves no token": make_request(ids(*[12] * CONTEXT)),
+    "token ids past their bound": make_request(ids(*[12] * (MAX_TOKENS + 1))),
+    "max_tokens=0": make_request(sampling={"max_tokens": 0}),
+    "max_tokens past its bound": make_request(sampling={"max_tokens": MAX_TOKENS + 1}),
+    "temperature below": make_request(sampling={"temperature": -LEAST}),
+    "temperature above": make_request(sampling={"temperature": math.nextafter(2, 3)}),
+    "temperature=nan": make_request(sampling={"temperature": math.nan}),
+    "temperature=inf": make_request(sampling={"temperature": math.inf}),
+    "top_p=0": make_request(sampling={"top_p": 0}),
+    "top_p above": make_request(sampling={"top_p": math.nextafter(1, 2)}),
+    "top_p=nan": make_request(sampling={"top_p": math.nan}),
+    "top_k=-1": make_request(sampling={"top_k": -1}),
+    "top_k past its bound": make_request(sampling={"top_k": 2**31}),
+    "stop token id -1": make_request(sampling={"stop_token_ids": [-1]}),
+    "stop token id 2^31": make_request(sampling={"stop_token_ids": [2**31]}),
+    "stop token ids past their bound": make_request(sampling={"stop_token_ids": [20] * 257}),
+    "priority below": make_request() | {"priority": -(2**31) - 1},
+    "priority above": make_request() | {"priority": 2**31},
+    "finish.samples=0": make_request(finish={"samples": 0}),
+    "finish.samples past its bound": make_request(finish={"samples": MAX_SAMPLES_PER_GROUP + 1}),
+    "finish.samples past n": make_request(n=2, finish={"samples": 3}),
+    "finish.deadline_seconds=0": make_request(finish={"deadline_seconds": 0}),
+    "finish.deadline_seconds past": make_request(
+        finish={"deadline_seconds": math.nextafter(86_400, 1e9)}
+    ),
+    "finish.deadline_seconds=nan": make_request(finish={"deadline_seconds": math.nan}),
 }
 
 
@@ -148,13 +150,13 @@ def check(answer: httpx.Response) -> None:
 
 
 async def check_samples(served: Served) -> None:
-    answer = await post(served, asked(n=2))
+    answer = await post(served, make_request(n=2))
     check(answer)
     assert all(s["token_ids"] for s in answer.json()["groups"][0]["samples"])
     assert (await served.http.get("/livez")).status_code == 200
 
 
-@pytest.mark.parametrize("request_", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("request_", ACCEPTED.values(), ids=ACCEPTED)
 async def test_what_is_within_its_bounds_is_answered(
     served: Served, request_: dict[str, Any]
 ) -> None:
@@ -165,7 +167,7 @@ async def test_what_is_within_its_bounds_is_answered(
     await check_samples(served)
 
 
-@pytest.mark.parametrize("request_", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("request_", REJECTED.values(), ids=REJECTED)
 async def test_what_is_past_its_bounds_is_refused(served: Served, request_: dict[str, Any]) -> None:
     answer = await post(served, request_)
     assert 400 <= answer.status_code < 500, answer.text
@@ -176,11 +178,11 @@ async def test_what_is_past_its_bounds_is_refused(served: Served, request_: dict
 @pytest.mark.parametrize("beyond", [0, 1, 2**31 - 1])
 async def test_token_ids_at_the_end_of_the_vocabulary(served: Served, beyond: int) -> None:
     """Ids within the wire's bounds that the model does not have are refused, not looked up."""
-    vocabulary = served.server.engine.facts.vocab_size
-    last = await post(served, asked(ids(vocabulary - 1)))
+    vocabulary = served.server.engine.info.vocab_size
+    last = await post(served, make_request(ids(vocabulary - 1)))
     check(last)
     past = min(vocabulary + beyond, 2**31 - 1)
-    assert (await post(served, asked(ids(past)))).status_code == 422
-    stop = await post(served, asked(sampling={"stop_token_ids": [past]}))
+    assert (await post(served, make_request(ids(past)))).status_code == 422
+    stop = await post(served, make_request(sampling={"stop_token_ids": [past]}))
     assert stop.status_code in {200, 422}
     await check_samples(served)

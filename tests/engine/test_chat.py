@@ -11,7 +11,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from engine.errors import ConversationRefused, RequestRefused
 from engine.io.chat_template import template_options
-from engine.protocol import Conversation, Reply
+from engine.protocol import ChatRequest, ChatResponse
 from tests.engine.chats import TemplateChat, make_chat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -25,7 +25,7 @@ TURNS: list[dict[str, Any]] = [
     {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call-1", "content": "3"},
 ]
-SECOND = Conversation(messages=TURNS, tools=[TOOL])
+SECOND = ChatRequest(messages=TURNS, tools=[TOOL])
 WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 PARSERS: list[dict[str, str]] = [
     {"tool_parser": "hermes", "reasoning_parser": "qwen3"},
@@ -53,17 +53,17 @@ def test_a_second_tool_turn_is_rendered_and_parsed(any_chat: TemplateChat) -> No
     assert any_chat.tokenizer.decode(first) == (
         'tool add\nuser: 1 + 2assistant: <think>add</think> add({"a": 1, "b": 2})tool: 3'
     )
-    replies = [any_chat.reply("it is 3", conversation) for _ in range(2)]
-    assert [reply.parsed for reply in replies] == [True, True]
+    replies = [any_chat.chat_response("it is 3", conversation) for _ in range(2)]
+    assert [chat_response.parsed for chat_response in replies] == [True, True]
     assert conversation == SECOND, "rendering and parsing leave a conversation as it is"
     assert any_chat.chat.encode(conversation) == first
 
 
 def test_a_second_turn_calls_tools_in_parallel(chat: TemplateChat) -> None:
     chat.chat.encode(SECOND)
-    reply = chat.reply(f"<think>once more</think>{WRITTEN}\n{WRITTEN}", SECOND)
-    assert reply.reasoning == "once more"
-    assert [json.loads(call.arguments) for call in reply.tool_calls] == [{"a": 3}, {"a": 3}]
+    chat_response = chat.chat_response(f"<think>once more</think>{WRITTEN}\n{WRITTEN}", SECOND)
+    assert chat_response.reasoning == "once more"
+    assert [json.loads(call.arguments) for call in chat_response.tool_calls] == [{"a": 3}, {"a": 3}]
 
 
 def test_parallel_calls_and_null_contents_are_rendered(chat: TemplateChat) -> None:
@@ -82,9 +82,9 @@ def test_arguments_that_are_no_json_do_not_end_a_conversation(chat: TemplateChat
     """As the model wrote them; vLLM renders an empty object."""
     cut = {**CALL, "function": {"name": "add", "arguments": '{"a": '}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [cut]}]
-    conversation = Conversation(messages=turns, tools=[TOOL])
+    conversation = ChatRequest(messages=turns, tools=[TOOL])
     assert "add({})" in chat.tokenizer.decode(chat.chat.encode(conversation))
-    assert chat.reply("3", conversation) == Reply(content=None, reasoning="3")
+    assert chat.chat_response("3", conversation) == ChatResponse(content=None, reasoning="3")
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_tools_that_the_parsers_would_not_take_are_refused_first(chat: TemplateC
 
 
 def test_without_tools_a_call_is_text(chat: TemplateChat) -> None:
-    reply = chat.reply(f"<think>hm</think>{WRITTEN}", replace(SECOND, tools=()))
-    assert (reply.content, reply.tool_calls) == (WRITTEN, ())
+    chat_response = chat.chat_response(f"<think>hm</think>{WRITTEN}", replace(SECOND, tools=()))
+    assert (chat_response.content, chat_response.tool_calls) == (WRITTEN, ())
 
 
 class FailingToolParser(ToolParser):  # type: ignore[misc]
@@ -156,6 +156,6 @@ def test_a_response_that_a_parser_fails_on_is_all_content(
 ) -> None:
     ToolParserManager.register_module("failing", module=FailingToolParser)
     failing = make_chat(tmp_path_factory.mktemp("failing"), tool_parser="failing")
-    assert failing.reply(WRITTEN, SECOND) == Reply(content=WRITTEN, parsed=False)
+    assert failing.chat_response(WRITTEN, SECOND) == ChatResponse(content=WRITTEN, parsed=False)
     assert "KeyError" in caplog.text
     assert "secret" not in caplog.text, "responses are in no log"

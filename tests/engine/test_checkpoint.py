@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
 from engine.errors import CheckpointRefused
-from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_served
+from engine.weights.checkpoint import Checkpoint, read_base_checkpoint, read_checkpoint
 from engine.weights.tensor_file import read_chunks, read_into
-from engine.weights.validation import check
+from engine.weights.validation import check_checkpoint
 from tests.engine.random_models import Tensors
 
 NORM = "model.norm.weight"
@@ -50,7 +50,7 @@ def write_shards(directory: Path, shards: dict[str, Tensors], **more: str) -> Pa
 
 @pytest.fixture
 def served(tmp_path: Path) -> Checkpoint:
-    return read_served(write(tmp_path / "served", small()))
+    return read_base_checkpoint(write(tmp_path / "served", small()))
 
 
 def bfloat16(values: list[float]) -> bytes:
@@ -84,7 +84,7 @@ def test_a_file_a_directory_and_shards_are_read_alike(tmp_path: Path, served: Ch
     }
     sharded = write_shards(tmp_path / "many", shards)
     for path in (single, single / "model.safetensors", sharded):
-        found = check(served, path).tensors
+        found = check_checkpoint(served, path).tensors
         assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
             n: (t.dtype, t.shape) for n, t in served.tensors.items()
         }
@@ -144,7 +144,7 @@ def test_a_damaged_file_is_refused_by_name(
     damage(directory / "model.safetensors")
     for path in (directory, directory / "model.safetensors"):
         with pytest.raises(CheckpointRefused, match="model.safetensors") as refusal:
-            check(served, path)
+            check_checkpoint(served, path)
         assert str(tmp_path) not in str(refusal.value)
 
 
@@ -187,14 +187,17 @@ def test_another_model_is_refused_with_its_differences(
     tmp_path: Path, served: Checkpoint, tensors: Tensors, message: str
 ) -> None:
     with pytest.raises(CheckpointRefused, match=message):
-        check(served, write(tmp_path / "candidate", tensors))
+        check_checkpoint(served, write(tmp_path / "candidate", tensors))
 
 
 def test_floats_of_any_kind_may_replace_each_other(tmp_path: Path, served: Checkpoint) -> None:
     other = {
         n: v.astype(np.float32 if v.dtype == np.float16 else np.float16) for n, v in small().items()
     }
-    assert check(served, write(tmp_path / "candidate", other)).tensors.keys() == small().keys()
+    assert (
+        check_checkpoint(served, write(tmp_path / "candidate", other)).tensors.keys()
+        == small().keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,29 +228,29 @@ def test_floats_of_any_kind_may_replace_each_other(tmp_path: Path, served: Check
 def test_values_must_be_finite_as_they_are_served(
     tmp_path: Path, dtype: str, data: bytes, served_as: str, message: str | None
 ) -> None:
-    ours = read_served(raw_file(tmp_path / "a.safetensors", NORM, "F32", [2], bytes(8)))
+    ours = read_base_checkpoint(raw_file(tmp_path / "a.safetensors", NORM, "F32", [2], bytes(8)))
     theirs = raw_file(tmp_path / "b.safetensors", NORM, dtype, [2], data)
     if message is None:
-        check(ours, theirs, dtype=served_as)
+        check_checkpoint(ours, theirs, dtype=served_as)
     else:
         with pytest.raises(CheckpointRefused, match=message):
-            check(ours, theirs, dtype=served_as)
+            check_checkpoint(ours, theirs, dtype=served_as)
 
 
 def test_every_value_is_looked_at(tmp_path: Path) -> None:
     size = 2**20 + 3
     values = np.zeros(size, np.float32)
-    ours = read_served(write(tmp_path / "served", {NORM: values}))
+    ours = read_base_checkpoint(write(tmp_path / "served", {NORM: values}))
     for place in (0, 2**17 - 1, 2**17, 2**20, size - 1):
         values[:] = 0
         values[place] = np.nan
         with pytest.raises(CheckpointRefused, match="NaN"):
-            check(ours, write(tmp_path / "candidate", {NORM: values}))
+            check_checkpoint(ours, write(tmp_path / "candidate", {NORM: values}))
 
 
 def test_a_repeated_head_of_a_tied_model_is_left_out(tmp_path: Path, served: Checkpoint) -> None:
     tensors = small() | {HEAD: small()[EMBEDDING]}
-    index = check(served, write(tmp_path / "candidate", tensors))
+    index = check_checkpoint(served, write(tmp_path / "candidate", tensors))
     assert index.tensors.keys() == served.tensors.keys()
 
 
@@ -261,21 +264,21 @@ def test_a_head_of_its_own_is_refused_by_a_tied_model(
 ) -> None:
     candidate = write(tmp_path / "candidate", small() | {HEAD: head})
     with pytest.raises(CheckpointRefused, match="its head is its embedding"):
-        check(served, candidate)
+        check_checkpoint(served, candidate)
 
 
 def test_a_head_that_the_served_model_has_is_compared_as_any_tensor(tmp_path: Path) -> None:
     tensors = small() | {HEAD: small()[EMBEDDING] + 1}
-    ours = read_served(write(tmp_path / "served", tensors))
-    assert HEAD in check(ours, write(tmp_path / "candidate", tensors)).tensors
+    ours = read_base_checkpoint(write(tmp_path / "served", tensors))
+    assert HEAD in check_checkpoint(ours, write(tmp_path / "candidate", tensors)).tensors
     with pytest.raises(CheckpointRefused, match="missing: lm_head.weight"):
-        check(ours, write(tmp_path / "tied", small()))
+        check_checkpoint(ours, write(tmp_path / "tied", small()))
 
 
 def test_a_served_head_that_the_config_ties_is_not_asked_for(tmp_path: Path) -> None:
     directory = write(tmp_path / "served", small() | {HEAD: small()[EMBEDDING]})
     (directory / "config.json").write_text('{"tie_word_embeddings": true}')
-    check(read_served(directory), write(tmp_path / "candidate", small()))
+    check_checkpoint(read_base_checkpoint(directory), write(tmp_path / "candidate", small()))
 
 
 def test_an_index_may_only_name_files_beside_it(tmp_path: Path, served: Checkpoint) -> None:
@@ -296,7 +299,7 @@ def test_an_index_may_only_name_files_beside_it(tmp_path: Path, served: Checkpoi
     for name, message in refused.items():
         directory = write_shards(tmp_path / "links", {}, **dict.fromkeys(small(), name))
         with pytest.raises(CheckpointRefused, match=message) as refusal:
-            check(served, directory)
+            check_checkpoint(served, directory)
         str(refusal.value).encode()
 
 
@@ -305,7 +308,7 @@ def test_links_of_a_served_checkpoint_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     (snapshot / "model.safetensors").symlink_to(blobs / "0a1b")
-    assert read_served(snapshot).tensors.keys() == small().keys()
+    assert read_base_checkpoint(snapshot).tensors.keys() == small().keys()
     with pytest.raises(CheckpointRefused, match="link out of the checkpoint"):
         read_checkpoint(snapshot)
 
@@ -374,7 +377,7 @@ def test_no_corruption_changes_what_is_accepted(
     intact = save(small(), metadata={"format": "pt"})
     path = tmp_path_factory.getbasetemp() / "corrupt.safetensors"
     path.write_bytes(intact)
-    served = read_served(path)
+    served = read_base_checkpoint(path)
     corrupt = bytearray(intact)
     header_end = 8 + int.from_bytes(intact[:8], "little")
     place = st.integers(0, header_end - 1) | st.integers(0, len(intact) - 1)
@@ -383,7 +386,7 @@ def test_no_corruption_changes_what_is_accepted(
         corrupt[at : at + size] = data.draw(st.binary(max_size=6))
     path.write_bytes(corrupt)
     try:
-        found = check(served, path)
+        found = check_checkpoint(served, path)
     except CheckpointRefused:
         return
     assert found == served
@@ -394,10 +397,10 @@ def test_a_gigabyte_is_checked_in_a_second(tmp_path: Path) -> None:
     """Half of that here, in the thread's own time, for machines that are busy."""
     values = np.full(2**26, 0x3C003C00, dtype=np.uint32).view(np.float32)
     path = write(tmp_path / "big", {NORM: values})
-    served = read_served(path)
+    served = read_base_checkpoint(path)
     seconds = []
     for _ in range(3):
         begun = time.thread_time()
-        check(served, path)
+        check_checkpoint(served, path)
         seconds.append(time.thread_time() - begun)
     assert values.nbytes / min(seconds) > 0.5e9

@@ -12,24 +12,24 @@ import pytest
 import pytest_asyncio
 
 from engine.errors import ConversationRefused, RequestRefused
-from engine.kv_types import ExportSlot, ExportWord, Load, LoadPiece
-from engine.protocol import Completion, Conversation, Engine, PauseMode, SampleRequest, Sampling
+from engine.kv_types import ExportSlot, ExportStatus, KvLoad, LoadPiece
+from engine.protocol import ChatRequest, Completion, Engine, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
 from tests.engine.adapters.peft_adapters import saved
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ASKED = [{"role": "user", "content": "1+2"}]
+MESSAGES = [{"role": "user", "content": "1+2"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 _COUNT = iter(range(10**9))
 
-Gathered = asyncio.Future[list[Completion]]
+CompletionsFuture = asyncio.Future[list[Completion]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class EngineUnderTest:
     """An engine and what it takes to let time pass in it."""
 
     engine: Engine
@@ -41,7 +41,7 @@ class Subject:
     loop_scope="module",
     params=["fake", pytest.param("real", marks=pytest.mark.engine)],
 )
-async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[EngineUnderTest]:
     made = _fake() if request.param == "fake" else _real()
     await made.engine.start("v0")
     yield made
@@ -49,17 +49,17 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     await made.engine.stop()
 
 
-def _fake() -> Subject:
+def _fake() -> EngineUnderTest:
     engine = FakeEngine(instant=False, prompt_kv=True, max_adapters=2)
 
     async def advance() -> None:
         engine.step(2)
         await asyncio.sleep(0)
 
-    return Subject(engine, advance)
+    return EngineUnderTest(engine, advance)
 
 
-def _real() -> Subject:
+def _real() -> EngineUnderTest:
     from engine.vllm_engine import VllmEngine
     from tests.engine.seedling import settings
 
@@ -67,12 +67,12 @@ def _real() -> Subject:
         await asyncio.sleep(0.05)
 
     served = settings(prompt_kv=True, tool_parser="hermes", max_adapters=2)
-    return Subject(VllmEngine(served), advance)
+    return EngineUnderTest(VllmEngine(served), advance)
 
 
 @pytest.fixture
-def arena(subject: Subject, tmp_path: Path) -> TestArena:
-    form = subject.engine.facts.kv_format
+def arena(under_test: EngineUnderTest, tmp_path: Path) -> TestArena:
+    form = under_test.engine.info.kv_format
     assert form is not None
     return TestArena(tmp_path / "arena", form)
 
@@ -88,14 +88,14 @@ def sample(
     )
 
 
-async def submitted(subject: Subject, *samples: SampleRequest) -> Gathered:
-    return asyncio.gather(*await subject.engine.submit(samples))
+async def submitted(under_test: EngineUnderTest, *samples: SampleRequest) -> CompletionsFuture:
+    return asyncio.gather(*await under_test.engine.submit(samples))
 
 
-async def finished(subject: Subject, gathered: Gathered) -> list[Completion]:
+async def finished(under_test: EngineUnderTest, gathered: CompletionsFuture) -> list[Completion]:
     async with asyncio.timeout(120):
         while not gathered.done():
-            await subject.advance()
+            await under_test.advance()
     return list(gathered.result())
 
 
@@ -106,9 +106,11 @@ def assert_whole(completion: Completion) -> None:
     assert sum(covered) == len(completion.token_ids)
 
 
-async def test_each_sample_of_a_call_has_one_completion_in_order(subject: Subject) -> None:
-    pending = await submitted(subject, sample(4), sample(9))
-    short, long = await finished(subject, pending)
+async def test_each_sample_of_a_call_has_one_completion_in_order(
+    under_test: EngineUnderTest,
+) -> None:
+    pending = await submitted(under_test, sample(4), sample(9))
+    short, long = await finished(under_test, pending)
     assert (len(short.token_ids), len(long.token_ids)) == (4, 9)
     for completion in (short, long):
         assert completion.finish == "length"
@@ -116,51 +118,55 @@ async def test_each_sample_of_a_call_has_one_completion_in_order(subject: Subjec
         assert completion.versions[0].version == "v0"
 
 
-async def test_entropy_comes_with_every_token_of_those_that_ask_for_it(subject: Subject) -> None:
+async def test_entropy_comes_with_every_token_of_those_that_ask_for_it(
+    under_test: EngineUnderTest,
+) -> None:
     """Side by side with one that does not."""
-    asking = replace(sample(5), entropy_over=4)
-    one, other = await finished(subject, await submitted(subject, asking, sample(5)))
+    asking = replace(sample(5), entropy_top_k=4)
+    one, other = await finished(under_test, await submitted(under_test, asking, sample(5)))
     assert one.entropy is not None and len(one.entropy) == 5
     assert all(value >= 0 for value in one.entropy)
     assert other.entropy is None
     assert_whole(one)
 
 
-async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(subject: Subject) -> None:
+async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(
+    under_test: EngineUnderTest,
+) -> None:
     ended, going_on = sample(900), sample(6)
-    pending = await subject.engine.submit([ended, going_on])
+    pending = await under_test.engine.submit([ended, going_on])
     rest = asyncio.gather(*pending[1:])
     for _ in range(2):
-        await subject.advance()
-    await subject.engine.abort([ended.id])
+        await under_test.advance()
+    await under_test.engine.abort([ended.id])
     async with asyncio.timeout(60):
         completion = await pending[0]
     assert completion.finish == "abort"
     assert len(completion.token_ids) < 900
     assert_whole(completion)
-    (other,) = await finished(subject, rest)
+    (other,) = await finished(under_test, rest)
     assert other.finish == "length"
 
 
-async def test_abort_ignores_what_is_finished_or_unknown(subject: Subject) -> None:
+async def test_abort_ignores_what_is_finished_or_unknown(under_test: EngineUnderTest) -> None:
     done = sample(2)
-    await finished(subject, await submitted(subject, done))
-    await subject.engine.abort([done.id, "never seen"])
-    await subject.engine.abort([])
+    await finished(under_test, await submitted(under_test, done))
+    await under_test.engine.abort([done.id, "never seen"])
+    await under_test.engine.abort([])
 
 
-async def test_nothing_is_sampled_between_pause_and_resume(subject: Subject) -> None:
-    before = await submitted(subject, sample(400))
-    await subject.engine.pause("keep")
-    await subject.engine.pause("keep")
-    during = await submitted(subject, sample(3))
+async def test_nothing_is_sampled_between_pause_and_resume(under_test: EngineUnderTest) -> None:
+    before = await submitted(under_test, sample(400))
+    await under_test.engine.pause("keep")
+    await under_test.engine.pause("keep")
+    during = await submitted(under_test, sample(3))
     for _ in range(4):
-        await subject.advance()
+        await under_test.advance()
     assert not before.done() and not during.done()
-    await subject.engine.resume()
-    await subject.engine.resume()
+    await under_test.engine.resume()
+    await under_test.engine.resume()
     for gathered in (before, during):
-        (completion,) = await finished(subject, gathered)
+        (completion,) = await finished(under_test, gathered)
         assert completion.finish == "length"
 
 
@@ -168,105 +174,107 @@ async def test_nothing_is_sampled_between_pause_and_resume(subject: Subject) -> 
     ("mode", "finish", "max_tokens"), [("abort", "abort", 900), ("wait", "length", 40)]
 )
 async def test_pause_ends_running_samples_or_lets_them_end(
-    subject: Subject, mode: PauseMode, finish: str, max_tokens: int
+    under_test: EngineUnderTest, mode: PauseMode, finish: str, max_tokens: int
 ) -> None:
-    pending = await submitted(subject, sample(max_tokens))
-    await subject.advance()
-    await subject.engine.pause(mode)
+    pending = await submitted(under_test, sample(max_tokens))
+    await under_test.advance()
+    await under_test.engine.pause(mode)
     async with asyncio.timeout(60):
         (completion,) = await pending
     assert completion.finish == finish
     assert_whole(completion)
-    await subject.engine.resume()
+    await under_test.engine.resume()
 
 
-async def test_pause_may_drop_the_cache_of_frozen_samples(subject: Subject) -> None:
-    pending = await submitted(subject, sample(40))
-    await subject.advance()
-    await subject.engine.pause("keep", recompute=True)
-    await subject.engine.resume()
-    (completion,) = await finished(subject, pending)
+async def test_pause_may_drop_the_cache_of_frozen_samples(under_test: EngineUnderTest) -> None:
+    pending = await submitted(under_test, sample(40))
+    await under_test.advance()
+    await under_test.engine.pause("keep", recompute=True)
+    await under_test.engine.resume()
+    (completion,) = await finished(under_test, pending)
     assert len(completion.token_ids) == 40
 
 
 async def test_swapped_weights_stamp_the_tokens_that_follow(
-    subject: Subject, tmp_path: Path
+    under_test: EngineUnderTest, tmp_path: Path
 ) -> None:
-    engine = subject.engine
+    engine = under_test.engine
     long, short = await engine.submit([sample(300), sample(1)])
     pending = asyncio.gather(*[long])
-    await finished(subject, asyncio.gather(*[short]))
+    await finished(under_test, asyncio.gather(*[short]))
     await engine.pause("keep")
-    path = engine.facts.model_path
+    path = engine.info.model_path
     engine.check_weights(path)
-    await engine.swap_weights(path, "v1")
+    await engine.update_weights(path, "v1")
     await engine.resume()
-    (completion,) = await finished(subject, pending)
+    (completion,) = await finished(under_test, pending)
     assert [span.version for span in completion.versions] == ["v0", "v1"]
     assert_whole(completion)
 
 
-async def test_the_pulse_says_what_the_engine_does(subject: Subject) -> None:
-    pulse = subject.engine.pulse()
-    assert (pulse.stage, pulse.alive) == ("serving", True)
+async def test_the_pulse_says_what_the_engine_does(under_test: EngineUnderTest) -> None:
+    health = under_test.engine.health()
+    assert (health.stage, health.alive) == ("serving", True)
 
 
-async def test_text_becomes_tokens_and_back(subject: Subject) -> None:
-    tokens = subject.engine.encode_text("1+2=3")
-    assert max(tokens) < subject.engine.facts.vocab_size
-    assert "1+2=3" in subject.engine.decode(tokens)
+async def test_text_becomes_tokens_and_back(under_test: EngineUnderTest) -> None:
+    tokens = under_test.engine.encode_text("1+2=3")
+    assert max(tokens) < under_test.engine.info.vocab_size
+    assert "1+2=3" in under_test.engine.decode(tokens)
 
 
-async def test_the_texts_of_tokens_are_the_text(subject: Subject) -> None:
-    tokens = subject.engine.encode_text("1+2=3 \n", add_special_tokens=False)
-    assert "".join(subject.engine.token_texts(tokens)) == "1+2=3 \n"
-    assert len(subject.engine.token_pieces(tokens)) == len(tokens)
-    assert subject.engine.token_texts([]) == subject.engine.token_pieces([]) == []
+async def test_the_texts_of_tokens_are_the_text(under_test: EngineUnderTest) -> None:
+    tokens = under_test.engine.encode_text("1+2=3 \n", add_special_tokens=False)
+    assert "".join(under_test.engine.token_texts(tokens)) == "1+2=3 \n"
+    assert len(under_test.engine.token_pieces(tokens)) == len(tokens)
+    assert under_test.engine.token_texts([]) == under_test.engine.token_pieces([]) == []
 
 
-async def test_special_tokens_have_a_text(subject: Subject) -> None:
-    end = subject.engine.facts.eos_token_ids[0]
-    [text] = subject.engine.token_texts([end])
-    assert text == subject.engine.decode([end], skip_special_tokens=False) != ""
+async def test_special_tokens_have_a_text(under_test: EngineUnderTest) -> None:
+    end = under_test.engine.info.eos_token_ids[0]
+    [text] = under_test.engine.token_texts([end])
+    assert text == under_test.engine.decode([end], skip_special_tokens=False) != ""
 
 
-async def test_every_id_of_the_vocabulary_has_a_text(subject: Subject) -> None:
+async def test_every_id_of_the_vocabulary_has_a_text(under_test: EngineUnderTest) -> None:
     """A vocabulary may be padded beyond what the tokenizer knows."""
-    last = [subject.engine.facts.vocab_size - 1]
-    assert len(subject.engine.token_texts(last)) == len(subject.engine.token_pieces(last)) == 1
+    last = [under_test.engine.info.vocab_size - 1]
+    assert (
+        len(under_test.engine.token_texts(last)) == len(under_test.engine.token_pieces(last)) == 1
+    )
 
 
 PROMPT = tuple(range(5, 75))
 
 
 async def test_an_export_is_whole_before_its_sample_ends(
-    subject: Subject, arena: TestArena
+    under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     slot = arena.slot(len(PROMPT) - 1)
-    pending = await submitted(subject, sample(400, prompt=PROMPT, export=slot), sample(3))
+    pending = await submitted(under_test, sample(400, prompt=PROMPT, export=slot), sample(3))
     async with asyncio.timeout(120):
-        while arena.words(slot) == [ExportWord.PENDING]:
-            await subject.advance()
-    assert arena.words(slot) == [ExportWord.COMMITTED]
+        while arena.words(slot) == [ExportStatus.PENDING]:
+            await under_test.advance()
+    assert arena.words(slot) == [ExportStatus.COMMITTED]
     assert not pending.done()
     whole = arena.data(slot)
     assert not arena.untouched(slot)
-    await finished(subject, pending)
-    await subject.engine.settle_exports()
+    await finished(under_test, pending)
+    await under_test.engine.flush_exports()
     assert (arena.data(slot) == whole).all(), "an export is written once"
     arena.check()
 
 
 async def test_what_two_samples_share_has_the_same_bytes_in_two_slots(
-    subject: Subject, arena: TestArena
+    under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     """Whole blocks; what comes after them each computes for itself, and rounds for itself."""
     slots = [arena.slot(len(PROMPT) - 1) for _ in range(2)]
     samples = [sample(2, prompt=PROMPT, export=slot) for slot in slots]
-    await finished(subject, await submitted(subject, *samples))
-    await subject.engine.settle_exports()
-    assert [arena.words(slot) for slot in slots] == [[ExportWord.COMMITTED]] * 2
-    block = subject.engine.facts.block_size
+    await finished(under_test, await submitted(under_test, *samples))
+    await under_test.engine.flush_exports()
+    assert [arena.words(slot) for slot in slots] == [[ExportStatus.COMMITTED]] * 2
+    block = under_test.engine.info.block_size
     shared = [arena.first_tokens(slot, len(PROMPT) // block * block) for slot in slots]
     assert shared[0].shape[1] > 0
     assert (shared[0] == shared[1]).all()
@@ -274,124 +282,134 @@ async def test_what_two_samples_share_has_the_same_bytes_in_two_slots(
 
 
 async def test_an_export_whose_sample_is_aborted_first_is_never_written(
-    subject: Subject, arena: TestArena
+    under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     slot = arena.slot(len(PROMPT) - 1)
-    await subject.engine.pause("keep")
+    await under_test.engine.pause("keep")
     aborted = sample(5, prompt=PROMPT, export=slot)
-    pending = await submitted(subject, aborted)
-    await subject.engine.abort([aborted.id])
-    await subject.engine.settle_exports()
-    assert arena.words(slot) == [ExportWord.PENDING]
-    await subject.engine.resume()
-    await finished(subject, pending)
+    pending = await submitted(under_test, aborted)
+    await under_test.engine.abort([aborted.id])
+    await under_test.engine.flush_exports()
+    assert arena.words(slot) == [ExportStatus.PENDING]
+    await under_test.engine.resume()
+    await finished(under_test, pending)
     for _ in range(3):
-        await subject.advance()
-    assert arena.words(slot) == [ExportWord.PENDING]
+        await under_test.advance()
+    assert arena.words(slot) == [ExportStatus.PENDING]
     assert arena.untouched(slot)
 
 
 async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
-    subject: Subject, arena: TestArena
+    under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     inside = arena.slot(len(PROMPT) - 1)
     outside = ExportSlot(
         arena=inside.arena,
         offset=len(arena.bytes) - 64,
-        words_offset=inside.words_offset,
+        status_offset=inside.status_offset,
         num_tokens=inside.num_tokens,
     )
     (completion,) = await finished(
-        subject, await submitted(subject, sample(3, prompt=PROMPT, export=outside))
+        under_test, await submitted(under_test, sample(3, prompt=PROMPT, export=outside))
     )
-    await subject.engine.settle_exports()
+    await under_test.engine.flush_exports()
     assert completion.finish == "length"
-    assert arena.words(inside) == [ExportWord.FAILED]
+    assert arena.words(inside) == [ExportStatus.FAILED]
     assert arena.untouched(inside)
     arena.check()
 
 
-async def test_a_conversation_is_rendered_by_the_models_own_template(subject: Subject) -> None:
-    plain = subject.engine.encode_conversation(Conversation(messages=ASKED))
+async def test_a_conversation_is_rendered_by_the_models_own_template(
+    under_test: EngineUnderTest,
+) -> None:
+    plain = under_test.engine.encode_chat(ChatRequest(messages=MESSAGES))
     options = {"tokenize": False, "add_generation_prompt": False, "no_such_name": 1}
-    asked = Conversation(messages=ASKED, template_options=options)
-    assert subject.engine.encode_conversation(asked) == plain
+    asked = ChatRequest(messages=MESSAGES, template_options=options)
+    assert under_test.engine.encode_chat(asked) == plain
 
 
-async def test_arguments_of_the_tokenizer_are_no_options_of_a_template(subject: Subject) -> None:
+async def test_arguments_of_the_tokenizer_are_no_options_of_a_template(
+    under_test: EngineUnderTest,
+) -> None:
     options = {"padding": "max_length", "max_length": 2000}
     with pytest.raises(ConversationRefused, match="max_length"):
-        subject.engine.encode_conversation(Conversation(messages=ASKED, template_options=options))
+        under_test.engine.encode_chat(ChatRequest(messages=MESSAGES, template_options=options))
 
 
-async def test_a_call_of_a_tool_is_told_apart_from_text(subject: Subject) -> None:
+async def test_a_call_of_a_tool_is_told_apart_from_text(under_test: EngineUnderTest) -> None:
     written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    tokens = subject.engine.encode_text(written)
-    with_tools = Conversation(messages=ASKED, tools=[ADD])
-    [call] = subject.engine.reply(tokens, with_tools).tool_calls
+    tokens = under_test.engine.encode_text(written)
+    with_tools = ChatRequest(messages=MESSAGES, tools=[ADD])
+    [call] = under_test.engine.chat_response(tokens, with_tools).tool_calls
     assert (call.name, type(json.loads(call.arguments))) == ("add", dict)
     assert call.id
-    plain = subject.engine.reply(tokens, Conversation(messages=ASKED))
+    plain = under_test.engine.chat_response(tokens, ChatRequest(messages=MESSAGES))
     assert plain.tool_calls == ()
-    assert plain.content == subject.engine.decode(tokens)
+    assert plain.content == under_test.engine.decode(tokens)
 
 
-async def test_a_conversation_is_not_changed_by_rendering_and_parsing(subject: Subject) -> None:
+async def test_a_conversation_is_not_changed_by_rendering_and_parsing(
+    under_test: EngineUnderTest,
+) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     turns: list[dict[str, Any]] = [
-        *ASKED,
+        *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    asked = Conversation(messages=turns, tools=[ADD])
+    asked = ChatRequest(messages=turns, tools=[ADD])
     before = copy.deepcopy(asked)
-    tokens = subject.engine.encode_conversation(asked)
-    assert [subject.engine.reply(tokens, asked).parsed for _ in range(2)] == [True, True]
+    tokens = under_test.engine.encode_chat(asked)
+    assert [under_test.engine.chat_response(tokens, asked).parsed for _ in range(2)] == [True, True]
     assert asked == before
 
 
-async def test_samples_run_on_after_prefixes_are_forgotten(subject: Subject) -> None:
-    running = await submitted(subject, sample(6))
-    await subject.engine.pause("keep")
-    await subject.engine.forget_prefixes()
-    await subject.engine.resume()
+async def test_samples_run_on_after_prefixes_are_forgotten(under_test: EngineUnderTest) -> None:
+    running = await submitted(under_test, sample(6))
+    await under_test.engine.pause("keep")
+    await under_test.engine.reset_prefix_cache()
+    await under_test.engine.resume()
     while not running.done():
-        await subject.advance()
+        await under_test.advance()
     assert len(running.result()[0].token_ids) == 6
 
 
 async def test_a_load_is_taken_once_its_source_is_written(
-    subject: Subject, arena: TestArena
+    under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     """Whole, or not at all."""
     written = replace(arena.slot(len(PROMPT) - 1), name="written")
     unwritten = replace(arena.slot(len(PROMPT) - 1), name="unwritten")
-    await finished(subject, await submitted(subject, sample(2, prompt=PROMPT, export=written)))
+    await finished(
+        under_test, await submitted(under_test, sample(2, prompt=PROMPT, export=written))
+    )
     num_tokens = len(PROMPT) - 5
     loads = [
-        Load(
+        KvLoad(
             chain=str(source.name),
             num_requests=1,
             exact_tokens=0,
-            pieces=(LoadPiece(source=source, skip=0, num_tokens=num_tokens, start=0, shift=0),),
+            pieces=(
+                LoadPiece(source=source, token_offset=0, num_tokens=num_tokens, start=0, shift=0),
+            ),
         )
         for source in (written, unwritten)
     ]
     samples = [replace(sample(2, prompt=PROMPT), load=load) for load in loads]
-    loaded, computed = await finished(subject, await submitted(subject, *samples))
+    loaded, computed = await finished(under_test, await submitted(under_test, *samples))
     assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
     assert arena.untouched(unwritten)
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own affairs
 async def test_samples_are_drawn_under_adapters_that_are_loaded(
-    subject: Subject, tmp_path: Path
+    under_test: EngineUnderTest, tmp_path: Path
 ) -> None:
-    engine, adapter = subject.engine, saved(tmp_path / "a", seed=1, rank=8)
+    engine, adapter = under_test.engine, saved(tmp_path / "a", seed=1, rank=8)
     assert engine.check_adapter(adapter).rank == 8
     await engine.load_adapter("a@1", adapter)
     await engine.load_adapter("a@2", adapter)
     adapted = [replace(sample(5), adapter=label) for label in ("a@1", "a@2", None)]
-    for completion in await finished(subject, await submitted(subject, *adapted)):
+    for completion in await finished(under_test, await submitted(under_test, *adapted)):
         assert_whole(completion)
     assert len(await engine.score([1, 2], [3, 4, 5], "a@1")) == 3
     for label in ("a@1", "a@2", "a@2"):
@@ -402,15 +420,15 @@ async def test_samples_are_drawn_under_adapters_that_are_loaded(
     await engine.unload_adapter("a@1")
 
 
-async def test_the_likeliest_follow_the_token_that_is_there(subject: Subject) -> None:
-    asking = replace(sample(3), num_likeliest=2)
-    one, other = await finished(subject, await submitted(subject, asking, sample(3)))
-    assert other.likeliest is None
-    assert one.likeliest is not None
-    assert [place[0].token_id for place in one.likeliest] == one.token_ids
-    assert [place[0].logprob for place in one.likeliest] == one.logprobs
-    nothing, *rest = await subject.engine.likeliest([5, 6, 7], 2)
+async def test_the_likeliest_follow_the_token_that_is_there(under_test: EngineUnderTest) -> None:
+    asking = replace(sample(3), num_top_logprobs=2)
+    one, other = await finished(under_test, await submitted(under_test, asking, sample(3)))
+    assert other.top_logprobs is None
+    assert one.top_logprobs is not None
+    assert [place[0].token_id for place in one.top_logprobs] == one.token_ids
+    assert [place[0].logprob for place in one.top_logprobs] == one.logprobs
+    nothing, *rest = await under_test.engine.top_logprobs([5, 6, 7], 2)
     assert nothing == []
     assert [place[0].token_id for place in rest] == [6, 7]
-    for place in (*one.likeliest, *rest):
+    for place in (*one.top_logprobs, *rest):
         assert [ranked.rank for ranked in place[1:]] == [1, 2]

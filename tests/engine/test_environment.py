@@ -7,7 +7,7 @@ import pytest
 
 from engine.launch.environment import (
     attention_settings,
-    spawning,
+    engine_environment,
     speculation_settings,
     started_by_coppice,
 )
@@ -23,7 +23,9 @@ def threads(**changes: int) -> EngineSettings:
 def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
+    ):
         assert started_by_coppice()
         os.environ["ADDED"] = "by vLLM"
         os.sched_setaffinity(0, {min(affinity)})
@@ -34,18 +36,18 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_its_processes_are_told_how_attention_reads() -> None:
     attention = AttentionSettings(shared_prefix="always", cache_directory=Path("/kept"))
-    with spawning(threads(), attention=attention, on_cpu=True, scratch=SCRATCH):
+    with engine_environment(threads(), attention=attention, on_cpu=True, temp_dir=SCRATCH):
         assert attention_settings() == attention
 
 
 def test_its_processes_are_told_how_to_speculate_and_that_there_is_room_for_drafts() -> None:
     for speculation in (SpeculationSettings(mode="off"), SpeculationSettings(mode="siblings")):
-        with spawning(
+        with engine_environment(
             threads(),
             attention=AttentionSettings(),
             speculation=speculation,
             on_cpu=True,
-            scratch=SCRATCH,
+            temp_dir=SCRATCH,
         ):
             assert speculation_settings() == speculation
             longer = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
@@ -57,8 +59,8 @@ ALL = len(CPUS)
 
 
 def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
-    with spawning(
-        threads(cpu_threads=ALL), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
+    with engine_environment(
+        threads(cpu_threads=ALL), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
     ):
         assert os.environ["OMP_NUM_THREADS"] == str(ALL)
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -67,11 +69,11 @@ def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
 
 
 def test_several_ranks_get_a_list_each() -> None:
-    with spawning(
+    with engine_environment(
         threads(tensor_parallel_size=ALL, cpu_threads=1),
         attention=AttentionSettings(),
         on_cpu=True,
-        scratch=SCRATCH,
+        temp_dir=SCRATCH,
     ):
         if ALL > 1:
             assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "|".join(map(str, CPUS))
@@ -85,7 +87,7 @@ def test_threads_that_leave_processors_to_others_go_where_they_are_free(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: None)
     settings = threads(tensor_parallel_size=num_ranks, cpu_threads=3)
-    with spawning(settings, attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(settings, attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH):
         assert os.environ["OMP_NUM_THREADS"] == "3"
         assert "KMP_AFFINITY" not in os.environ and "GOMP_CPU_AFFINITY" not in os.environ
         assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == {1: None, 2: "nobind"}[num_ranks]
@@ -95,13 +97,17 @@ def test_there_is_one_openmp_runtime_whatever_was_preloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/x/libgomp-a1b2.so.1:/x/libtcmalloc.so.4:/x/libomp.so")
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
+    ):
         names = [Path(library).name for library in os.environ["LD_PRELOAD"].split(":")]
     assert names == ["libtcmalloc.so.4", "libiomp5.so"]
 
 
 def test_a_gpu_engine_is_left_its_threads() -> None:
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=False, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=False, temp_dir=SCRATCH
+    ):
         assert "OMP_NUM_THREADS" not in os.environ or "KMP_AFFINITY" not in os.environ
         assert os.environ["VLLM_PLUGINS"] == "coppice"
 
@@ -110,10 +116,12 @@ def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.Monk
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
+    ):
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    with spawning(
-        EngineSettings(eager=False), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH
+    with engine_environment(
+        EngineSettings(eager=False), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
     ):
         assert "TORCHDYNAMO_DISABLE" not in os.environ
 
@@ -124,11 +132,15 @@ def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
+    ):
         assert "TORCHDYNAMO_DISABLE" not in os.environ
 
 
 def test_vllm_itself_gives_up_on_no_step() -> None:
     """Its deadline would count the time in which a machine is suspended."""
-    with spawning(threads(), attention=AttentionSettings(), on_cpu=True, scratch=SCRATCH):
+    with engine_environment(
+        threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
+    ):
         assert int(os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) > 24 * 3600

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from engine.runtime import file_lock
-from engine.runtime.file_lock import own, own_folder, ownerless
+from engine.runtime.file_lock import acquire_lock, create_locked_dir, try_acquire
 
 PREFIX = "place-"
 
 
-def owned(parent: Path, locks: ExitStack) -> Path:
-    path, lock = own_folder(PREFIX, parent)
+def created(parent: Path, locks: ExitStack) -> Path:
+    path, lock = create_locked_dir(PREFIX, parent)
     locks.enter_context(lock)
     return path
 
@@ -27,11 +27,11 @@ def locks() -> Iterator[ExitStack]:
 
 
 def test_a_folder_is_its_owners_until_the_lock_is_closed(tmp_path: Path, locks: ExitStack) -> None:
-    path, lock = own_folder(PREFIX, tmp_path)
-    other = owned(tmp_path, locks)
+    path, lock = create_locked_dir(PREFIX, tmp_path)
+    other = created(tmp_path, locks)
     assert path.is_dir() and other != path
     lock.close()
-    third = owned(tmp_path, locks)
+    third = created(tmp_path, locks)
     assert not path.exists() and other.is_dir() and third.is_dir()
 
 
@@ -39,7 +39,7 @@ def test_what_is_no_folder_of_ours_is_left_alone(tmp_path: Path, locks: ExitStac
     (tmp_path / "place-file").touch()
     (tmp_path / "place-unlocked").mkdir()
     (tmp_path / "other").mkdir()
-    owned(tmp_path, locks)
+    created(tmp_path, locks)
     assert {"place-file", "place-unlocked", "other"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -47,8 +47,8 @@ def test_who_locks_what_a_sweep_is_removing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "made"
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     answers = list[bool]()
-    owner = threading.Thread(target=lambda: answers.append(own(file)))
-    with ownerless(path) as is_left:
+    owner = threading.Thread(target=lambda: answers.append(acquire_lock(file)))
+    with try_acquire(path) as is_left:
         owner.start()
         owner.join(0.1)
         assert is_left and owner.is_alive(), "it waits for the sweep"
@@ -66,10 +66,10 @@ def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
     def own_late(file: int) -> bool:
         late.append(file)
         if len(late) == 1:
-            owned(tmp_path, locks)
-        return own(file)
+            created(tmp_path, locks)
+        return acquire_lock(file)
 
-    monkeypatch.setattr(file_lock, "own", own_late)
-    path = owned(tmp_path, locks)
+    monkeypatch.setattr(file_lock, "acquire_lock", own_late)
+    path = created(tmp_path, locks)
     assert len(late) == 3, "the first, the sweeping one's, and the first anew"
     assert (path / ".owner").exists()

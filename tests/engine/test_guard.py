@@ -20,14 +20,17 @@ class Hook:
 
 def test_a_hook_that_works_is_left_alone() -> None:
     hook, shoots = Hook(), Feature("shoots")
-    double = shoots.returning(-1)(hook.double)
+    double = shoots.guarded_with_default(-1)(hook.double)
     assert double(3, plus=1) == 7
     assert shoots.state.on and shoots.state.num_failures == 0 and shoots.state.reason is None
 
 
 def test_the_first_failure_switches_every_hook_of_the_feature_off() -> None:
     hook, shoots = Hook(), Feature("shoots")
-    first, second = shoots.returning(-1)(hook.double), shoots.returning(-2)(hook.double)
+    first, second = (
+        shoots.guarded_with_default(-1)(hook.double),
+        shoots.guarded_with_default(-2)(hook.double),
+    )
     assert first(-5) == -1
     assert (first(3), second(3)) == (-1, -2)
     assert hook.num_calls == 1
@@ -62,8 +65,8 @@ def test_only_the_first_failure_is_logged_with_its_traceback(
 ) -> None:
     hook, shoots = Hook(), Feature("shoots")
     with caplog.at_level(logging.ERROR):
-        shoots.returning(-1)(hook.double)(-5)
-        shoots.fail(ValueError("again"))
+        shoots.guarded_with_default(-1)(hook.double)(-5)
+        shoots.disable(ValueError("again"))
     (record,) = caplog.records
     assert "shoots is off in this process: ValueError: -5 is negative" in record.getMessage()
     assert record.exc_info is not None and record.exc_info[2] is not None
@@ -73,7 +76,7 @@ def test_only_the_first_failure_is_logged_with_its_traceback(
 def test_an_order_to_stop_passes_through() -> None:
     shoots = Feature("shoots")
 
-    @shoots.returning(None)
+    @shoots.guarded_with_default(None)
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -84,7 +87,7 @@ def test_an_order_to_stop_passes_through() -> None:
 
 def test_features_are_known_by_name() -> None:
     assert feature("roots of this test") is feature("roots of this test")
-    feature("roots of this test").fail(ValueError("dry"))
+    feature("roots of this test").disable(ValueError("dry"))
     assert features()["roots of this test"].reason == "ValueError: dry"
 
 

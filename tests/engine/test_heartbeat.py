@@ -16,37 +16,37 @@ class Clock:
         return self.now
 
 
-def heart(clock: Clock) -> Heartbeat:
-    return Heartbeat(bounds={"starting": 60, "serving": 10, "activating": 600}, clock=clock)
+def heartbeat(clock: Clock) -> Heartbeat:
+    return Heartbeat(timeouts={"starting": 60, "serving": 10, "activating": 600}, clock=clock)
 
 
 def test_each_stage_has_its_own_bound() -> None:
     clock = Clock()
-    beating = heart(clock)
+    beating = heartbeat(clock)
     for stage, bound in (("starting", 60), ("serving", 10), ("activating", 600)):
-        beating.enter(stage)  # type: ignore[arg-type]
+        beating.set_stage(stage)  # type: ignore[arg-type]
         clock.now += bound
-        assert beating.pulse().alive
+        assert beating.health().alive
         clock.now += 1
-        late = beating.pulse()
-        assert not late.alive
-        assert late.reason == f"no sign of life for {bound + 1:.1f} s"
+        is_late = beating.health()
+        assert not is_late.alive
+        assert is_late.reason == f"no sign of life for {bound + 1:.1f} s"
 
 
 def test_entering_a_stage_is_a_sign_of_life() -> None:
     clock = Clock()
-    beating = heart(clock)
+    beating = heartbeat(clock)
     clock.now += 1000
-    beating.enter("serving")
-    assert beating.pulse().age_seconds == 0
+    beating.set_stage("serving")
+    assert beating.health().age_seconds == 0
 
 
 def test_death_is_final_and_keeps_its_first_reason() -> None:
-    beating = heart(Clock())
-    beating.died("first")
-    beating.died("second")
-    beating.enter("serving")
-    assert (beating.pulse().stage, beating.pulse().reason) == ("dead", "first")
+    beating = heartbeat(Clock())
+    beating.mark_dead("first")
+    beating.mark_dead("second")
+    beating.set_stage("serving")
+    assert (beating.health().stage, beating.health().reason) == ("dead", "first")
 
 
 async def watch(beating: Heartbeat, clock: Clock, *gaps: float, hang_seconds: float) -> bool:
@@ -66,36 +66,36 @@ async def watch(beating: Heartbeat, clock: Clock, *gaps: float, hang_seconds: fl
 
 async def test_a_hang_ends_the_watch_after_its_bounds() -> None:
     clock = Clock()
-    beating = heart(clock)
-    beating.enter("serving")
+    beating = heartbeat(clock)
+    beating.set_stage("serving")
     assert not await watch(beating, clock, *[1.0] * 70, hang_seconds=60)
-    assert not beating.pulse().alive
+    assert not beating.health().alive
     assert await watch(beating, clock, 1.0, hang_seconds=60)
 
 
 async def test_time_in_which_the_watch_stood_still_is_not_held_against_the_engine() -> None:
     clock = Clock()
-    beating = heart(clock)
-    beating.enter("serving")
+    beating = heartbeat(clock)
+    beating.set_stage("serving")
     assert not await watch(beating, clock, 76.0, 1.0, 3600.0, 1.0, hang_seconds=60)
-    assert beating.pulse().alive
+    assert beating.health().alive
 
 
 async def test_a_pulse_is_fair_before_the_watch_has_woken_up() -> None:
     clock = Clock()
-    beating = heart(clock)
-    beating.enter("serving")
+    beating = heartbeat(clock)
+    beating.set_stage("serving")
     task = asyncio.create_task(beating.watch(60))
     await asyncio.sleep(0.01)
     clock.now += 76
-    assert beating.pulse().alive
+    assert beating.health().alive
     task.cancel()
 
 
 async def test_a_watch_that_is_always_late_still_finds_a_hang() -> None:
     clock = Clock()
-    beating = heart(clock)
-    beating.enter("serving")
+    beating = heartbeat(clock)
+    beating.set_stage("serving")
     assert await watch(beating, clock, *[5.0] * 60, hang_seconds=60)
 
 
@@ -110,26 +110,26 @@ async def beat_once(beating: Heartbeat, processes: dict[int, str]) -> None:
 
 async def test_a_beat_counts_only_if_every_process_runs() -> None:
     clock = Clock()
-    beating = heart(clock)
-    beating.enter("serving")
+    beating = heartbeat(clock)
+    beating.set_stage("serving")
     clock.now += 5
     await beat_once(beating, {os.getpid(): "this one", 2**22 + 1: "gone"})
-    assert beating.pulse().age_seconds == 5
+    assert beating.health().age_seconds == 5
     await beat_once(beating, {os.getpid(): "this one"})
-    assert beating.pulse().age_seconds == 0
+    assert beating.health().age_seconds == 0
 
 
 async def test_a_zombie_does_not_run() -> None:
     clock = Clock()
-    beating = heart(clock)
+    beating = heartbeat(clock)
     clock.now += 5
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        while _state(child.pid) != "Z":
+        while _process_state(child.pid) != "Z":
             await asyncio.sleep(0.01)
         await beat_once(beating, {child.pid: "zombie"})
-    assert beating.pulse().age_seconds == 5
+    assert beating.health().age_seconds == 5
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0]

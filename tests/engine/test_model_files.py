@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.launch.model_files import locate
+from engine.launch.model_files import resolve_model
 
 COMMIT = "0123456789" * 4
 
@@ -23,17 +23,17 @@ def test_a_model_that_is_nowhere_is_one_sentence(
     model: str, revision: str | None, reason: str
 ) -> None:
     with pytest.raises(StartFailed, match=reason):
-        locate(model, revision)
+        resolve_model(model, revision)
 
 
 def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=r"it has no config\.json"):
-        locate(str(tmp_path), None)
+        resolve_model(str(tmp_path), None)
     (tmp_path / "config.json").touch()
     with pytest.raises(StartFailed, match=r"holds no \*\.safetensors file"):
-        locate(str(tmp_path), None)
+        resolve_model(str(tmp_path), None)
     (tmp_path / "model.safetensors").touch()
-    assert locate(str(tmp_path), None) == tmp_path
+    assert resolve_model(str(tmp_path), None) == tmp_path
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
@@ -41,7 +41,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
         raise OSError("Name or service\nnot known")
 
     with pytest.raises(StartFailed, match="from the model hub: Name or service not known"):
-        locate("org/name", COMMIT, download)
+        resolve_model("org/name", COMMIT, download)
 
 
 def test_a_pinned_model_is_fetched_at_its_pin_and_only_what_is_needed(tmp_path: Path) -> None:
@@ -53,6 +53,6 @@ def test_a_pinned_model_is_fetched_at_its_pin_and_only_what_is_needed(tmp_path: 
             (tmp_path / name).touch()
         return str(tmp_path)
 
-    assert locate("org/name", COMMIT, download) == tmp_path
+    assert resolve_model("org/name", COMMIT, download) == tmp_path
     assert (asked["model"], asked["revision"]) == ("org/name", COMMIT)
     assert "*.bin" not in str(asked["allow_patterns"])

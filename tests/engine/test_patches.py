@@ -138,7 +138,7 @@ def test_drafted_samples_do_not_without_the_patch(unpatched: dict[str, Any], mod
 def test_a_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> None:
     alone, cached = draw_with_seed(engine), draw_with_seed(engine)
     with engine.paused():
-        engine.core.coppice_forget_prefixes()
+        engine.core.coppice_reset_prefix_cache()
     neighbour = engine.submit(range(200, 241), max_tokens=12, temperature=1.0)
     beside = draw_with_seed(engine)
     engine.finish(neighbour)

@@ -75,10 +75,10 @@ async def test_one_rank_computes_with_the_threads_it_was_given_and_dies_visibly(
         (core,) = processes("EngineCore")
 
         core.send_signal(signal.SIGSTOP)
-        await until(lambda: not engine.pulse().alive, seconds=STEP_SECONDS + SOON_SECONDS)
-        assert "no sign of life" in (engine.pulse().reason or "")
+        await until(lambda: not engine.health().alive, seconds=STEP_SECONDS + SOON_SECONDS)
+        assert "no sign of life" in (engine.health().reason or "")
         core.send_signal(signal.SIGCONT)
-        await until(lambda: engine.pulse().alive, seconds=SOON_SECONDS)
+        await until(lambda: engine.health().alive, seconds=SOON_SECONDS)
         assert len((await one_sample(engine, 5)).token_ids) == 5
 
         running = asyncio.create_task(one_sample(engine, 900))
@@ -87,7 +87,7 @@ async def test_one_rank_computes_with_the_threads_it_was_given_and_dies_visibly(
         async with asyncio.timeout(SOON_SECONDS):
             with pytest.raises(EngineDead):
                 await running
-        await until(lambda: engine.pulse().stage == "dead", seconds=SOON_SECONDS)
+        await until(lambda: engine.health().stage == "dead", seconds=SOON_SECONDS)
         with pytest.raises(EngineDead):
             await one_sample(engine, 5)
 
@@ -96,10 +96,10 @@ async def test_a_long_load_of_weights_is_not_taken_for_death() -> None:
     assert LOAD_SECONDS > STEP_SECONDS + 1
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
         await engine.pause("keep")
-        change = asyncio.create_task(engine.swap_weights(MODEL, "v1"))
+        change = asyncio.create_task(engine.update_weights(MODEL, "v1"))
         while not change.done():
-            pulse = engine.pulse()
-            assert pulse.alive, pulse.reason
+            health = engine.health()
+            assert health.alive, health.reason
             await asyncio.sleep(0.1)
         await change
         await engine.resume()
@@ -115,9 +115,9 @@ async def test_two_ranks_answer_and_an_idle_stopped_worker_is_noticed() -> None:
         assert len((await one_sample(engine, 5)).token_ids) == 5
         worker = processes("Worker")[-1]
         worker.send_signal(signal.SIGSTOP)
-        await until(lambda: not engine.pulse().alive, seconds=STEP_SECONDS + SOON_SECONDS)
+        await until(lambda: not engine.health().alive, seconds=STEP_SECONDS + SOON_SECONDS)
         worker.send_signal(signal.SIGCONT)
-        await until(lambda: engine.pulse().alive, seconds=SOON_SECONDS)
+        await until(lambda: engine.health().alive, seconds=SOON_SECONDS)
         assert len((await one_sample(engine, 5)).token_ids) == 5
 
 
@@ -132,32 +132,32 @@ def alone(max_tokens: int) -> "subprocess.Popen[str]":
     )
 
 
-def said(output: IO[str] | None) -> dict[str, Any]:
+def read_line_of(output: IO[str] | None) -> dict[str, Any]:
     assert output is not None
     for line in output:
         if line.startswith("{"):
-            facts: dict[str, Any] = json.loads(line)
-            return facts
+            info: dict[str, Any] = json.loads(line)
+            return info
     raise AssertionError("the process ended without a word")
 
 
-def segments(held: Collection[shared_memory.Identity]) -> list[str]:
+def segments(held: Collection[shared_memory.FileId]) -> list[str]:
     """Those of them that are in shared memory under a name."""
-    return [file.name for file in shared_memory.SHARED.iterdir() if _identity(file) in held]
+    return [file.name for file in shared_memory.SHM_DIR.iterdir() if _identity(file) in held]
 
 
-def _identity(file: Path) -> shared_memory.Identity | None:
+def _identity(file: Path) -> shared_memory.FileId | None:
     try:
-        return shared_memory.identity(file.stat())
+        return shared_memory.file_id(file.stat())
     except FileNotFoundError:  # another test's, which has ended
         return None
 
 
-def gone(pids: list[int]) -> bool:
-    return not any(map(lives, pids))
+def are_gone(pids: list[int]) -> bool:
+    return not any(map(is_alive, pids))
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -166,21 +166,23 @@ def lives(pid: int) -> bool:
 
 async def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
     with alone(max_tokens=900) as process:
-        children = said(process.stdout)["children"]
+        children = read_line_of(process.stdout)["children"]
         os.killpg(process.pid, signal.SIGINT)
-        last = said(process.stdout)
+        last = read_line_of(process.stdout)
         assert (last["num_tokens"], last["finish"]) == (900, "length")
         assert process.wait(60) == 0
-    await until(lambda: gone(children), seconds=SOON_SECONDS)
+    await until(lambda: are_gone(children), seconds=SOON_SECONDS)
 
 
 async def test_a_killed_service_takes_its_engine_along() -> None:
     with alone(max_tokens=900) as process:
-        children = said(process.stdout)["children"]
-        held = {file for pid in [process.pid, *children] for file in shared_memory.held_by(pid)}
+        children = read_line_of(process.stdout)["children"]
+        held = {
+            file for pid in [process.pid, *children] for file in shared_memory.files_used_by(pid)
+        }
         assert segments(held)
         process.kill()
-    await until(lambda: gone(children), seconds=SOON_SECONDS)
+    await until(lambda: are_gone(children), seconds=SOON_SECONDS)
     await asyncio.sleep(shared_memory.MIN_AGE_SECONDS)
-    shared_memory.sweep()
+    shared_memory.remove_leftovers()
     assert segments(held) == []

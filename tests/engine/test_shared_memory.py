@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from engine.runtime import shared_memory
-from engine.runtime.shared_memory import SHARED, held_files, sweep
+from engine.runtime.shared_memory import SHM_DIR, files_in_use, remove_leftovers
 
 
 def leave(folder: Path, *names: str) -> None:
@@ -22,14 +22,14 @@ def leave(folder: Path, *names: str) -> None:
 
 def test_leftovers_are_removed_and_strangers_stay(tmp_path: Path) -> None:
     leave(tmp_path, "psm_1", "vllm_dist_x-cpushm_0", "sem.mp-a", "somebody_elses")
-    assert sweep(tmp_path) == ["psm_1", "sem.mp-a", "vllm_dist_x-cpushm_0"]
+    assert remove_leftovers(tmp_path) == ["psm_1", "sem.mp-a", "vllm_dist_x-cpushm_0"]
     assert [file.name for file in tmp_path.iterdir()] == ["somebody_elses"]
 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """In real shared memory: other filesystems map files under other devices than they have."""
-    with TemporaryDirectory(dir=SHARED) as folder:
+    with TemporaryDirectory(dir=SHM_DIR) as folder:
         yield Path(folder)
 
 
@@ -38,9 +38,9 @@ def test_what_a_living_process_holds_open_or_maps_stays(shared: Path) -> None:
     with (shared / "psm_open").open("rb"):
         with (shared / "psm_mapped").open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        assert sweep(shared) == []
+        assert remove_leftovers(shared) == []
         mapped.close()
-    assert sweep(shared) == ["psm_mapped", "psm_open"]
+    assert remove_leftovers(shared) == ["psm_mapped", "psm_open"]
 
 
 def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
@@ -49,24 +49,24 @@ def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
     leave(shared, "psm_left")
     left = (shared / "psm_left").stat()
     elsewhere = left.st_dev + 1, left.st_ino
-    monkeypatch.setattr(shared_memory, "held_files", lambda: iter([elsewhere, *held_files()]))
-    assert sweep(shared) == ["psm_left"]
+    monkeypatch.setattr(shared_memory, "files_in_use", lambda: iter([elsewhere, *files_in_use()]))
+    assert remove_leftovers(shared) == ["psm_left"]
 
 
 def test_a_semaphore_in_use_stays_though_it_is_mapped_under_another_name() -> None:
-    before = set(os.listdir(SHARED))
+    before = set(os.listdir(SHM_DIR))
     semaphore = multiprocessing.get_context("spawn").Semaphore()
-    (name,) = {entry for entry in os.listdir(SHARED) if entry.startswith("sem.mp-")} - before
-    os.utime(SHARED / name, (0, time.time() - 60))
-    sweep()
-    assert (SHARED / name).exists()
+    (name,) = {entry for entry in os.listdir(SHM_DIR) if entry.startswith("sem.mp-")} - before
+    os.utime(SHM_DIR / name, (0, time.time() - 60))
+    remove_leftovers()
+    assert (SHM_DIR / name).exists()
     del semaphore
 
 
 def test_what_was_made_just_now_may_be_mapped_in_a_moment(tmp_path: Path) -> None:
     (tmp_path / "psm_new").touch()
-    assert sweep(tmp_path) == []
+    assert remove_leftovers(tmp_path) == []
 
 
 def test_a_machine_without_shared_memory_has_nothing_to_sweep(tmp_path: Path) -> None:
-    assert sweep(tmp_path / "missing") == []
+    assert remove_leftovers(tmp_path / "missing") == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.temp_dir import Scratch
+from engine.runtime.temp_dir import TempDir
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +14,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_folder_goes_with_its_engine(temporary: Path) -> None:
-    scratch = Scratch()
-    (scratch.path / "socket").touch()
-    scratch.close()
-    scratch.close()
+    temp_dir = TempDir()
+    (temp_dir.path / "socket").touch()
+    temp_dir.close()
+    temp_dir.close()
     assert list(temporary.iterdir()) == []
 
 
@@ -25,8 +25,8 @@ def test_a_dead_ones_folder_is_swept_and_a_living_ones_stays(temporary: Path) ->
     dead = temporary / "coppice-engine-dead"
     dead.mkdir()
     (dead / ".owner").touch()
-    living = Scratch()
-    other = Scratch()
+    living = TempDir()
+    other = TempDir()
     assert not dead.exists() and living.path.exists()
     living.close()
     other.close()
@@ -35,5 +35,5 @@ def test_a_dead_ones_folder_is_swept_and_a_living_ones_stays(temporary: Path) ->
 def test_a_folder_that_is_being_made_stays(temporary: Path) -> None:
     unready = temporary / "coppice-engine-new"
     unready.mkdir()
-    Scratch().close()
+    TempDir().close()
     assert unready.exists()

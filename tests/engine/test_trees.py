@@ -10,7 +10,7 @@ import torch
 
 from coppice import KvSource, PromptKV
 from coppice.wire.kv import KvHandle
-from tests.e2e.prompt_kv_checks import assert_the_models
+from tests.e2e.prompt_kv_checks import assert_matches_model
 from tests.engine.seedling import BLOCK, reference, settings
 from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
 from tests.service.trees import check_cuts, check_tree, path
@@ -131,7 +131,7 @@ async def test_keys_and_values_of_a_path_are_those_of_hugging_face(
         handle, source = KvHandle.model_validate(segment["kv"]), KvSource(served.url)
         kv = await asyncio.to_thread(PromptKV.fetch, handle, source)
         assert kv is not None, source.counts
-        assert_the_models(kv, prompt + above, model)
+        assert_matches_model(kv, prompt + above, model)
         await asyncio.to_thread(kv.release)
 
 

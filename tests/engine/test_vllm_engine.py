@@ -14,7 +14,14 @@ import torch
 from prometheus_client import REGISTRY
 
 from engine.errors import CheckpointRefused, RequestRefused, StartFailed
-from engine.protocol import Completion, Conversation, GraphCounts, Place, SampleRequest, Sampling
+from engine.protocol import (
+    ChatRequest,
+    Completion,
+    CudaGraphStats,
+    SampleRequest,
+    Sampling,
+    TopLogprobs,
+)
 from engine.settings import GraphsSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
@@ -29,7 +36,7 @@ async def engine() -> AsyncIterator[VllmEngine]:
     """The budget of graphs is taken, and has no effect without a GPU."""
     engine = VllmEngine(settings(), graphs=GraphsSettings(budget_bytes=2**26))
     await engine.start("v0")
-    assert engine.graphs() == GraphCounts()
+    assert engine.graphs() == CudaGraphStats()
     yield engine
     await engine.stop()
 
@@ -121,8 +128,8 @@ async def test_what_was_sampled_plainly_scores_as_it_was_sampled(engine: VllmEng
     assert worst < 1e-3
 
 
-def assert_likeliest(
-    places: Sequence[Place], tokens: list[int], before: int, num_likeliest: int
+def assert_top_logprobs(
+    places: Sequence[TopLogprobs], tokens: list[int], before: int, num_top_logprobs: int
 ) -> None:
     """The places' own tokens end `tokens`; what is likeliest there is the model's word for it."""
     with torch.inference_mode():
@@ -131,8 +138,8 @@ def assert_likeliest(
     for place, row, token in zip(places, wanted, tokens[before:], strict=True):
         own, *others = place
         assert own.token_id == token
-        assert [other.rank for other in others] == list(range(1, num_likeliest + 1))
-        best = row.topk(num_likeliest).values.tolist()
+        assert [other.rank for other in others] == list(range(1, num_top_logprobs + 1))
+        best = row.topk(num_top_logprobs).values.tolist()
         assert [other.logprob for other in others] == pytest.approx(best, abs=1e-3)
         for ranked in place:
             assert ranked.logprob == pytest.approx(float(row[ranked.token_id]), abs=1e-3)
@@ -147,25 +154,25 @@ async def test_the_likeliest_tokens_come_with_those_that_are_sampled(engine: Vll
             id=f"t{next(_COUNT)}",
             prompt_token_ids=prompt,
             sampling=sampling,
-            num_likeliest=4 if i else 0,
+            num_top_logprobs=4 if i else 0,
         )
         for i in range(3)
     ]
     before = computed_prompt_tokens()
     plain, *asking = await asyncio.gather(*await engine.submit(samples))
     assert computed_prompt_tokens() - before == len(prompt) + 2 * 3
-    assert plain.likeliest is None
+    assert plain.top_logprobs is None
     for sample in asking:
-        assert sample.likeliest is not None
-        assert [place[0].logprob for place in sample.likeliest] == sample.logprobs
-        assert_likeliest(sample.likeliest, prompt + sample.token_ids, len(prompt), 4)
+        assert sample.top_logprobs is not None
+        assert [place[0].logprob for place in sample.top_logprobs] == sample.logprobs
+        assert_top_logprobs(sample.top_logprobs, prompt + sample.token_ids, len(prompt), 4)
 
 
 async def test_the_likeliest_tokens_of_a_prompt_are_the_models(engine: VllmEngine) -> None:
     prompt = engine.encode_text("Compute 12+34.\n")
-    first, *rest = await engine.likeliest(prompt, 3)
+    first, *rest = await engine.top_logprobs(prompt, 3)
     assert first == []
-    assert_likeliest(rest, prompt, 1, 3)
+    assert_top_logprobs(rest, prompt, 1, 3)
 
 
 async def test_what_is_cut_off_is_not_among_the_likeliest(engine: VllmEngine) -> None:
@@ -173,11 +180,11 @@ async def test_what_is_cut_off_is_not_among_the_likeliest(engine: VllmEngine) ->
         id=f"t{next(_COUNT)}",
         prompt_token_ids=prompt_of(5, first=8),
         sampling=Sampling(max_tokens=4, top_k=2, ignore_eos=True),
-        num_likeliest=4,
+        num_top_logprobs=4,
     )
     (completion,) = await asyncio.gather(*await engine.submit([sample]))
-    assert completion.likeliest is not None
-    for place in completion.likeliest:
+    assert completion.top_logprobs is not None
+    for place in completion.top_logprobs:
         assert len(place) == 3
         assert sum(math.exp(other.logprob) for other in place[1:]) == pytest.approx(1, abs=1e-3)
 
@@ -197,7 +204,7 @@ async def test_a_seed_fixes_each_samples_stream(engine: VllmEngine) -> None:
 
 async def test_a_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngine) -> None:
     prompt = engine.encode_text("12+3")
-    eos = engine.facts.eos_token_ids[0]
+    eos = engine.info.eos_token_ids[0]
     (ended,) = await run(engine, prompt, temperature=0.0, max_tokens=256)
     assert (ended.finish, ended.token_ids[-1]) == ("stop", eos)
     (ignoring,) = await run(engine, prompt, temperature=0.0, max_tokens=256, ignore_eos=True)
@@ -209,7 +216,7 @@ async def test_a_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEng
 
 
 async def test_a_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
-    limit = engine.facts.max_context_tokens
+    limit = engine.info.max_context_tokens
     prompt = prompt_of(limit - 3, first=4)
     (sample,) = await run(engine, prompt, max_tokens=3, ignore_eos=True)
     assert (len(sample.token_ids), sample.finish) == (3, "length")
@@ -228,13 +235,13 @@ async def test_what_the_engine_refuses_enters_it_nowhere(engine: VllmEngine) -> 
 
 async def test_facts_are_those_of_the_model(engine: VllmEngine) -> None:
     config = json.loads((MODEL / "config.json").read_text())
-    facts = engine.facts
-    assert facts.vocab_size == config["vocab_size"]
+    info = engine.info
+    assert info.vocab_size == config["vocab_size"]
     per_head = config["num_hidden_layers"] * config["head_dim"]
-    assert facts.kv_bytes_per_token == 2 * 4 * per_head * config["num_key_value_heads"]
-    assert facts.num_blocks * BLOCK * facts.kv_bytes_per_token <= 2**27
-    assert facts.max_context_tokens == 1024
-    assert "/" not in facts.model, "its name, not its directory"
+    assert info.kv_bytes_per_token == 2 * 4 * per_head * config["num_key_value_heads"]
+    assert info.num_blocks * BLOCK * info.kv_bytes_per_token <= 2**27
+    assert info.max_context_tokens == 1024
+    assert "/" not in info.model, "its name, not its directory"
 
 
 async def test_weights_of_another_model_are_refused_by_name(
@@ -248,9 +255,9 @@ async def test_weights_of_another_model_are_refused_by_name(
 
 async def test_messages_are_rendered_by_the_models_own_template(engine: VllmEngine) -> None:
     message = {"role": "user", "content": "12+3"}
-    rendered = engine.encode_conversation(Conversation(messages=[message]))
+    rendered = engine.encode_chat(ChatRequest(messages=[message]))
     assert engine.decode(rendered).count("12+3") == 1
-    assert all(token < engine.facts.vocab_size for token in rendered)
+    assert all(token < engine.info.vocab_size for token in rendered)
 
 
 async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
@@ -267,7 +274,7 @@ async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
     engine = VllmEngine(settings(model))
     try:
         await engine.start("v0")
-        assert extra_end in engine.facts.eos_token_ids
+        assert extra_end in engine.info.eos_token_ids
         samples = await run(engine, prompt_of(4, first=5), n=16, temperature=2.0, max_tokens=40)
         assert len({tuple(sample.token_ids) for sample in samples}) > 8
         assert all(extra_end not in sample.token_ids[:-1] for sample in samples)
@@ -281,7 +288,7 @@ async def test_settings_that_vllm_refuses_are_said_in_its_words_and_no_more() ->
     with pytest.raises(StartFailed, match="vLLM refuses these settings: .*4096") as failed:
         await engine.start("v0")
     assert "\n" not in str(failed.value)
-    assert engine.pulse().stage == "dead"
+    assert engine.health().stage == "dead"
     await engine.stop()
 
 
@@ -322,6 +329,6 @@ async def test_forgotten_prefixes_are_not_found(engine: VllmEngine) -> None:
     prompt = prompt_of(3 * BLOCK + 1, first=42)
     assert [await cached(engine, prompt) for _ in range(2)] == [0, 3 * BLOCK]
     await engine.pause("keep")
-    await engine.forget_prefixes()
+    await engine.reset_prefix_cache()
     await engine.resume()
     assert await cached(engine, prompt) == 0

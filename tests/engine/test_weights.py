@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.protocol import VersionSpan
-from engine.weights.checkpoint import read_served
-from engine.weights.validation import check
+from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.validation import check_checkpoint
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import in_bfloat16, make_models, random_tensors, write_model
 from tests.engine.stepped_engine import FAULTY, Answer, LiveEngine, assert_same, live_engine
@@ -95,7 +95,7 @@ def test_weights_in_bfloat16_are_served_in_float32(
     engine: LiveEngine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = in_bfloat16(models["v8"], tmp_path / "v9")
-    check(read_served(models["v7"]), model, dtype="float32")
+    check_checkpoint(read_base_checkpoint(models["v7"]), model, dtype="float32")
     engine.swap(model)
     answers = engine.ask(*PROMPTS, max_tokens=40)
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -181,7 +181,7 @@ def test_a_prompt_that_is_half_computed_at_a_swap_is_not_published(
 
 def test_prefixes_are_only_forgotten_while_paused(engine: LiveEngine) -> None:
     with pytest.raises(AssertionError, match="while paused"):
-        engine.core.coppice_forget_prefixes()
+        engine.core.coppice_reset_prefix_cache()
 
 
 def test_forgetting_says_what_it_did(engine: LiveEngine) -> None:
@@ -189,10 +189,10 @@ def test_forgetting_says_what_it_did(engine: LiveEngine) -> None:
     straddler = engine.submit(SHORT, max_tokens=30)
     engine.step()
     with engine.paused():
-        forgotten = engine.core.coppice_forget_prefixes()
+        forgotten = engine.core.coppice_reset_prefix_cache()
         pool = engine.core.coppice_check_pool()
     engine.finish(straddler)
-    assert forgotten == {"num_hashes": 3, "num_silenced": 1, "connector": True}
+    assert forgotten == {"num_hashes": 3, "num_running_requests": 1, "connector": True}
     assert (pool["num_hashes"], pool["num_hashed_blocks"], pool["num_references"]) == (0, 0, 1)
 
 
@@ -201,7 +201,7 @@ def test_who_watches_the_cache_hears_that_it_is_empty(engine: LiveEngine) -> Non
     engine.ask(LONG, max_tokens=1)
     assert pool.metrics_collector.block_metrics
     with engine.paused():
-        engine.core.coppice_forget_prefixes()
+        engine.core.coppice_reset_prefix_cache()
     assert not pool.metrics_collector.block_metrics
     assert [type(event).__name__ for event in pool.take_events()][-1] == "AllBlocksCleared"
 
@@ -265,7 +265,7 @@ def test_a_head_that_repeats_the_embedding_is_passed_over(
     tensors = load_file(models["v8"] / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     candidate = write_model(tmp_path / "v8", tensors, tied=True)
-    check(read_served(models["v7"]), candidate)
+    check_checkpoint(read_base_checkpoint(models["v7"]), candidate)
     engine.swap(candidate)
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
 

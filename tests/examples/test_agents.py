@@ -95,7 +95,7 @@ def test_agents_are_told_apart_before_they_are_taught(words: PreTrainedTokenizer
     model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
     before = alike(model, words)
     torch.manual_seed(0)
-    train_agents.draw_anew(model, words)
+    train_agents.reset_embeddings(model, words)
     assert alike(model, words) < 0.3 < 0.99 < before
 
 

@@ -16,7 +16,7 @@ from coppice import Sample
 from coppice.train import TrainingGroup, group_logprobs
 from coppice.wire.rollouts import FinishReason
 from examples.grpo import __main__ as demo
-from examples.grpo.history import Step, gain_of, save, table
+from examples.grpo.history import Step, compute_gain, save, table
 from examples.grpo.learner import Learner
 from examples.grpo.picture import draw
 from examples.grpo.questions import Questions
@@ -58,7 +58,7 @@ def test_it_learns(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     steps = [Step(**step) for step in json.loads((tmp_path / "steps.json").read_text())]
-    gain = gain_of(steps)
+    gain = compute_gain(steps)
     assert gain.size >= 0.10
     assert gain.size >= 3 * gain.standard_error
     assert str(gain) in ran.stdout
@@ -68,7 +68,7 @@ def test_it_learns(tmp_path: Path) -> None:
 
 
 def test_a_gain_is_of_the_last_ten_steps_over_the_first_ten() -> None:
-    gain = gain_of(history([0.4, 0.6] * 5 + [0.0] * 7 + [0.7, 0.9] * 5))
+    gain = compute_gain(history([0.4, 0.6] * 5 + [0.0] * 7 + [0.7, 0.9] * 5))
     assert gain.before == pytest.approx(0.5)
     assert gain.after == pytest.approx(0.8)
     assert gain.standard_error == pytest.approx(math.sqrt(2 * (0.1 / 9) / 10))
@@ -84,12 +84,12 @@ def test_a_gain_is_of_the_last_ten_steps_over_the_first_ten() -> None:
     ],
 )
 def test_less_than_that_is_no_gain(rewards: list[float], why: str) -> None:
-    assert not gain_of(history(rewards)).learned, why
+    assert not compute_gain(history(rewards)).learned, why
 
 
 def test_a_gain_of_fewer_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 20 steps, not 19"):
-        gain_of(history([0.5] * 19))
+        compute_gain(history([0.5] * 19))
 
 
 def test_the_table_has_a_line_for_every_ten_steps() -> None:
@@ -102,7 +102,7 @@ def test_the_history_is_kept_and_drawn(tmp_path: Path) -> None:
     steps = history([0.5] * 10 + [0.7] * 10)
     save(steps, tmp_path / "steps.json")
     assert [Step(**s) for s in json.loads((tmp_path / "steps.json").read_text())] == steps
-    draw(steps, gain_of(steps), tmp_path / "demo.png")
+    draw(steps, compute_gain(steps), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

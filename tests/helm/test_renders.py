@@ -65,12 +65,12 @@ def test_the_validation_sees_a_misspelt_field() -> None:
 
 @pytest.mark.parametrize("example", golden.EXAMPLES, ids=lambda example: example.stem)
 def test_the_renders_of_the_examples_are_those_that_were_reviewed(example: Path) -> None:
-    assert golden.golden(example).read_text() == golden.rendered(example), "make chart"
+    assert golden.golden(example).read_text() == golden.render(example), "make chart"
 
 
 def test_the_readme_and_the_schema_are_generated() -> None:
-    assert readme.FILE.read_text() == readme.rendered(), "make chart"
-    assert schema.FILE.read_text() == schema.rendered(), "make chart"
+    assert readme.FILE.read_text() == readme.render(), "make chart"
+    assert schema.FILE.read_text() == schema.render(), "make chart"
 
 
 def test_helm_is_not_told_to_ignore_the_schema() -> None:
@@ -80,8 +80,8 @@ def test_helm_is_not_told_to_ignore_the_schema() -> None:
 
 def test_without_keys_the_names_of_the_service_are_answered() -> None:
     values: Object = {"auth": {"allowOpen": True, "allowedHosts": ["rollouts.example"]}}
-    rendered = settings(values)["server"]
-    assert rendered["allowed_hosts"] == [
+    render = settings(values)["server"]
+    assert render["allowed_hosts"] == [
         *("rl-coppice", "rl-coppice.rl", "rl-coppice.rl.svc", "rl-coppice.rl.svc.cluster.local"),
         "rollouts.example",
     ]

@@ -19,8 +19,8 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from engine.kv_types import ExportWord, KvFormat
-from engine.protocol import EngineFacts
+from engine.kv_types import ExportStatus, KvFormat
+from engine.protocol import EngineInfo
 from service.app import create_app
 from service.config.settings import Settings
 from service.http.protocol import protocol_with_limits
@@ -33,8 +33,8 @@ BYTES_PER_TOKEN = 2 * 36 * 8 * 128 * 2
 
 class LargeEngine(FakeEngine):
     @property
-    def facts(self) -> EngineFacts:
-        return replace(super().facts, kv_format=FORMAT)
+    def info(self) -> EngineInfo:
+        return replace(super().info, kv_format=FORMAT)
 
     def _compute_prompt(self, sample: Running) -> None:
         slot = sample.request.export
@@ -45,8 +45,8 @@ class LargeEngine(FakeEngine):
         with slot.arena.open("r+b") as file:
             file.seek(slot.offset)
             file.write(data)
-            file.seek(slot.words_offset)
-            file.write(ExportWord.COMMITTED.to_bytes(8, "little"))
+            file.seek(slot.status_offset)
+            file.write(ExportStatus.COMMITTED.to_bytes(8, "little"))
 
 
 @contextmanager

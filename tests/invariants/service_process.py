@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.runtime.shared_memory import Identity, held_by, identity, leftovers
+from engine.runtime.shared_memory import FileId, file_id, files_used_by, find_leftovers
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
@@ -34,14 +34,14 @@ def until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class ServerHome:
     """Where a server keeps everything. Short: a Unix socket's path may have 107 bytes.
 
     `held` are files that its processes had: what engines of others leave is not its own.
     """
 
     path: Path
-    held: set[Identity] = field(default_factory=set)
+    held: set[FileId] = field(default_factory=set)
 
     @property
     def temporary(self) -> Path:
@@ -55,26 +55,26 @@ class Home:
     def log(self) -> Path:
         return self.path / "log"
 
-    def left(self) -> list[str]:
+    def leftover_files(self) -> list[str]:
         """But for the log, and what living processes share."""
         files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
-        shared = [file for file in leftovers() if self._held(file)]
+        shared = [file for file in find_leftovers() if self._held(file)]
         return sorted(map(str, [*files, *shared]))
 
     def _held(self, file: Path) -> bool:
         try:
-            return identity(file.stat()) in self.held
+            return file_id(file.stat()) in self.held
         except FileNotFoundError:  # swept by the start of another engine
             return False
 
 
 @contextmanager
-def home() -> Iterator[Home]:
+def home() -> Iterator[ServerHome]:
     path = Path(tempfile.mkdtemp(prefix="coppice-"))
     for folder in ("t", "w"):
         (path / folder).mkdir()
     try:
-        yield Home(path=path)
+        yield ServerHome(path=path)
     finally:
         shutil.rmtree(path)
 
@@ -84,7 +84,7 @@ class ServiceProcess:
     """`url` once it serves."""
 
     process: subprocess.Popen[bytes]
-    home: Home
+    home: ServerHome
     url: str
     descendants: list[psutil.Process]
 
@@ -107,12 +107,12 @@ class ServiceProcess:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.log[-4000:]}") from None
 
-    def note_held(self) -> None:
+    def record_open_files(self) -> None:
         """What it leaves can be told from what others do. Takes some time."""
         for pid in (self.process.pid, *(child.pid for child in self.descendants)):
-            self.home.held.update(held_by(pid))
+            self.home.held.update(files_used_by(pid))
 
-    def living(self) -> list[str]:
+    def surviving_processes(self) -> list[str]:
         """Descendants that outlive it."""
         return [child.name() for child in self.descendants if _lives(child)]
 
@@ -125,7 +125,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
+def service(place: ServerHome, *flags: str) -> Iterator[ServiceProcess]:
     """Killed with all that is its if the test leaves it running."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(place.weights), "--log.format", "json", *flags]
@@ -144,7 +144,7 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
         url = _serving_url(process, place)
         descendants = psutil.Process(process.pid).children(recursive=True)
         served = ServiceProcess(process=process, home=place, url=url, descendants=descendants)
-        served.note_held()
+        served.record_open_files()
         yield served
     finally:
         for victim in (psutil.Process(p) for p in [process.pid] if process.poll() is None):
@@ -156,7 +156,7 @@ def service(place: Home, *flags: str) -> Iterator[ServiceProcess]:
         process.wait()
 
 
-def _serving_url(process: "subprocess.Popen[bytes]", place: Home) -> str:
+def _serving_url(process: "subprocess.Popen[bytes]", place: ServerHome) -> str:
     deadline = time.monotonic() + START_SECONDS
     while (found := _READY.search(place.log.read_text())) is None:
         assert process.poll() is None and time.monotonic() < deadline, place.log.read_text()[-4000:]

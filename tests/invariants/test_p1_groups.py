@@ -12,7 +12,7 @@ from service.http.errors import Draining
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from tests.fake_engine import FakeEngine
-from tests.invariants.yielding_engine import HesitantEngine, turns
+from tests.invariants.yielding_engine import YieldingEngine, yield_loop
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import serving, settings_for
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 async def test_a_closed_connection_ends_the_samples_of_every_group(
     tmp_path: Path, stream: bool
 ) -> None:
-    engine = HesitantEngine(instant=False)
+    engine = YieldingEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(*[group(i + 1, n=2) for i in range(8)], stream=stream)
         async with httpx.AsyncClient(base_url=served.url) as leaving:
@@ -41,7 +41,7 @@ async def test_a_closed_connection_ends_the_samples_of_every_group(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, stream: bool) -> None:
-    engine = HesitantEngine(instant=False)
+    engine = YieldingEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         async with served.server.rollouts.close_gate():
             async with httpx.AsyncClient(base_url=served.url) as leaving:
@@ -57,7 +57,7 @@ async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, st
 
 
 async def test_a_second_reader_of_a_stream_ends_nothing_by_leaving(tmp_path: Path) -> None:
-    engine = HesitantEngine(instant=False)
+    engine = YieldingEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=2), stream=True)
         async with served.http.stream("POST", "/v1/rollouts", json=asked) as first:
@@ -99,13 +99,13 @@ async def test_an_end_at_any_turn_of_the_loop_leaves_no_sample(tmp_path: Path, h
     """Every await of a rollout and of its groups is met: before the first step, around the
     submission, while sampling, and within an abort."""
     for num_turns in range(24):
-        engine = HesitantEngine(instant=False)
+        engine = YieldingEngine(instant=False)
         server = Server(settings_for(tmp_path), engine)
         owner = asyncio.create_task(_own(server))
-        await turns(2)
+        await yield_loop(2)
         request = RolloutRequest.model_validate(body(group(1, n=2), group(2, n=2)))
         rollout = await server.rollouts.start(request, owner="local")
-        await turns(num_turns)
+        await yield_loop(num_turns)
         match how:
             case "delete":
                 await server.rollouts.cancel(rollout)
@@ -115,7 +115,7 @@ async def test_an_end_at_any_turn_of_the_loop_leaves_no_sample(tmp_path: Path, h
                 owner.cancel()
         async with asyncio.timeout(30):
             await rollout.wait()
-            await turns()
+            await yield_loop()
         assert not engine.running and server.admission.num_samples == 0, num_turns
         assert how == "break" or rollout.error is None, num_turns
         owner.cancel()

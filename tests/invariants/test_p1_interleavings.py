@@ -26,7 +26,7 @@ from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from service.weights.versions import Version
-from tests.invariants.yielding_engine import HesitantEngine, turns
+from tests.invariants.yielding_engine import YieldingEngine, yield_loop
 from tests.service.test_rollouts import body, group
 from tests.serving import settings_for
 
@@ -51,7 +51,7 @@ class Seen:
 @dataclass
 class World:
     server: Server
-    engine: HesitantEngine
+    engine: YieldingEngine
     callers: list[tuple["asyncio.Task[None]", Seen]] = field(default_factory=list)
     others: list["asyncio.Task[Any]"] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ def take(world: World, name: str, given: Any) -> None:
         case "resume":
             world.meanwhile(server.activation.resume())
         case "refuse":
-            engine.num_refusals = 1
+            engine.num_rejections = 1
         case "die" if given:
             engine.die()
 
@@ -149,7 +149,7 @@ async def settle(world: World) -> None:
 
     What was told to end does so while no token is sampled.
     """
-    await turns(50)
+    await yield_loop(50)
     for _, seen in world.callers:
         if seen.rollout is not None and not seen.rollout.ended:
             assert {g.end_reason for g in seen.rollout.groups} != {"cancelled"}
@@ -164,7 +164,7 @@ async def settle(world: World) -> None:
 
 
 async def live(steps: list[tuple[Step, int]], folder: Path) -> None:
-    engine = HesitantEngine(instant=False)
+    engine = YieldingEngine(instant=False)
     server = Server(settings_for(folder), engine)
     async with server.running():
         await asyncio.sleep(0)
@@ -173,7 +173,7 @@ async def live(steps: list[tuple[Step, int]], folder: Path) -> None:
         world = World(server, engine)
         for (name, given), num_turns in steps:
             take(world, name, given)
-            await turns(num_turns)
+            await yield_loop(num_turns)
         await settle(world)
         check(world)
     assert not engine.running

@@ -10,7 +10,7 @@ import pytest
 
 from engine.runtime.shared_memory import MIN_AGE_SECONDS
 from tests.invariants.load import Load, load
-from tests.invariants.service_process import Home, ServiceProcess, home, service, until
+from tests.invariants.service_process import ServerHome, ServiceProcess, home, service, until
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +19,7 @@ STOP_SECONDS = 60.0
 
 
 @pytest.fixture
-def place() -> Iterator[Home]:
+def place() -> Iterator[ServerHome]:
     with home() as made:
         yield made
 
@@ -49,7 +49,7 @@ def counted(server: ServiceProcess) -> dict[str, int]:
     return {outcome: int(float(count)) for outcome, count in found if float(count)}
 
 
-def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> None:
+def test_sigterm_under_load_answers_everyone_who_came_before_it(place: ServerHome) -> None:
     with service(place, *FRUGAL) as server:
         with load(server.url, max_tokens=24) as early:
             warm(early, 12)
@@ -63,7 +63,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
             load(server.url, max_tokens=450, num_threads=1) as long,
         ):
             warm(long, 1)
-            server.note_held()
+            server.record_open_files()
             until(lambda: rollouts_running(server) == 4, seconds=60, what="all are back")
             num_answered = len(running.calls) + len(long.calls)
             num_admitted = rollouts_running(server)
@@ -80,11 +80,13 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: Home) -> 
         assert num_admitted and len(done) >= num_answered + num_admitted
         for call in calls:
             assert call in done or call.code == "draining" or (call.broken and call.began > told)
-        until(lambda: not server.living(), seconds=60, what="the engine's processes end")
-    assert place.left() == []
+        until(
+            lambda: not server.surviving_processes(), seconds=60, what="the engine's processes end"
+        )
+    assert place.leftover_files() == []
 
 
-def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
+def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: ServerHome) -> None:
     with service(place, *FRUGAL, "--server.drain-seconds", "600") as server:
         with load(server.url, max_tokens=900) as running:
             until(
@@ -92,7 +94,7 @@ def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
                 seconds=60,
                 what="samples run",
             )
-            server.note_held()
+            server.record_open_files()
             server.signal(signal.SIGINT, group=True)
             until(lambda: probe(server, "/readyz") == 503, seconds=60, what="it drains")
             assert probe(server, "/livez") == 200
@@ -101,21 +103,27 @@ def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: Home) -> None:
             assert server.wait(STOP_SECONDS) == 0
         codes = {call.code for call in running.calls if call.code}
         assert "engine_dead" in codes and codes <= {"engine_dead", "draining"}
-        until(lambda: not server.living(), seconds=60, what="the engine's processes end")
-    assert place.left() == []
+        until(
+            lambda: not server.surviving_processes(), seconds=60, what="the engine's processes end"
+        )
+    assert place.leftover_files() == []
 
 
-def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home) -> None:
+def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: ServerHome) -> None:
     with service(place, *FRUGAL) as server:
         upload = httpx.put(f"{server.url}/v1/weights/v1/files/a.safetensors", content=b"w")
         assert upload.json()["state"] == "incomplete"
         with load(server.url, max_tokens=200) as running:
             warm(running, 2)
-            server.note_held()
+            server.record_open_files()
             server.signal(signal.SIGKILL)
-            until(lambda: not server.living(), seconds=60, what="the engine ends with its service")
+            until(
+                lambda: not server.surviving_processes(),
+                seconds=60,
+                what="the engine ends with its service",
+            )
     time.sleep(MIN_AGE_SECONDS)
-    assert place.left()
+    assert place.leftover_files()
 
     flags = ("--engine.step-seconds", "8", "--engine.hang-seconds", "5")
     with service(place, *FRUGAL, *flags) as next_one:
@@ -131,5 +139,9 @@ def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: Home
         assert probe(next_one, "/livez") == 503
         next_one.signal(signal.SIGTERM)
         assert next_one.wait(STOP_SECONDS) == 0
-        until(lambda: not next_one.living(), seconds=60, what="the engine's processes end")
-    assert place.left() == []
+        until(
+            lambda: not next_one.surviving_processes(),
+            seconds=60,
+            what="the engine's processes end",
+        )
+    assert place.leftover_files() == []

@@ -36,13 +36,13 @@ async def test_a_death_during_an_activation_fails_it_at_once() -> None:
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
         await engine.pause("keep")
         frozen = asked(one_sample(engine, 5))
-        change = asked(engine.swap_weights(MODEL, "v1"))
+        change = asked(engine.update_weights(MODEL, "v1"))
         await asyncio.sleep(1)
         (core,) = processes("EngineCore")
         core.kill()
         await dies(change)
         await dies(frozen)
-        await until(lambda: engine.pulse().stage == "dead", seconds=SOON_SECONDS)
+        await until(lambda: engine.health().stage == "dead", seconds=SOON_SECONDS)
         await refuses_everything(engine)
 
 
@@ -55,8 +55,8 @@ async def test_a_hang_that_goes_on_is_made_a_death(name: str, ranks: dict[str, A
         await asyncio.sleep(0.3)
         processes(name)[-1].send_signal(signal.SIGSTOP)
         resuming = asked(engine.pause("keep"))
-        await until(lambda: not engine.pulse().alive, seconds=SOON_SECONDS)
+        await until(lambda: not engine.health().alive, seconds=SOON_SECONDS)
         await dies(running)
         await dies(resuming)
-        assert "hung" in (engine.pulse().reason or "")
+        assert "hung" in (engine.health().reason or "")
         await until(lambda: not processes("VLLM"), seconds=SOON_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.invariants.service_process import Home, ServiceProcess, home, service
+from tests.invariants.service_process import ServerHome, ServiceProcess, home, service
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +21,7 @@ BODY = {
 
 
 @pytest.fixture
-def place() -> Iterator[Home]:
+def place() -> Iterator[ServerHome]:
     with home() as made:
         yield made
 
@@ -32,7 +32,7 @@ def stand_still(server: ServiceProcess) -> None:
     server.signal(signal.SIGCONT)
 
 
-def test_a_service_that_was_suspended_serves_on(place: Home) -> None:
+def test_a_service_that_was_suspended_serves_on(place: ServerHome) -> None:
     flags = ("--engine.step-seconds", str(STEP_SECONDS), "--engine.hang-seconds", str(HANG_SECONDS))
     with service(place, *flags) as server:
         stand_still(server)

@@ -8,25 +8,25 @@ from engine.protocol import Completion, SampleRequest
 from tests.fake_engine import FakeEngine
 
 
-async def turns(number: int = 3) -> None:
+async def yield_loop(number: int = 3) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
 
 
-class HesitantEngine(FakeEngine):
+class YieldingEngine(FakeEngine):
     """Whoever is cancelled can be cancelled before and after each call takes effect."""
 
-    num_refusals = 0
+    num_rejections = 0
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
-        await turns()
-        if self.num_refusals:
-            self.num_refusals -= 1
+        await yield_loop()
+        if self.num_rejections:
+            self.num_rejections -= 1
             raise RequestRefused("for once")
         completions = await super().submit(samples)
-        await turns()
+        await yield_loop()
         return completions
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         await super().abort(sample_ids)
-        await turns()
+        await yield_loop()

@@ -13,7 +13,7 @@ from kernels.shared_prefix_attention import cuda, reference
 from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.reference import Step
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
-from tests.kernels.tree_strategies import Drawn, drawn
+from tests.kernels.tree_strategies import Drawn, random_values
 from tests.kernels.work_lists import Inputs, work_list
 
 DTYPE, CLOSE = torch.float16, 3e-3
@@ -37,8 +37,8 @@ def assert_right(
         device="cpu",
     )
     assert work.fill(plan, step.seq_lens.numpy() - plan.suffix_starts)
-    got = Inputs(step, DTYPE, "cpu").decoded(work).double()
-    torch.testing.assert_close(got, reference.whole(step)[0], atol=CLOSE, rtol=0)
+    got = Inputs(step, DTYPE, "cpu").run_decode(work).double()
+    torch.testing.assert_close(got, reference.full_attention(step)[0], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("head_size", cuda.HEAD_SIZES)
@@ -66,7 +66,7 @@ def test_nothing_shared_is_attention_row_by_row() -> None:
 
 
 @settings(deadline=None, max_examples=5)
-@given(drawn(longest=70, most_query_tokens=4))
+@given(random_values(longest=70, most_query_tokens=4))
 def test_any_tree(case: Drawn) -> None:
     plan, step = step_of(case.levels, case.shape, query_tokens=case.query_tokens, seed=case.seed)
     assert_right(plan, step, case.shape, query_tokens=4)
@@ -81,8 +81,8 @@ def test_a_list_serves_one_plan_after_another_and_rows_that_grow() -> None:
         lengths = step.seq_lens.numpy() - plan.suffix_starts
         assert work.fill(plan, lengths // 3)  # made when the suffixes were shorter
         step = rounded(step, DTYPE)
-        got = Inputs(step, DTYPE, "cpu").decoded(work).double()
-        torch.testing.assert_close(got, reference.whole(step)[0], atol=CLOSE, rtol=0)
+        got = Inputs(step, DTYPE, "cpu").run_decode(work).double()
+        torch.testing.assert_close(got, reference.full_attention(step)[0], atol=CLOSE, rtol=0)
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:

@@ -18,9 +18,9 @@ def slow_unpack(
                 packed = caches[layer][block_ids[token // block], head].flatten()
                 keys, values = packed[: block * head_dim], packed[block * head_dim :]
                 for channel in range(head_dim):
-                    place = token % block * head_dim + channel
-                    out[layer, 0, head, token, channel] = keys[order.keys[place]]
-                    out[layer, 1, head, token, channel] = values[order.values[place]]
+                    index = token % block * head_dim + channel
+                    out[layer, 0, head, token, channel] = keys[order.keys[index]]
+                    out[layer, 1, head, token, channel] = values[order.values[index]]
 
 
 def slow_gather(
@@ -47,9 +47,9 @@ def slow_pack(
                 packed = caches[layer][block_ids[token // block], head].view(-1)
                 keys, rest = packed[: block * head_dim], packed[block * head_dim :]
                 for channel in range(head_dim):
-                    place = token % block * head_dim + channel
-                    keys[order.keys[place]] = values[layer, 0, head, token, channel]
-                    rest[order.values[place]] = values[layer, 1, head, token, channel]
+                    index = token % block * head_dim + channel
+                    keys[order.keys[index]] = values[layer, 0, head, token, channel]
+                    rest[order.values[index]] = values[layer, 1, head, token, channel]
 
 
 def slow_scatter(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.kv_predict.predict import Observation
-from kernels.rope_shift.rope_params import Rotary
+from kernels.rope_shift.rope_params import RotaryParams
 from tests.kernels.rope_shift_reference import slow_shift
 
 
@@ -17,31 +17,31 @@ def slow_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.T
         for token in range(num_tokens):
             own = _of(source, part, token)
             distances = [math.dist(own, _of(base, part, token)) for base in bases]
-            nought = math.hypot(*own)
+            zero_distance = math.hypot(*own)
             if min(distances) == 0:  # it has the very text
                 shares = [float(distance == 0) for distance in distances]
                 total = sum(shares)
             else:
                 shares = [distance**-2 for distance in distances]
-                total = sum(shares) + nought**-2
+                total = sum(shares) + zero_distance**-2
             for index, share in enumerate(shares):
                 weights[index, part, token] = share / total
     return weights
 
 
-def slow_predicted(
-    source: torch.Tensor, shift: int, observed: Sequence[Observation], rotary: Rotary
+def slow_predict(
+    source: torch.Tensor, shift: int, observations: Sequence[Observation], rotary: RotaryParams
 ) -> torch.Tensor:
     """The offset of each, in the place where the prediction stands, added one after the other."""
-    out = _moved(source, shift, rotary)
-    base_less = any(seen.base is None for seen in observed)
+    out = _shifted(source, shift, rotary)
+    has_no_base = any(seen.base is None for seen in observations)
     for layer in range(1, len(out)):
-        if base_less:
+        if has_no_base:
             out[layer] = 0
-        for seen in observed:
-            offset = _moved(seen.real, seen.shift, rotary)[layer]
+        for seen in observations:
+            offset = _shifted(seen.real, seen.shift, rotary)[layer]
             if seen.base is not None:
-                offset = offset - _moved(seen.base, shift, rotary)[layer]
+                offset = offset - _shifted(seen.base, shift, rotary)[layer]
             for part in range(2):
                 for token in range(source.shape[3]):
                     weight = float(seen.weights[part, token])
@@ -49,7 +49,7 @@ def slow_predicted(
     return out
 
 
-def _moved(values: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
+def _shifted(values: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
     out = values.double().clone()
     out[:, 0] = slow_shift(values[:, 0].contiguous(), shift, rotary)
     return out

@@ -25,7 +25,7 @@ class Result:
     lse: Tensor
 
 
-def decoded(
+def run_decode(
     plan: SharingPlan,
     step: Step,
     dtype: torch.dtype,
@@ -36,7 +36,7 @@ def decoded(
     """The compiled kernel's answer to a step."""
     query = step.query.to(dtype)
     result = Result(torch.full_like(query, torch.nan), torch.empty(query.shape[:2]))
-    decoding = cpu.Decoding(
+    decoding = cpu.DecodeStep(
         plan,
         block_table=step.block_table,
         seq_lens=step.seq_lens,

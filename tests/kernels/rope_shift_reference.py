@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from kernels.rope_shift.rope_params import Rotary
+from kernels.rope_shift.rope_params import RotaryParams
 
 
-def slow_shift(keys: torch.Tensor, shift: int, rotary: Rotary) -> torch.Tensor:
+def slow_shift(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
     """[.., D] as they would be `shift` positions later, in float64."""
     half = len(rotary.frequencies)
     moved = keys.double().clone()

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_kernel_is_built_wherever_there_is_a_compiler() -> None:
     """Elsewhere its tests are skipped, and say so."""
-    assert cpu.built(), (
+    assert cpu.is_built(), (
         "scripts/setup.sh builds it, and so does python setup.py build_ext --inplace"
     )
-    assert cpu.available() is not None
+    assert cpu.best_isa() is not None
 
 
 def test_the_draft_store_is_built_wherever_there_is_a_compiler() -> None:
-    assert store.built()
+    assert store.is_built()
 
 
 @pytest.mark.slow

@@ -12,17 +12,17 @@ from kernels.shared_prefix_attention import cpu, reference
 from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.reference import Step
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
-from tests.kernels.packed_cache import decoded, packed
-from tests.kernels.tree_strategies import Drawn, drawn
+from tests.kernels.packed_cache import packed, run_decode
+from tests.kernels.tree_strategies import Drawn, random_values
 
 pytestmark = pytest.mark.skipif(
-    not cpu.built(), reason="the kernel was not built: no C++ compiler when it was installed"
+    not cpu.is_built(), reason="the kernel was not built: no C++ compiler when it was installed"
 )
 
 
 def isas() -> list[cpu.Isa]:
     """Those that this processor has: each one has all of those before it."""
-    best = cpu.available()
+    best = cpu.best_isa()
     return [isa for isa in cpu.Isa if best is not None and isa <= best]
 
 
@@ -50,8 +50,8 @@ def assert_right(
     plan: SharingPlan, step: Step, dtype: torch.dtype, isa: cpu.Isa, num_threads: int | None = None
 ) -> None:
     step = rounded(step, dtype)
-    want, want_lse = reference.whole(step)
-    got = decoded(plan, step, dtype, isa=isa, num_threads=num_threads)
+    want, want_lse = reference.full_attention(step)
+    got = run_decode(plan, step, dtype, isa=isa, num_threads=num_threads)
     torch.testing.assert_close(got.out.double(), want, atol=CLOSE[dtype], rtol=0)
     torch.testing.assert_close(got.lse.double(), want_lse, atol=close_lse(dtype, isa), rtol=1e-6)
 
@@ -94,7 +94,7 @@ def test_query_heads_to_a_kv_head(ratio: int, query_tokens: int, isa: cpu.Isa) -
 
 
 @settings(deadline=None, max_examples=20)
-@given(case=drawn())
+@given(case=random_values())
 def test_any_tree(case: Drawn) -> None:
     plan, step = step_of(case.levels, case.shape, query_tokens=case.query_tokens, seed=case.seed)
     for dtype in DTYPES:
@@ -135,13 +135,13 @@ def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
 def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: cpu.Isa) -> None:
     """Logarithms 50 and more apart, so that one piece is nothing beside the other."""
     plan, step = step_of([[320], [1, 200]], Shape(), seed=3)
-    shared = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
-    step.keys[shared if louder == "prefix" else ~shared] *= 20
+    split_attention = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
+    step.keys[split_attention if louder == "prefix" else ~split_attention] *= 20
     step = rounded(step, dtype)
-    (_, prefix_lse), (_, suffix_lse) = reference.pieces(plan, step)[1]
+    (_, prefix_lse), (_, suffix_lse) = reference.partial_results(plan, step)[1]
     assert (prefix_lse - suffix_lse).abs().max() > 50
-    want, want_lse = reference.whole(step)
-    got = decoded(plan, step, dtype, isa=isa)
+    want, want_lse = reference.full_attention(step)
+    got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(
         got.lse.double(), want_lse, atol=max(1e-4, close_lse(dtype, isa)), rtol=1e-6
@@ -159,8 +159,8 @@ def test_scores_that_rise_all_the_way(rise: int, dtype: torch.dtype, isa: cpu.Is
         at = torch.arange(length)
         step.keys[row[at // 32], at % 32, :, 0] = (rise * (at // 128)).double()[:, None]
     step = rounded(step, dtype)
-    want, want_lse = reference.whole(step)
-    got = decoded(plan, step, dtype, isa=isa)
+    want, want_lse = reference.full_attention(step)
+    got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(
         got.lse.double(), want_lse, atol=max(1e-4, close_lse(dtype, isa)), rtol=1e-6
@@ -175,8 +175,8 @@ def test_scores_far_from_zero(score: int, dtype: torch.dtype, isa: cpu.Isa) -> N
     plan, step = step_of([[150], [1, 300]], Shape(), query_tokens=2, seed=5)
     step.query[..., 0], step.keys[..., 0] = 1 / step.scale, score
     step = rounded(step, dtype)
-    want, want_lse = reference.whole(step)
-    got = decoded(plan, step, dtype, isa=isa)
+    want, want_lse = reference.full_attention(step)
+    got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=20 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(got.lse.double(), want_lse, atol=close_lse(dtype, isa), rtol=1e-6)
 
@@ -184,7 +184,7 @@ def test_scores_far_from_zero(score: int, dtype: torch.dtype, isa: cpu.Isa) -> N
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
     plan, step = step_of([[0], [0, 40]], Shape())
-    got = decoded(plan, step, torch.float32, isa=isa)
+    got = run_decode(plan, step, torch.float32, isa=isa)
     assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
 
 
@@ -192,7 +192,7 @@ def test_a_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
 def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
     """The first of three in a row of two: no engine asks for it, and no other token may suffer."""
     plan, step = step_of([[0], [2, 40]], Shape(), query_tokens=3)
-    got = decoded(plan, step, torch.float32, isa=isa)
+    got = run_decode(plan, step, torch.float32, isa=isa)
     assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
     assert_right(plan, step, torch.float32, isa)
 
@@ -202,9 +202,9 @@ def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
 def test_a_query_that_is_no_number_harms_no_other(dtype: torch.dtype, isa: cpu.Isa) -> None:
     plan, step = step_of([[300], [1, 40, 7]], Shape())
     step = rounded(step, dtype)
-    want, _ = reference.whole(step)
+    want, _ = reference.full_attention(step)
     step.query[1] = torch.nan
-    got = decoded(plan, step, dtype, isa=isa).out.double()
+    got = run_decode(plan, step, dtype, isa=isa).out.double()
     torch.testing.assert_close(got[[0, 2]], want[[0, 2]], atol=CLOSE[dtype], rtol=0)
     assert got[1].isnan().all()
 
@@ -212,10 +212,10 @@ def test_a_query_that_is_no_number_harms_no_other(dtype: torch.dtype, isa: cpu.I
 def test_a_slice_of_a_step_can_be_served_alone() -> None:
     """Mixed steps: the rows before are someone else's, and their outputs are left as they are."""
     plan, step = step_of(TREE, Shape())
-    want, _ = reference.whole(step)
+    want, _ = reference.full_attention(step)
     query = step.query.float()
     out = torch.full_like(query, 7.0)
-    decoding = cpu.Decoding(
+    decoding = cpu.DecodeStep(
         nothing_shared(2),
         block_table=step.block_table[2:4],
         seq_lens=step.seq_lens[2:4],
@@ -231,22 +231,22 @@ def test_a_slice_of_a_step_can_be_served_alone() -> None:
     ("change", "reason"),
     [
         ({}, None),
-        ({"layout": "amx"}, cpu.Reason.ISA),
-        ({"dtype": torch.float16}, cpu.Reason.DTYPE),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, cpu.Reason.KV_CACHE_DTYPE),
-        ({"head_size": 80}, cpu.Reason.HEAD_SIZE),
-        ({"head_size": 512}, cpu.Reason.HEAD_SIZE),
-        ({"block_size": 16}, cpu.Reason.BLOCK_SIZE),
-        ({"causal": False}, cpu.Reason.NOT_CAUSAL),
-        ({"sliding_window": True}, cpu.Reason.SLIDING_WINDOW),
-        ({"soft_cap": True}, cpu.Reason.SOFT_CAP),
-        ({"alibi": True}, cpu.Reason.ALIBI),
-        ({"sinks": True}, cpu.Reason.SINKS),
+        ({"layout": "amx"}, cpu.UnsupportedReason.ISA),
+        ({"dtype": torch.float16}, cpu.UnsupportedReason.DTYPE),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, cpu.UnsupportedReason.KV_CACHE_DTYPE),
+        ({"head_size": 80}, cpu.UnsupportedReason.HEAD_SIZE),
+        ({"head_size": 512}, cpu.UnsupportedReason.HEAD_SIZE),
+        ({"block_size": 16}, cpu.UnsupportedReason.BLOCK_SIZE),
+        ({"causal": False}, cpu.UnsupportedReason.NOT_CAUSAL),
+        ({"sliding_window": True}, cpu.UnsupportedReason.SLIDING_WINDOW),
+        ({"soft_cap": True}, cpu.UnsupportedReason.SOFT_CAP),
+        ({"alibi": True}, cpu.UnsupportedReason.ALIBI),
+        ({"sinks": True}, cpu.UnsupportedReason.SINKS),
     ],
     ids=str,
 )
 def test_what_is_not_supported_has_a_reason(
-    change: dict[str, object], reason: cpu.Reason | None
+    change: dict[str, object], reason: cpu.UnsupportedReason | None
 ) -> None:
     layer: dict[str, object] = {
         "dtype": torch.bfloat16,
@@ -255,4 +255,4 @@ def test_what_is_not_supported_has_a_reason(
         "head_size": 64,
         "block_size": 32,
     }
-    assert cpu.supported(**(layer | change)) == reason  # type: ignore[arg-type]
+    assert cpu.unsupported_reason(**(layer | change)) == reason  # type: ignore[arg-type]

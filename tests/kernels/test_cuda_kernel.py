@@ -51,8 +51,8 @@ def compiled(kernel: Any, constants: dict[str, int], num_warps: int) -> Any:
 def test_the_triton_kernels_compile_for_a_gpu() -> None:
     sizes = {"num_heads": 32, "head_size": 80, "padded_size": 128, "max_query_tokens": 1}
     blocks = {"block_size": 16, "ratio": 4, "num_queries": 64, "num_tokens": 64}
-    attend = compiled(cuda._attend, sizes | blocks, num_warps=4)
-    merge = compiled(cuda._merge, sizes, num_warps=1)
+    attend = compiled(cuda._attention_kernel, sizes | blocks, num_warps=4)
+    merge = compiled(cuda._merge_kernel, sizes, num_warps=1)
     assert attend.asm["cubin"] and merge.asm["cubin"]
     # What a thread block of every GPU since the A10 has.
     assert attend.metadata.shared <= 99 * 1024
@@ -60,9 +60,9 @@ def test_the_triton_kernels_compile_for_a_gpu() -> None:
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_rotation_compiles_for_a_gpu() -> None:
-    kernel = rotary_cuda._turn
+    kernel = rotary_cuda._rotate_kernel
     types = {"keys": "*bf16", "cosines": "*fp32", "sines": "*fp32"}
     types |= dict.fromkeys(("num_rows", "head_dim", "half"), "i32")
-    sizes = {"ROWS": rotary_cuda.ROWS, "PAIRS": 64}
+    sizes = {"ROWS_PER_PROGRAM": rotary_cuda.ROWS_PER_PROGRAM, "NUM_PAIRS": 64}
     source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -32,8 +32,8 @@ def assert_right(levels: Levels, shape: Shape, dtype: torch.dtype, query_tokens:
     step = rounded(step, dtype)
     work = on_gpu(shape, len(step.seq_lens), query_tokens)
     assert work.fill(plan, step.seq_lens.numpy() - plan.suffix_starts)
-    got = Inputs(step, dtype, "cuda").decoded(work).double().cpu()
-    torch.testing.assert_close(got, reference.whole(step)[0], atol=CLOSE[dtype], rtol=0)
+    got = Inputs(step, dtype, "cuda").run_decode(work).double().cpu()
+    torch.testing.assert_close(got, reference.full_attention(step)[0], atol=CLOSE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", cuda.DTYPES, ids=str)
@@ -59,10 +59,10 @@ def test_a_captured_graph_serves_later_plans_and_lengths() -> None:
     plan, step = step_of(TREE, shape)
     work, inputs = on_gpu(shape, 4), Inputs(step, torch.bfloat16, "cuda")
     assert work.fill(plan, step.seq_lens.numpy() - plan.suffix_starts)
-    inputs.decoded(work)  # compiles
+    inputs.run_decode(work)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs.decoded(work)
+        inputs.run_decode(work)
     for levels in (TREE, [[900], [200, 540], [5, 1, 32, 1]]):
         plan, step = step_of(levels, shape)
         assert work.fill(plan, step.seq_lens.numpy() - plan.suffix_starts)
@@ -75,4 +75,4 @@ def test_a_captured_graph_serves_later_plans_and_lengths() -> None:
         inputs.query.copy_(later.query)
         graph.replay()
         got = inputs.out.double().cpu()
-        torch.testing.assert_close(got, reference.whole(step)[0], atol=2e-2, rtol=0)
+        torch.testing.assert_close(got, reference.full_attention(step)[0], atol=2e-2, rtol=0)

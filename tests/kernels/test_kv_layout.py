@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.kv_layout.pack import pack, scatter
-from kernels.kv_layout.packed_order import PackOrder, UnknownPacking, index_digits, learnt_order
-from kernels.kv_layout.unpack import MAX_PLACES, gather, unpack
+from kernels.kv_layout.packed_order import PackOrder, UnknownPacking, index_digits, infer_order
+from kernels.kv_layout.unpack import MAX_INDICES, gather, unpack
 from tests.kernels.kv_layout_reference import slow_gather, slow_pack, slow_scatter, slow_unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -20,15 +20,15 @@ SHAPES = [
 ]
 
 
-def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def random_values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def shuffled(num_places: int, seed: int) -> torch.Tensor:
-    return torch.randperm(num_places, generator=torch.Generator().manual_seed(seed))
+def shuffled(num_values: int, seed: int) -> torch.Tensor:
+    return torch.randperm(num_values, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("max_places", [1, MAX_PLACES])
+@pytest.mark.parametrize("max_indices", [1, MAX_INDICES])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
 def test_unpack_equals_the_slow_way_whatever_the_order(
@@ -38,12 +38,12 @@ def test_unpack_equals_the_slow_way_whatever_the_order(
     ids: list[int],
     num_tokens: int,
     dtype: torch.dtype,
-    max_places: int,
+    max_indices: int,
 ) -> None:
-    caches = list(drawn(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=dtype))
+    caches = list(random_values(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=dtype))
     order = PackOrder(shuffled(block * dim, 1), shuffled(block * dim, 2))
     out, expected = (torch.empty(LAYERS, 2, heads, num_tokens, dim, dtype=dtype) for _ in "ab")
-    unpack(caches, ids, order, out, max_places=max_places)
+    unpack(caches, ids, order, out, max_indices=max_indices)
     slow_unpack(caches, ids, order, expected)
     assert torch.equal(out, expected)
 
@@ -66,7 +66,7 @@ def test_gather_equals_the_slow_way_in_every_layout(
 ) -> None:
     stored = LAYOUTS[layout]
     shape = (LAYERS, BLOCKS, heads, block, 2 * dim)
-    memory = drawn(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
+    memory = random_values(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
     caches = list(memory.permute(*(stored.index(axis) for axis in range(5))))
     assert caches[0].shape == shape[1:]
     out, expected = (
@@ -77,16 +77,16 @@ def test_gather_equals_the_slow_way_in_every_layout(
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("max_places", [1, MAX_PLACES])
+@pytest.mark.parametrize("max_indices", [1, MAX_INDICES])
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
 def test_pack_equals_the_slow_way_and_leaves_all_else_alone(
-    heads: int, block: int, dim: int, ids: list[int], num_tokens: int, max_places: int
+    heads: int, block: int, dim: int, ids: list[int], num_tokens: int, max_indices: int
 ) -> None:
-    caches = drawn(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=torch.bfloat16)
+    caches = random_values(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=torch.bfloat16)
     expected = caches.clone()
     order = PackOrder(shuffled(block * dim, 1), shuffled(block * dim, 2))
-    values = drawn(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
-    pack(values, list(caches), ids, order, max_places=max_places)
+    values = random_values(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
+    pack(values, list(caches), ids, order, max_indices=max_indices)
     slow_pack(values, list(expected), ids, order)
     assert torch.equal(caches, expected)
     back = torch.empty_like(values)
@@ -101,17 +101,17 @@ def test_scatter_equals_the_slow_way_in_every_layout(
 ) -> None:
     stored = LAYOUTS[layout]
     shape = (LAYERS, BLOCKS, heads, block, 2 * dim)
-    memory = drawn(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
+    memory = random_values(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
     caches = list(memory.permute(*(stored.index(axis) for axis in range(5))))
     expected = [cache.clone() for cache in caches]
-    values = drawn(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
+    values = random_values(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
     scatter(values, caches, torch.tensor(ids))
     slow_scatter(values, expected, ids)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(caches, expected, strict=True))
 
 
 def test_a_rank_writes_its_own_heads_and_no_others() -> None:
-    caches = list(drawn(LAYERS, BLOCKS, 2, 16, 16, dtype=torch.float32))
+    caches = list(random_values(LAYERS, BLOCKS, 2, 16, 16, dtype=torch.float32))
     order = PackOrder(shuffled(128, 1), shuffled(128, 2))
     alone = torch.empty(LAYERS, 2, 2, 20, 8)
     unpack(caches, [4, 1], order, alone)
@@ -122,15 +122,15 @@ def test_a_rank_writes_its_own_heads_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_places", [1, 128, 129, 128 * 128, 128 * 128 + 1])
-def test_an_order_is_learnt_from_what_was_written(num_places: int, dtype: torch.dtype) -> None:
-    order = shuffled(num_places, 3)
+@pytest.mark.parametrize("num_values", [1, 128, 129, 128 * 128, 128 * 128 + 1])
+def test_an_order_is_learnt_from_what_was_written(num_values: int, dtype: torch.dtype) -> None:
+    order = shuffled(num_values, 3)
     written = []
-    for digit in index_digits(num_places, dtype):
-        packed = torch.empty(2, num_places, dtype=dtype)
+    for digit in index_digits(num_values, dtype):
+        packed = torch.empty(2, num_values, dtype=dtype)
         packed[:, order] = digit
         written.append(packed)
-    assert torch.equal(learnt_order(written), order)
+    assert torch.equal(infer_order(written), order)
 
 
 def test_what_is_no_reordering_is_refused() -> None:
@@ -139,7 +139,7 @@ def test_what_is_no_reordering_is_refused() -> None:
     for digit in repeated:
         digit[:, 7] = digit[:, 8]
     with pytest.raises(UnknownPacking, match="lost or repeated"):
-        learnt_order(repeated)
+        infer_order(repeated)
     digits[0][1] = digits[0][1].flip(0)
     with pytest.raises(UnknownPacking, match="differently"):
-        learnt_order(digits)
+        infer_order(digits)

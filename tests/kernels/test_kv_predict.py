@@ -5,8 +5,8 @@ import torch
 
 from kernels.kv_predict.predict import Observation, predict, token_weights
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import Rotary, rotary_of
-from tests.kernels.kv_predict_reference import slow_predicted, slow_weights
+from kernels.rope_shift.rope_params import RotaryParams, parse_rotary
+from tests.kernels.kv_predict_reference import slow_predict, slow_weights
 
 CLOSE = 1e-5
 SHAPES = [(1, 2, 1, 1, 8), (2, 2, 2, 5, 16), (3, 2, 1, 4, 12)]
@@ -16,19 +16,19 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def turning(head_dim: int) -> Rotary:
-    return rotary_of({"rope_theta": 10_000.0}, head_dim)
+def turning(head_dim: int) -> RotaryParams:
+    return parse_rotary({"rope_theta": 10_000.0}, head_dim)
 
 
 def predicted(
     source: torch.Tensor,
     shift: int,
-    observed: list[Observation],
-    rotary: Rotary | None,
+    observations: list[Observation],
+    rotary: RotaryParams | None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     out = torch.full(source.shape, torch.nan, dtype=dtype)
-    predict(source, shift, observed, rotary, out)
+    predict(source, shift, observations, rotary, out)
     return out
 
 
@@ -70,7 +70,7 @@ def test_a_prediction_is_that_of_the_slow_way(
 ) -> None:
     source = values(shape, 0, dtype)
     bases = [values(shape, 1, dtype), values(shape, 2, dtype)]
-    observed = [
+    observations = [
         Observation(
             real=values(shape, 3 + i, dtype),
             shift=shifts[1 + i],
@@ -79,11 +79,11 @@ def test_a_prediction_is_that_of_the_slow_way(
         )
         for i, (base, weights) in enumerate(zip(bases, token_weights(source, bases), strict=True))
     ]
-    before = [source.clone(), *(seen.real.clone() for seen in observed)]
-    found = predicted(source, shifts[0], observed, turning(shape[-1]))
-    expected = slow_predicted(source, shifts[0], observed, turning(shape[-1]))
+    before = [source.clone(), *(seen.real.clone() for seen in observations)]
+    found = predicted(source, shifts[0], observations, turning(shape[-1]))
+    expected = slow_predict(source, shifts[0], observations, turning(shape[-1]))
     assert (found - expected).abs().max() < CLOSE
-    assert all(map(torch.equal, before, [source, *(seen.real for seen in observed)]))
+    assert all(map(torch.equal, before, [source, *(seen.real for seen in observations)]))
 
 
 def test_of_the_same_text_what_was_observed_is_predicted() -> None:
@@ -92,11 +92,11 @@ def test_of_the_same_text_what_was_observed_is_predicted() -> None:
     real = moved(text, 9) + 0.1 * values(shape, 2)
     real[0] = moved(text, 9)[0]  # which has seen nothing else
     weights = token_weights(text, [text, other])
-    observed = [
+    observations = [
         Observation(real=real, shift=4, base=text, weights=weights[0]),
         Observation(real=values(shape, 3), shift=0, base=other, weights=weights[1]),
     ]
-    found = predicted(text, 13, observed, turning(32))
+    found = predicted(text, 13, observations, turning(32))
     assert (found - moved(real, 4)).abs().max() < CLOSE
 
 

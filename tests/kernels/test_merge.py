@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.shared_prefix_attention.merge import merge
-from kernels.shared_prefix_attention.reference import attend
+from kernels.shared_prefix_attention.reference import attention_over
 
 HEAD_SIZES = [1, 63, 64, 80, 96, 112, 128, 129, 192, 256]
 
@@ -29,14 +29,16 @@ def pieces(
 
 
 def merged(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
-    parts = [attend(query, k, v, 1.0, causal=False) for k, v in zip(keys, values, strict=True)]
+    parts = [
+        attention_over(query, k, v, 1.0, causal=False) for k, v in zip(keys, values, strict=True)
+    ]
     outs, lses = zip(*parts, strict=True)
     return merge(torch.stack(outs), torch.stack(lses))
 
 
 def assert_as_one(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
     out, lse = merged(query, keys, values)
-    want, want_lse = attend(query, torch.cat(keys), torch.cat(values), 1.0, causal=False)
+    want, want_lse = attention_over(query, torch.cat(keys), torch.cat(values), 1.0, causal=False)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
 

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 
 from kernels.shared_prefix_attention import reference
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, step_of
-from tests.kernels.tree_strategies import Drawn, drawn
+from tests.kernels.tree_strategies import Drawn, random_values
 
 
 def assert_same(levels: Levels, shape: Shape, query_tokens: list[int] | int, seed: int) -> None:
     plan, step = step_of(levels, shape, query_tokens=query_tokens, seed=seed)
-    out, lse = reference.shared(plan, step)
-    want, want_lse = reference.whole(step)
+    out, lse = reference.split_attention(plan, step)
+    want, want_lse = reference.full_attention(step)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
 
@@ -23,6 +23,6 @@ def test_sharing_changes_nothing_at_hydragens_sizes(levels: Levels) -> None:
 
 
 @settings(deadline=None, max_examples=10)
-@given(drawn())
+@given(random_values())
 def test_sharing_changes_nothing_in_any_tree(case: Drawn) -> None:
     assert_same(case.levels, case.shape, case.query_tokens, case.seed)

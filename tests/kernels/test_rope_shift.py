@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import Rotary, UnsupportedRotary, rotary_of
+from kernels.rope_shift.rope_params import RotaryParams, UnsupportedRotary, parse_rotary
 from tests.kernels.rope_shift_reference import slow_shift
 
 HEAD_DIM = 32
@@ -42,18 +42,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rotary(kind: str = "default") -> Rotary:
-    return rotary_of(KINDS[kind], HEAD_DIM)
+def rotary(kind: str = "default") -> RotaryParams:
+    return parse_rotary(KINDS[kind], HEAD_DIM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [1, -1, 57, -300])
 def test_it_equals_the_slow_way(kind: str, shift: int) -> None:
-    keys = drawn(2, 5, HEAD_DIM)
+    keys = random_values(2, 5, HEAD_DIM)
     moved = shift_keys(keys, shift, rotary(kind))
     torch.testing.assert_close(
         moved.double(), slow_shift(keys, shift, rotary(kind)), atol=1e-6, rtol=0
@@ -68,20 +68,20 @@ def test_it_equals_the_slow_way(kind: str, shift: int) -> None:
     seed=st.integers(0, 2**16),
 )
 def test_there_and_back_is_where_it_was(kind: str, shift: int, shape: list[int], seed: int) -> None:
-    keys = drawn(*shape, HEAD_DIM, seed=seed)
+    keys = random_values(*shape, HEAD_DIM, seed=seed)
     back = shift_keys(shift_keys(keys, shift, rotary(kind)), -shift, rotary(kind))
     torch.testing.assert_close(back, keys, atol=2e-6, rtol=0)
 
 
 def test_moved_by_nothing_it_is_the_same_bits_elsewhere() -> None:
-    keys = drawn(3, HEAD_DIM, dtype=torch.bfloat16)
+    keys = random_values(3, HEAD_DIM, dtype=torch.bfloat16)
     moved = shift_keys(keys, 0, rotary())
     assert torch.equal(moved, keys) and moved.data_ptr() != keys.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_types_are_rounded_once(dtype: torch.dtype) -> None:
-    keys = drawn(4, HEAD_DIM, dtype=dtype)
+    keys = random_values(4, HEAD_DIM, dtype=dtype)
     exact = slow_shift(keys, 9, rotary()).to(dtype)
     torch.testing.assert_close(
         shift_keys(keys, 9, rotary()), exact, atol=torch.finfo(dtype).eps * 4, rtol=0
@@ -112,9 +112,9 @@ def test_a_moved_key_is_the_one_hugging_face_computes_there(
         max_position_embeddings=512,
         rope_parameters=dict(KINDS[kind]),
     )
-    keys = drawn(20, HEAD_DIM)
+    keys = random_values(20, HEAD_DIM)
     here = rotated(config, keys, first)
-    moved = shift_keys(here, second - first, rotary_of(config.rope_parameters, HEAD_DIM))
+    moved = shift_keys(here, second - first, parse_rotary(config.rope_parameters, HEAD_DIM))
     torch.testing.assert_close(moved, rotated(config, keys, second), atol=5e-5, rtol=0)
 
 
@@ -131,4 +131,4 @@ def test_a_moved_key_is_the_one_hugging_face_computes_there(
 )
 def test_any_other_turn_is_refused_by_name(rope: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedRotary, match=why):
-        rotary_of(rope, HEAD_DIM)
+        parse_rotary(rope, HEAD_DIM)

@@ -5,15 +5,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix_attention.tiling import ITEM_FIELDS, OPEN_END, OWN_BLOCKS, cut_up
+from kernels.shared_prefix_attention.tiling import (
+    ITEM_FIELDS,
+    OPEN_END,
+    OWN_BLOCKS,
+    split_into_items,
+)
 from tests.kernels.decode_steps import Levels, Shape, step_of
-from tests.kernels.tree_strategies import Drawn, drawn
+from tests.kernels.tree_strategies import Drawn, random_values
 
 
 def covered(levels: Levels, shape: Shape, *, rows_per_item: int, target_items: int) -> None:
     plan, step = step_of(levels, shape)
     lengths = step.seq_lens.numpy()
-    cut = cut_up(
+    cut = split_into_items(
         plan,
         lengths - plan.suffix_starts,
         block_size=shape.block_size,
@@ -44,7 +49,7 @@ def covered(levels: Levels, shape: Shape, *, rows_per_item: int, target_items: i
 
 
 @settings(deadline=None, max_examples=20)
-@given(drawn(head_sizes=(32,), longest=900))
+@given(random_values(head_sizes=(32,), longest=900))
 @pytest.mark.slow
 def test_items_cover_every_position_of_every_row_once(case: Drawn) -> None:
     covered(case.levels, case.shape, rows_per_item=3, target_items=16)
@@ -57,7 +62,7 @@ def test_more_items_are_made_where_more_are_wanted(target_items: int) -> None:
 
 def test_a_suffix_goes_on_beyond_what_was_planned() -> None:
     plan, _ = step_of([[64], [3, 700]], Shape())
-    cut = cut_up(
+    cut = split_into_items(
         plan, np.array([3, 700], np.int32), block_size=32, rows_per_item=8, target_items=100
     )
     ends = cut.items[:, ITEM_FIELDS.index("end")].tolist()

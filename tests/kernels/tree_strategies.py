@@ -16,7 +16,7 @@ class Drawn:
 
 
 @st.composite
-def drawn(
+def random_values(
     draw: st.DrawFn,
     *,
     head_sizes: tuple[int, ...] = (32, 64, 96),

@@ -38,7 +38,7 @@ class Inputs:
         self.scale = step.scale
         self.out = torch.full_like(self.query, torch.nan)
 
-    def decoded(self, work: WorkList) -> Tensor:
+    def run_decode(self, work: WorkList) -> Tensor:
         cuda.decode(
             work,
             query=self.query,

@@ -121,7 +121,7 @@ def test_our_metrics_are_named_as_prometheus_asks() -> None:
 
 
 def test_the_dashboard_is_what_its_table_says() -> None:
-    assert dashboard.FILE.read_text() == dashboard.rendered(), "python -m helm.dashboard"
+    assert dashboard.FILE.read_text() == dashboard.render(), "python -m helm.dashboard"
 
 
 def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:

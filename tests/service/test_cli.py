@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from engine.errors import StartFailed
-from engine.protocol import Engine, Pulse
+from engine.protocol import Engine, EngineHealth
 from service.cli import ServeComponents, build_cli
 from service.config.flags import settings_flags
 from service.config.settings import Settings, redacted, settings_fields
@@ -22,8 +22,8 @@ from service.http.shutdown import ServerLifecycle
 class IdleServer:
     """Stands for an engine that nobody calls, and for the server around it."""
 
-    def pulse(self) -> Pulse:
-        return Pulse(stage="serving", alive=True, age_seconds=0.0)
+    def health(self) -> EngineHealth:
+        return EngineHealth(stage="serving", alive=True, age_seconds=0.0)
 
 
 def idle_app(title: str = "idle") -> FastAPI:
@@ -109,7 +109,7 @@ def test_serve_puts_the_parts_together() -> None:
     def run_server(
         app: FastAPI, life: ServerLifecycle, settings: Settings, listener: socket.socket
     ) -> None:
-        ran.append((app.title, life.pulse().stage, listener.getsockname()[1], settings.log.format))
+        ran.append((app.title, life.health().stage, listener.getsockname()[1], settings.log.format))
 
     components = replace(PARTS, run_server=run_server, create_app=lambda *_: idle_app("it"))
     result = run("serve", "--port", "0", "--log.format", "json", components=components)

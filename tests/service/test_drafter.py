@@ -8,12 +8,12 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import NotFound, VersionConflict, WeightsRefused
 from engine.errors import CheckpointRefused, DrafterRefused
-from engine.protocol import DrafterPair, DrafterStatus
+from engine.protocol import DrafterPairStats, DrafterStatus
 from tests.fake_engine import FakeEngine
 from tests.service.test_weights import digest_of
 from tests.serving import serving
 
-PAIR = DrafterPair(
+PAIR = DrafterPairStats(
     drafter="d1", weights="v0", drafted=40, accepted=10, first_drafted=20, first_accepted=8
 )
 STATUS = DrafterStatus(
@@ -122,7 +122,7 @@ async def test_metrics_show_how_drafters_do_and_count_their_trials(
         engine.drafting = DrafterStatus(
             serving="d2",
             pairs=(
-                DrafterPair(
+                DrafterPairStats(
                     drafter="d2",
                     weights="v1",
                     drafted=4,

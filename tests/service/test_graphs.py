@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from engine.cudagraphs.shape import decode, mixed
 from engine.cudagraphs.shape_trace import Trace
-from engine.protocol import GraphCounts
+from engine.protocol import CudaGraphStats
 from service.cli import build_cli
 from service.observability.metrics import Metrics
 
@@ -33,10 +33,10 @@ def test_the_plan_is_printed_beside_what_others_capture() -> None:
     assert printed.exit_code == 0
     table = rows(printed.stdout)
     assert table["2"][2].startswith("32 ") and table["4"][2].startswith("8 ")
-    product, ours = table["every size with every length, as vLLM 0.32"], table["this plan"]
-    assert int(ours[1]) < int(product[1])
+    vllm_shapes, ours = table["every size with every length, as vLLM 0.32"], table["this plan"]
+    assert int(ours[1]) < int(vllm_shapes[1])
     assert float(ours[3]) < 0.4
-    assert ours[4] == "1.0000" > product[4]
+    assert ours[4] == "1.0000" > vllm_shapes[4]
 
 
 def test_a_plan_is_judged_by_the_steps_of_a_trace(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_a_model_needs_no_weights_to_be_planned_for(tmp_path: Path) -> None:
 def test_steps_are_added_to_what_was_counted_before() -> None:
     metrics = Metrics()
     assert value(metrics, "graph_steps_total", outcome="hit") == 0
-    metrics.update_graphs(GraphCounts(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
+    metrics.update_graphs(CudaGraphStats(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
     misses = {(64, 3): 4, (8, 0): 1}
     metrics.update_graphs(
-        GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=2, misses=misses)
+        CudaGraphStats(num_graphs=9, measured_bytes=7, hits=15, mixed=2, misses=misses)
     )
     metrics.update_graphs(
-        GraphCounts(num_graphs=9, measured_bytes=7, hits=15, mixed=3, misses=misses)
+        CudaGraphStats(num_graphs=9, measured_bytes=7, hits=15, mixed=3, misses=misses)
     )
     assert value(metrics, "graphs") == 9
     assert value(metrics, "graph_bytes", kind="measured") == 7

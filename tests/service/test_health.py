@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.protocol import SharedPrefixCounts
+from engine.protocol import SharedPrefixStats
 from service.kv_reuse.store import SegmentCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_continue_from import started
@@ -84,7 +84,7 @@ async def test_metrics_add_what_the_engines_attention_has_counted(tmp_path: Path
         text = (await served.http.get("/metrics")).text
         assert 'coppice_shared_prefix_steps_skipped_total{reason="isa"} 0.0' in text
         for steps in (3, 5):
-            engine.counted = SharedPrefixCounts(
+            engine.counted = SharedPrefixStats(
                 steps_grouped=steps,
                 rows_grouped=8 * steps,
                 prefix_bytes_not_read=1000 * steps,

@@ -14,7 +14,7 @@ from coppice import BranchRequest
 from service.http.errors import EngineGone
 from service.trees.external_tree import ExternalTree
 from tests.fake_engine import FakeEngine
-from tests.invariants.yielding_engine import HesitantEngine
+from tests.invariants.yielding_engine import YieldingEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, check_cuts, check_tree
@@ -304,7 +304,7 @@ async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_p
 async def test_what_is_dropped_while_a_branch_enters_the_engine_does_not_grow(
     tmp_path: Path,
 ) -> None:
-    engine = HesitantEngine()
+    engine = YieldingEngine()
     async with open_tree(tmp_path, engine) as tree:
         [segment] = await tree.branch(max_tokens=20)
         engine.instant = False

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
-from engine.protocol import EngineStage, Pulse
+from engine.protocol import EngineHealth, EngineStage
 from service.config.settings import LogSettings, Settings
 from service.http.connections import Connections
 from service.http.serve import example_command, open_listener, run_server, server_url
@@ -29,8 +29,8 @@ class ServerLifecycle:
         self.app.get("/v1/status")(self.status)
         self.answers: list[int] = []
 
-    def pulse(self) -> Pulse:
-        return Pulse(stage=self.stage, alive=True, age_seconds=0.0, reason=self.reason)
+    def health(self) -> EngineHealth:
+        return EngineHealth(stage=self.stage, alive=True, age_seconds=0.0, reason=self.reason)
 
     async def drain(self, seconds: float) -> None:
         pass

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_path
 
-from engine.protocol import Conversation, EngineFacts
+from engine.protocol import ChatRequest, EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread
@@ -93,10 +93,10 @@ class Obliging(FakeEngine):
         super().__init__(max_context_tokens=48)
 
     @property
-    def facts(self) -> EngineFacts:
-        return replace(super().facts, vocab_size=2**31)
+    def info(self) -> EngineInfo:
+        return replace(super().info, vocab_size=2**31)
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
+    def encode_chat(self, conversation: ChatRequest) -> list[int]:
         return [len(conversation.messages) % 256]
 
 

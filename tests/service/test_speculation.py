@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import SpeculationCounts
+from engine.protocol import SpeculationStats
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 
@@ -58,7 +58,7 @@ async def test_metrics_add_what_the_engine_has_counted_and_show_what_it_is_worth
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         for number in (3, 5):
-            engine.speculated = SpeculationCounts(
+            engine.speculated = SpeculationStats(
                 drafted={"siblings": 10 * number},
                 accepted={"siblings": 2 * number},
                 drafts={4: number},

@@ -70,7 +70,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         "priority": 0,
         "speculation": True,
         "adapter": None,
-        "num_likeliest": 0,
+        "num_top_logprobs": 0,
         "exact_version": None,
         "num_required": None,
         "deadline_seconds": None,

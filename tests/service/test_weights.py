@@ -174,7 +174,7 @@ async def test_the_first_version_is_found_again_where_the_engine_found_it(tmp_pa
         await upload(served, "v1")
         await activate(served, "v1")
         await activate(served, "v0", allow_rollback=True)
-        assert engine.loaded[-1] == engine.facts.model_path
+        assert engine.loaded[-1] == engine.info.model_path
 
 
 async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None:

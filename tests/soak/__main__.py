@@ -21,7 +21,7 @@ from tests.invariants.service_process import ServiceProcess, home, service, unti
 from tests.soak.group_load import GROUPS_A_REQUEST, SAMPLES, TOKENS, Groups
 from tests.soak.malformed import Malformed
 from tests.soak.report import machine, write
-from tests.soak.resource_usage import Levels, watched
+from tests.soak.resource_usage import ResourceUsage, sample_periodically
 
 CALLERS = 4
 # The cache is so small that all of it has been touched, and so counts, when the warm-up ends.
@@ -44,19 +44,21 @@ def main() -> None:
     os.environ.update(KERNELS)
     with home() as place, service(place, *FLAGS) as server:
         core = server.core.pid
-        groups, group_seconds, levels = _groups(server, options.groups)
-        print(*(level.row() for level in levels), sep="\n", flush=True)
+        groups, group_seconds, usage = _groups(server, options.groups)
+        print(*(level.row() for level in usage), sep="\n", flush=True)
         malformed, malformed_seconds = _malformed(server, options.malformed, options.seed)
-        print(dict(sorted(malformed.statuses.items())), *malformed.offences[:5], sep="\n")
-        assert not malformed.offences, f"{len(malformed.offences)} answers of 5xx but 503"
+        print(dict(sorted(malformed.statuses.items())), *malformed.violations[:5], sep="\n")
+        assert not malformed.violations, f"{len(malformed.violations)} answers of 5xx but 503"
         _serves(server, core)
         server.signal(signal.SIGTERM)
         assert server.wait(120) == 0
-        until(lambda: not server.living(), seconds=5, what="the engine's processes end")
-        assert place.left() == []
-        for level in levels:
+        until(
+            lambda: not server.surviving_processes(), seconds=5, what="the engine's processes end"
+        )
+        assert place.leftover_files() == []
+        for level in usage:
             level.check()
-    table = _table(groups, group_seconds, levels, malformed, malformed_seconds)
+    table = _table(groups, group_seconds, usage, malformed, malformed_seconds)
     print(table)
     if options.report:
         write(options.report, "soak", table)
@@ -71,18 +73,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _groups(server: ServiceProcess, total: int) -> tuple[Groups, float, list[Levels]]:
+def _groups(server: ServiceProcess, total: int) -> tuple[Groups, float, list[ResourceUsage]]:
     groups = Groups(server.url, total)
-    levels = [
-        Levels(name="service", process=psutil.Process(server.process.pid)),
-        Levels(name="EngineCore", process=server.core),
+    usage = [
+        ResourceUsage(name="service", process=psutil.Process(server.process.pid)),
+        ResourceUsage(name="EngineCore", process=server.core),
     ]
     began = time.monotonic()
-    with watched(levels, lambda: groups.num_ended):
+    with sample_periodically(usage, lambda: groups.num_ended):
         groups.run(CALLERS)
     assert not groups.failures, groups.failures[:3]
     assert groups.num_ended >= total
-    return groups, time.monotonic() - began, levels
+    return groups, time.monotonic() - began, usage
 
 
 def _malformed(server: ServiceProcess, total: int, seed: int) -> tuple[Malformed, float]:
@@ -107,7 +109,7 @@ def _serves(server: ServiceProcess, core: int) -> None:
 def _table(
     groups: Groups,
     group_seconds: float,
-    levels: list[Levels],
+    usage: list[ResourceUsage],
     malformed: Malformed,
     malformed_seconds: float,
 ) -> str:
@@ -122,13 +124,13 @@ def _table(
 
 {groups.num_ended:,} groups of {SAMPLES} samples and {TOKENS} tokens, {GROUPS_A_REQUEST} a request,
 {CALLERS} callers, in {group_seconds:.0f} s:
-{groups.num_done:,} done, {groups.num_left:,} whose caller left;
+{groups.num_done:,} done, {groups.num_disconnected:,} whose caller left;
 {groups.num_activations} weights versions uploaded and activated meanwhile.
 
 | process | memory after the first fifth, and at the end | fitted growth | threads | descriptors |
 |---|---|---|---|---|
-{levels[0].row()}
-{levels[1].row()}
+{usage[0].row()}
+{usage[1].row()}
 
 {malformed.num_sent:,} malformed requests in {malformed_seconds:.0f} s, then a rollout as before. \
 Answers by status

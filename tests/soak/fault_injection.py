@@ -20,11 +20,11 @@ from tests.soak.fleet_model import FleetModel
 from tests.soak.replicas import Replica
 
 PAUSE_SECONDS = 3.0
-NOTICED_SECONDS = 40.0
+DETECTION_SECONDS = 40.0
 SHARED = Path("/dev/shm")
 
 
-class Faults:
+class FaultInjector:
     """`done` counts them. `own_memory`: nobody else shares the shared memory, so it can be filled.
 
     The seconds are those of every drain, and those until the probe said that an engine was dead.
@@ -48,7 +48,7 @@ class Faults:
         self._fleet = fleet
         self._load = load
         self._own_memory = own_memory
-        self._dice = random.Random(3)
+        self._random = random.Random(3)
 
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -89,16 +89,16 @@ class Faults:
         self._redis.resume()
 
     def _kill_replica(self) -> None:
-        replica = self._dice.choice(self._fleet)
+        replica = self._random.choice(self._fleet)
         replica.kill()
         time.sleep(1)
         replica.start()
 
     def _pause_replica(self) -> None:
-        self._dice.choice(self._fleet).pause(PAUSE_SECONDS)
+        self._random.choice(self._fleet).pause(PAUSE_SECONDS)
 
     def _kill_core(self) -> None:
-        replica = self._dice.choice(self._fleet)
+        replica = self._random.choice(self._fleet)
         replica.processes("EngineCore")[0].kill()
         self._revive(replica)
 
@@ -108,7 +108,7 @@ class Faults:
         self._revive(replica)
 
     def _stop_core(self) -> None:
-        replica = self._dice.choice(self._fleet)
+        replica = self._random.choice(self._fleet)
         replica.processes("EngineCore")[0].send_signal(signal.SIGSTOP)
         self._revive(replica)
 
@@ -117,7 +117,7 @@ class Faults:
         start; one that runs has its own, but what vLLM's ranks exchange may need pages that are no
         more."""
         first, *others = self._fleet
-        with _full(SHARED) as fill:
+        with _fill_mount(SHARED) as fill:
             time.sleep(PAUSE_SECONDS)
             self.drain_seconds.append(first.stop())
             fill()  # what its arena has left free
@@ -142,7 +142,9 @@ class Faults:
     def _revive(self, replica: Replica) -> None:
         began = time.monotonic()
         until(
-            lambda: not replica.passes("livez"), seconds=NOTICED_SECONDS, what="a death is noticed"
+            lambda: not replica.passes("livez"),
+            seconds=DETECTION_SECONDS,
+            what="a death is noticed",
         )
         self.noticed_seconds.append(time.monotonic() - began)
         replica.stop()
@@ -152,7 +154,7 @@ class Faults:
         """A new version, sent to one of them; what is bound to the old one is told so."""
         self.num_versions += 1
         number = self.num_versions
-        place = f"{self._dice.choice(self._fleet).url}/v1/weights/v{number}"
+        place = f"{self._random.choice(self._fleet).url}/v1/weights/v{number}"
         put = httpx.put(place, content=self._model.weights(number), timeout=60)
         assert put.status_code == 201, put.text
         activated = httpx.post(f"{place}/activate", json={}, timeout=120)
@@ -174,7 +176,7 @@ def _capacity(replica: Replica) -> int:
 
 
 @contextmanager
-def _full(folder: Path) -> Iterator[Callable[[], None]]:
+def _fill_mount(folder: Path) -> Iterator[Callable[[], None]]:
     """Not a byte is left on that mount. What it yields fills what has become free since."""
     file = folder / "full"
 

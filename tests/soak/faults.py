@@ -25,9 +25,9 @@ from pathlib import Path
 import httpx
 
 from tests.invariants.service_process import until
-from tests.soak.fault_injection import SHARED, Faults
+from tests.soak.fault_injection import SHARED, FaultInjector
 from tests.soak.fleet_load import FleetLoad
-from tests.soak.fleet_model import Counting, FleetModel, Seedling
+from tests.soak.fleet_model import CountingModel, FleetModel, SeedlingModel
 from tests.soak.replicas import ARENA_BYTES, NUM_REPLICAS, Replica, replicas
 from tests.soak.report import machine, write
 
@@ -41,25 +41,25 @@ def main() -> None:
     if not options.inside and subprocess.run([*UNSHARE, "true"]).returncode == 0:
         again = [sys.executable, "-m", "tests.soak.faults", *sys.argv[1:], INSIDE]
         os.execvp(UNSHARE[0], [*UNSHARE, "sh", "-c", MOUNTED, *again])
-    model: FleetModel = Seedling() if options.engine == "real" else Counting()
+    model: FleetModel = SeedlingModel() if options.engine == "real" else CountingModel()
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=SHARED) as arenas,
         replicas(model, Path(folder), Path(arenas)) as (redis, fleet),
     ):
         load = FleetLoad([replica.url for replica in fleet], model, seed=1)
-        faults = Faults(model, redis, fleet, load, own_memory=options.inside)
-        seconds = _under_load(faults, load, model.num_callers, options.rounds)
-        _end(fleet, faults)
+        injector = FaultInjector(model, redis, fleet, load, own_memory=options.inside)
+        seconds = _under_load(injector, load, model.num_callers, options.rounds)
+        _end(fleet, injector)
         places = [Path(arenas), *(p for r in fleet for p in (r.place.temporary, r.place.weights))]
         left = [file for place in places for file in place.rglob("*")]
         left += [file for file in SHARED.iterdir() if options.inside and file != Path(arenas)]
         assert not left, left
-    print(load.counts, load.offences[:5])
-    assert not load.offences, f"{len(load.offences)} wrong answers"
-    wrong = model.wrong(load.told)
-    assert not wrong, f"{len(wrong)} of {len(load.told)}, such as {wrong[:3]}"
-    table = _table(model, load, faults, seconds)
+    print(load.counts, load.violations[:5])
+    assert not load.violations, f"{len(load.violations)} wrong answers"
+    find_wrong = model.find_wrong(load.reports)
+    assert not find_wrong, f"{len(find_wrong)} of {len(load.reports)}, such as {find_wrong[:3]}"
+    table = _table(model, load, injector, seconds)
     print(table)
     if options.report:
         write(options.report, f"faults, {model.name} engine", table)
@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _under_load(faults: Faults, load: FleetLoad, num_callers: int, rounds: int) -> float:
+def _under_load(injector: FaultInjector, load: FleetLoad, num_callers: int, rounds: int) -> float:
     failures: list[BaseException] = []
 
     def call() -> None:
@@ -88,7 +88,7 @@ def _under_load(faults: Faults, load: FleetLoad, num_callers: int, rounds: int) 
     calling.start()
     try:
         time.sleep(2)
-        faults.run(rounds)
+        injector.run(rounds)
     finally:
         load.over = True
         calling.join()
@@ -97,10 +97,10 @@ def _under_load(faults: Faults, load: FleetLoad, num_callers: int, rounds: int) 
     return time.monotonic() - began
 
 
-def _end(fleet: Sequence[Replica], faults: Faults) -> None:
+def _end(fleet: Sequence[Replica], injector: FaultInjector) -> None:
     for replica in fleet:
         until(lambda at=replica: _nothing_held(at), seconds=30, what="nothing is held")  # type: ignore[misc]
-        faults.drain_seconds.append(replica.stop())
+        injector.drain_seconds.append(replica.stop())
 
 
 def _nothing_held(replica: Replica) -> bool:
@@ -113,25 +113,25 @@ def _nothing_held(replica: Replica) -> bool:
     return False
 
 
-def _table(model: FleetModel, load: FleetLoad, faults: Faults, seconds: float) -> str:
-    inflicted = "\n".join(f"| {name} | {count} |" for name, count in faults.done.items())
+def _table(model: FleetModel, load: FleetLoad, injector: FaultInjector, seconds: float) -> str:
+    injected = "\n".join(f"| {name} | {count} |" for name, count in injector.done.items())
     became = "\n".join(f"| {name} | {count:,} |" for name, count in sorted(load.counts.items()))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     asked = " ".join(word for word in sys.argv[1:] if word != INSIDE)
-    noticed = max(faults.noticed_seconds, default=None)
+    noticed = max(injector.noticed_seconds, default=None)
     return f"""
 `python -m tests.soak.faults {asked}` on {today}, {machine()}: {NUM_REPLICAS} replicas
 ({model.name} engine) and a real Redis, {model.num_callers} callers, {seconds:.0f} s, \
-{faults.num_versions} versions of the weights, each sent to one replica.
+{injector.num_versions} versions of the weights, each sent to one replica.
 No wrong token, no token of another version; no process, no file and no shared memory was left,
 and nothing running or leased.
-{model.shown(load.told)}
-The longest drain took {max(faults.drain_seconds):.1f} s\
+{model.summary(load.reports)}
+The longest drain took {max(injector.drain_seconds):.1f} s\
 {"" if noticed is None else f"; a dead engine was told by `/livez` after {noticed:.1f} s at most"}.
 
 | fault | times |
 |---|---|
-{inflicted}
+{injected}
 
 | group | times |
 |---|---|

@@ -27,7 +27,7 @@ from coppice import (
     VersionUnavailable,
 )
 from coppice.options import RolloutOptions, rollout_request
-from tests.soak.fleet_model import FleetModel, Told
+from tests.soak.fleet_model import FleetModel, TokenReport
 from tests.soak.replicas import LEASE_SECONDS
 
 NUM_SAMPLES = 4
@@ -41,18 +41,18 @@ RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
 
 class FleetLoad:
-    """`counts`: groups answered, sent again by the reason, left and cut. `told`: what came back.
+    """`counts`: groups answered, sent again by the reason, left and cut. `reports`: what came back.
     `version`: the number of the wanted one."""
 
     def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
         self.counts: Counter[str] = Counter()
-        self.offences: list[str] = []
-        self.told: set[Told] = set()
+        self.violations: list[str] = []
+        self.reports: set[TokenReport] = set()
         self.version = 0
         self.over = False
         self._urls = urls
         self._vocabulary = model.vocabulary
-        self._dice = random.Random(seed)
+        self._random = random.Random(seed)
         self._clients: list[AsyncRollouts] = []
         self._cutting: httpx.AsyncClient
 
@@ -68,16 +68,18 @@ class FleetLoad:
 
     async def _call(self) -> None:
         while not self.over:
-            way = self._dice.choice((self._streamed, self._submitted, self._left, self._cut))
-            prompt = self._dice.choices(self._vocabulary, k=self._dice.randint(2, 60))
-            while not await self._answered(way, prompt):
+            mode = self._random.choice(
+                (self._streamed, self._submitted, self._disconnect, self._reset_connection)
+            )
+            prompt = self._random.choices(self._vocabulary, k=self._random.randint(2, 60))
+            while not await self._answered(mode, prompt):
                 await asyncio.sleep(0.1)
 
     async def _answered(
-        self, way: Callable[[list[int], int], Awaitable[None]], prompt: list[int]
+        self, mode: Callable[[list[int], int], Awaitable[None]], prompt: list[int]
     ) -> bool:
         try:
-            await way(prompt, self.version)
+            await mode(prompt, self.version)
         except RESEND as error:
             self.counts[f"sent again: {type(error).__name__}"] += 1
             return False
@@ -91,7 +93,7 @@ class FleetLoad:
         result = await self._any().attach(pending.id).wait(30)
         self._check(result, prompt, version)
 
-    async def _left(self, prompt: list[int], version: int) -> None:
+    async def _disconnect(self, prompt: list[int], version: int) -> None:
         records = self._any().stream([prompt], **self._options(version))
         async with aclosing(records):
             async for record in records:
@@ -99,10 +101,10 @@ class FleetLoad:
                     break
         self.counts["left"] += 1
 
-    async def _cut(self, prompt: list[int], version: int) -> None:
+    async def _reset_connection(self, prompt: list[int], version: int) -> None:
         """Without a key and without a word: only the end of the connection says so."""
         body = rollout_request([prompt], **self._options(version)).model_dump_json()
-        url = f"{self._dice.choice(self._urls)}/v1/rollouts"
+        url = f"{self._random.choice(self._urls)}/v1/rollouts"
         headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
         with suppress(httpx.TransportError):
             async with self._cutting.stream("POST", url, content=body, headers=headers) as answer:
@@ -118,13 +120,13 @@ class FleetLoad:
         else:
             self.counts["answered"] += 1
             if [len(sample.token_ids) for sample in group.samples] != [MAX_TOKENS] * NUM_SAMPLES:
-                self.offences.append(f"samples of another length in {result.id}")
+                self.violations.append(f"samples of another length in {result.id}")
         for sample in group.samples:
             if {span.version for span in sample.versions} - {f"v{version}"}:
-                self.offences.append(f"tokens of another version in {result.id}")
+                self.violations.append(f"tokens of another version in {result.id}")
             if sample.token_ids.size:
                 tokens = tuple(map(int, sample.token_ids))
-                self.told.add(Told(version, tuple(prompt), tokens))
+                self.reports.add(TokenReport(version, tuple(prompt), tokens))
 
     def _options(self, version: int) -> RolloutOptions:
         return RolloutOptions(
@@ -137,4 +139,4 @@ class FleetLoad:
         )
 
     def _any(self) -> AsyncRollouts:
-        return self._dice.choice(self._clients)
+        return self._random.choice(self._clients)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import load, save
 
-from tests.engine.greedy import TIE, behind_greedy
+from tests.engine.greedy import TIE, logit_gap_to_greedy
 from tests.engine.seedling import MODEL, reference
 from tests.fake_engine import VOCAB_SIZE
 
 
-class Told(NamedTuple):
+class TokenReport(NamedTuple):
     """Tokens that came back for a prompt, under the version on their label."""
 
     version: int
@@ -33,14 +33,14 @@ class FleetModel(Protocol):
 
     def weights(self, number: int) -> bytes: ...
 
-    def wrong(self, told: Collection[Told]) -> Sequence[Told]: ...
+    def find_wrong(self, reports: Collection[TokenReport]) -> Sequence[TokenReport]: ...
 
-    def shown(self, told: Collection[Told]) -> str:
+    def summary(self, reports: Collection[TokenReport]) -> str:
         """What the judgement is worth, in a sentence."""
         ...
 
 
-class Counting:
+class CountingModel:
     """The fake engine: token i is the prompt's length plus i, whatever the version."""
 
     name = "fake"
@@ -55,18 +55,18 @@ class Counting:
     def weights(self, number: int) -> bytes:
         return f"weights {number}".encode()
 
-    def wrong(self, told: Collection[Told]) -> Sequence[Told]:
+    def find_wrong(self, reports: Collection[TokenReport]) -> Sequence[TokenReport]:
         return [
             one
-            for one in told
+            for one in reports
             if list(one.tokens) != [(len(one.prompt) + i) % VOCAB_SIZE for i in range(len(one[2]))]
         ]
 
-    def shown(self, told: Collection[Told]) -> str:
-        return f"{len(told):,} different answers, each token as the fake engine counts."
+    def summary(self, reports: Collection[TokenReport]) -> str:
+        return f"{len(reports):,} different answers, each token as the fake engine counts."
 
 
-class Seedling:
+class SeedlingModel:
     """The shipped model in float32, each version disturbed by another draw.
 
     Small and with one thread a rank, so that three of them fit; the last replica has two ranks.
@@ -93,22 +93,22 @@ class Seedling:
     def weights(self, number: int) -> bytes:
         return _weights(number)
 
-    def wrong(self, told: Collection[Told]) -> Sequence[Told]:
-        return [one for one in told if not self._chooses(one.version, one)]
+    def find_wrong(self, reports: Collection[TokenReport]) -> Sequence[TokenReport]:
+        return [one for one in reports if not self._chooses(one.version, one)]
 
-    def shown(self, told: Collection[Told]) -> str:
+    def summary(self, reports: Collection[TokenReport]) -> str:
         """Under the version before, nearly all of them must be wrong, or nothing was judged."""
-        later = [one for one in told if one.version]
+        later = [one for one in reports if one.version]
         strange = sum(not self._chooses(one.version - 1, one) for one in later)
         assert strange > 0.9 * len(later), f"{strange} of {len(later)}"
         return (
-            f"{len(told):,} different answers, each token the greedy choice of Hugging Face's "
+            f"{len(reports):,} different answers, each token the greedy choice of Hugging Face's "
             f"forward with the weights of the version on its label; with those of the version "
             f"before, {strange:,} of {len(later):,} would not be."
         )
 
-    def _chooses(self, number: int, one: Told) -> bool:
-        behind = behind_greedy(_reference(number), one.prompt, one.tokens)
+    def _chooses(self, number: int, one: TokenReport) -> bool:
+        behind = logit_gap_to_greedy(_reference(number), one.prompt, one.tokens)
         return bool(behind.max() <= TIE)
 
 

@@ -15,19 +15,19 @@ from tests.engine.seedling import MODEL
 GROUPS_A_REQUEST = 10
 SAMPLES = 4
 TOKENS = 8
-WAYS = ("plain", "stream", "keyed", "packed", "async", "leaving")
+MODES = ("plain", "stream", "keyed", "packed", "async", "leaving")
 GROUPS_A_VERSION = 1000
 CALL_SECONDS = 300.0
 
 
 @dataclass
 class Groups:
-    """`num_done` and `num_left` add up to the number that was asked for."""
+    """`num_done` and `num_disconnected` add up to the number that was asked for."""
 
     url: str
     total: int
     num_done: int = 0
-    num_left: int = 0
+    num_disconnected: int = 0
     num_activations: int = 0
     failures: list[str] = field(default_factory=list)
     _asked: int = 0
@@ -35,7 +35,7 @@ class Groups:
 
     @property
     def num_ended(self) -> int:
-        return self.num_done + self.num_left
+        return self.num_done + self.num_disconnected
 
     def run(self, num_threads: int) -> None:
         threads = [threading.Thread(target=self._caller) for _ in range(num_threads)]
@@ -50,7 +50,7 @@ class Groups:
                 try:
                     self._ask(http, turn)
                 except (httpx.HTTPError, AssertionError, KeyError, ValueError) as error:
-                    self.failures.append(f"{WAYS[turn % len(WAYS)]}: {error!r}")
+                    self.failures.append(f"{MODES[turn % len(MODES)]}: {error!r}")
 
     def _turn(self) -> int | None:
         with self._lock:
@@ -62,12 +62,12 @@ class Groups:
     def _ask(self, http: httpx.Client, turn: int) -> None:
         if turn % (GROUPS_A_VERSION // GROUPS_A_REQUEST) == 0:
             self._activate(http, f"s{turn}")
-        way = WAYS[turn % len(WAYS)]
-        outcomes = getattr(self, f"_{way}")(http, _body(turn))
+        mode = MODES[turn % len(MODES)]
+        outcomes = getattr(self, f"_{mode}")(http, _body(turn))
         assert outcomes is None or outcomes == ["done"] * GROUPS_A_REQUEST, outcomes
         with self._lock:
             self.num_done += GROUPS_A_REQUEST if outcomes else 0
-            self.num_left += 0 if outcomes else GROUPS_A_REQUEST
+            self.num_disconnected += 0 if outcomes else GROUPS_A_REQUEST
 
     def _activate(self, http: httpx.Client, version: str) -> None:
         content = (MODEL / "model.safetensors").read_bytes()
@@ -105,7 +105,7 @@ class Groups:
         assert records[-1]["type"] == "end", records[-1]
         return [record["group"]["outcome"] for record in records if record["type"] == "group"]
 
-    def _leaving(self, http: httpx.Client, body: Any) -> None:
+    def _disconnecting(self, http: httpx.Client, body: Any) -> None:
         with http.stream("POST", "/v1/rollouts", json=body | {"stream": True}) as answer:
             next(answer.iter_bytes())
 

@@ -18,7 +18,7 @@ import psutil
 from tests.invariants.service_process import home, service
 from tests.soak.__main__ import CALLERS, KERNELS
 from tests.soak.group_load import Groups
-from tests.soak.resource_usage import Levels, watched
+from tests.soak.resource_usage import ResourceUsage, sample_periodically
 
 CACHE_BYTES = 2**30
 FLAGS = (
@@ -39,7 +39,7 @@ class Breakdown:
     step: int
     rows: list[str] = field(default_factory=list)
 
-    def look(self, num_done: int) -> None:
+    def sample(self, num_done: int) -> None:
         if num_done >= len(self.rows) * self.step:
             self.rows.append(self._row(num_done))
 
@@ -61,17 +61,17 @@ def _kind(path: str, addresses: str) -> str:
     return "shared memory" if path.startswith(("/dev/shm/", "/memfd:")) else "files"
 
 
-def run(num_groups: int) -> list[Levels]:
+def run(num_groups: int) -> list[ResourceUsage]:
     began = time.monotonic()
     with home() as place, service(place, *FLAGS) as server:
         processes = {"service": psutil.Process(server.process.pid), "EngineCore": server.core}
-        levels = [Levels(name=name, process=process) for name, process in processes.items()]
+        levels = [ResourceUsage(name=name, process=process) for name, process in processes.items()]
         step = num_groups // NUM_ROWS
         parts = [
             Breakdown(name=name, process=process, step=step) for name, process in processes.items()
         ]
         groups = Groups(server.url, num_groups)
-        with watched([*levels, *parts], lambda: groups.num_ended):
+        with sample_periodically([*levels, *parts], lambda: groups.num_ended):
             groups.run(CALLERS)
         assert not groups.failures, groups.failures[:3]
     print(f"\n{groups.num_ended:,} groups, {time.monotonic() - began:.0f} s, MiB:\n")

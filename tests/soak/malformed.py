@@ -32,7 +32,7 @@ BODIES: dict[str, Any] = {
     "/v1/weights/v9": {"path": "/nowhere", "sequence": 3},
     "/v1/weights/v9/activate": {"mode": "keep", "allow_rollback": False},
 }
-ODD: list[Any] = [
+ODD_VALUES: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**400, 1e-320, 1e308, "", "\x00",
     "v0", "\ud7ff", "x" * 300, [], {}, [[]], [-1], [2**40], {"": 0}, float("nan"), float("inf"),
 ]  # fmt: skip
@@ -61,7 +61,7 @@ class Malformed:
     total: int
     seed: int
     statuses: Counter[int] = field(default_factory=Counter)
-    offences: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -87,7 +87,7 @@ class Malformed:
             with self._lock:
                 self.statuses[status] += 1
                 if status >= 500 and status != 503:
-                    self.offences.append(f"{status}: {what[:2000]}")
+                    self.violations.append(f"{status}: {what[:2000]}")
         caller.close()
 
 
@@ -106,14 +106,14 @@ class Caller:
 
     def ask(self) -> tuple[str, int]:
         kind = self._choose.choices(
-            [self._bytes, self._torn, self._body, self._elsewhere], [5, 10, 60, 25]
+            [self._bytes, self._truncated, self._body, self._wrong_address], [5, 10, 60, 25]
         )[0]
         return kind()
 
     def _bytes(self) -> tuple[str, int]:
         return self._raw(self._choose.randbytes(self._choose.randrange(1, 400)))
 
-    def _torn(self) -> tuple[str, int]:
+    def _truncated(self) -> tuple[str, int]:
         """A good request with some bytes changed, or its end cut off."""
         path = self._choose.choice(list(BODIES))
         body = json.dumps(BODIES[path]).encode()
@@ -128,10 +128,10 @@ class Caller:
         path = self._choose.choice(list(BODIES))
         body = copy.deepcopy(BODIES[path])
         for _ in range(self._choose.randrange(1, 4)):
-            body = mutated(body, self._choose)
+            body = mutate(body, self._choose)
         return self._whole("POST", path, json.dumps(body).encode(), {})
 
-    def _elsewhere(self) -> tuple[str, int]:
+    def _wrong_address(self) -> tuple[str, int]:
         method = self._choose.choice([*METHODS, "POST"])
         path = self._choose.choice([*PATHS, *BODIES])
         headers = dict(self._choose.sample(HEADERS, self._choose.randrange(3)))
@@ -166,10 +166,10 @@ class Caller:
         return repr(data), int(status) if status.isdigit() else 0
 
 
-def mutated(value: Any, choose: random.Random) -> Any:
+def mutate(value: Any, choose: random.Random) -> Any:
     """One place somewhere in it is another now."""
     if choose.random() < 0.3 or not isinstance(value, dict | list) or not value:
-        return copy.deepcopy(choose.choice(ODD))
+        return copy.deepcopy(choose.choice(ODD_VALUES))
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     key = choose.choice(keys)
     if isinstance(value, dict):
@@ -177,7 +177,9 @@ def mutated(value: Any, choose: random.Random) -> Any:
             del value[key]
             return value
         if choose.random() < 0.1:
-            value[choose.choice(["", "n", "kv", "\u00e9"])] = copy.deepcopy(choose.choice(ODD))
+            value[choose.choice(["", "n", "kv", "\u00e9"])] = copy.deepcopy(
+                choose.choice(ODD_VALUES)
+            )
             return value
-    value[key] = mutated(value[key], choose)
+    value[key] = mutate(value[key], choose)
     return value

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.invariants.service_process import ROOT, Home, home, until
+from tests.invariants.service_process import ROOT, ServerHome, home, until
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server
 from tests.soak.fleet_model import FleetModel
@@ -40,7 +40,7 @@ class Replica:
     """At one address for all of its lives."""
 
     def __init__(
-        self, model: FleetModel, index: int, place: Home, arenas: Path, redis_url: str
+        self, model: FleetModel, index: int, place: ServerHome, arenas: Path, redis_url: str
     ) -> None:
         port = free_port()
         self.place = place
@@ -81,8 +81,8 @@ class Replica:
         if process.poll() is None:
             self._note_descendants()
             return True
-        assert process.returncode == 1, self._last_words()
-        assert "the engine did not start" in self._last_words()
+        assert process.returncode == 1, self._log_tail()
+        assert "the engine did not start" in self._log_tail()
         return False
 
     def _launch(self) -> "subprocess.Popen[bytes]":
@@ -115,7 +115,7 @@ class Replica:
         assert self._process is not None
         began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(STOP_SECONDS) == 0, self._last_words()
+        assert self._process.wait(STOP_SECONDS) == 0, self._log_tail()
         took = time.monotonic() - began
         self._check_gone()
         return took
@@ -145,7 +145,7 @@ class Replica:
 
     def _ready(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, self._last_words()
+        assert self._process.poll() is None, self._log_tail()
         return self.passes("readyz")
 
     def _check_gone(self) -> None:
@@ -155,7 +155,7 @@ class Replica:
             what="its processes end",
         )
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return self.place.log.read_text()[-4000:]
 
 

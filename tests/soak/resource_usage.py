@@ -17,7 +17,7 @@ MAX_SPREAD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ResourceSample:
     num_done: int
     rss_bytes: int
     num_threads: int
@@ -25,16 +25,16 @@ class Look:
 
 
 @dataclass(kw_only=True)
-class Levels:
+class ResourceUsage:
     """Of one process."""
 
     name: str
     process: psutil.Process
-    looks: list[Look] = field(default_factory=list)
+    samples: list[ResourceSample] = field(default_factory=list)
 
-    def look(self, num_done: int) -> None:
-        self.looks.append(
-            Look(
+    def sample(self, num_done: int) -> None:
+        self.samples.append(
+            ResourceSample(
                 num_done=num_done,
                 rss_bytes=self.process.memory_info().rss,
                 num_threads=self.process.num_threads(),
@@ -43,15 +43,15 @@ class Levels:
         )
 
     @property
-    def warm(self) -> list[Look]:
-        last = self.looks[-1].num_done
-        return [look for look in self.looks if look.num_done >= WARM_UP * last]
+    def warm(self) -> list[ResourceSample]:
+        last = self.samples[-1].num_done
+        return [sample for sample in self.samples if sample.num_done >= WARM_UP * last]
 
     @property
     def growth(self) -> float:
         """By the fitted line from the end of the warm-up to the end, as a share of the start."""
         slope, base = statistics.linear_regression(
-            [look.num_done for look in self.warm], [look.rss_bytes for look in self.warm]
+            [sample.num_done for sample in self.warm], [sample.rss_bytes for sample in self.warm]
         )
         first, last = self.warm[0].num_done, self.warm[-1].num_done
         return slope * (last - first) / (base + slope * first)
@@ -73,23 +73,23 @@ class Levels:
 
     def _medians(self, name: str) -> tuple[float, float]:
         """Of the first and the last third after the warm-up."""
-        values = [getattr(look, name) for look in self.warm]
+        values = [getattr(sample, name) for sample in self.warm]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
 
 class Watched(Protocol):
-    def look(self, num_done: int) -> None: ...
+    def sample(self, num_done: int) -> None: ...
 
 
 @contextmanager
-def watched(levels: Sequence[Watched], num_done: Callable[[], int]) -> Iterator[None]:
+def sample_periodically(usage: Sequence[Watched], num_done: Callable[[], int]) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(INTERVAL_SECONDS):
-            for level in levels:
-                level.look(num_done())
+            for level in usage:
+                level.sample(num_done())
 
     thread = threading.Thread(target=watch)
     thread.start()

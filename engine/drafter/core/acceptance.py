@@ -10,38 +10,40 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-KEPT: Final = 0.99
+STEP_DECAY: Final = 0.99
 """What is left of a step's weight one step later."""
-GUESSED: Final = 0.5
-WEIGHT: Final = 4.0
+PRIOR_RATE: Final = 0.5
+PRIOR_WEIGHT: Final = 4.0
 """Of what is taken for granted, in drafted tokens."""
-STALE: Final = 0.05
+WEIGHTS_CHANGED_DECAY: Final = 0.05
 
 
 class Acceptance:
-    def __init__(self, longest: int) -> None:
-        self._tried = np.zeros(longest)
-        self._accepted = np.zeros(longest)
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._num_tried = np.zeros(max_draft_tokens)
+        self._num_accepted = np.zeros(max_draft_tokens)
 
     def step(self) -> None:
-        self._tried *= KEPT
-        self._accepted *= KEPT
+        self._num_tried *= STEP_DECAY
+        self._num_accepted *= STEP_DECAY
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """One draft. The first token that is refused ends what is learned of it."""
-        self._tried[: min(num_accepted + 1, num_drafted)] += 1
-        self._accepted[:num_accepted] += 1
+        self._num_tried[: min(num_accepted + 1, num_drafted)] += 1
+        self._num_accepted[:num_accepted] += 1
 
     def weights_changed(self) -> None:
         """What is known was said of other weights; it is a guess at these."""
-        self._tried *= STALE
-        self._accepted *= STALE
+        self._num_tried *= WEIGHTS_CHANGED_DECAY
+        self._num_accepted *= WEIGHTS_CHANGED_DECAY
 
     def probabilities(self) -> NDArray[np.float32]:
         """[longest]"""
-        found = np.empty(len(self._tried), np.float32)
-        before = GUESSED
-        for place, tried in enumerate(self._tried):
-            before = (self._accepted[place] + WEIGHT * before) / (tried + WEIGHT)
-            found[place] = before
-        return found
+        rates = np.empty(len(self._num_tried), np.float32)
+        prior = PRIOR_RATE
+        for position, num_tried in enumerate(self._num_tried):
+            prior = (self._num_accepted[position] + PRIOR_WEIGHT * prior) / (
+                num_tried + PRIOR_WEIGHT
+            )
+            rates[position] = prior
+        return rates

@@ -14,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 
 from engine.drafter.core.acceptance import Acceptance
-from engine.drafter.core.draft_length import Asked, Length
-from engine.drafter.core.draft_limits import Wanted
-from engine.drafter.counters import Counted, Pairs
+from engine.drafter.core.draft_length import BatchState, DraftLengthPolicy
+from engine.drafter.core.draft_limits import DraftLimits
+from engine.drafter.counters import PairCounters, Snapshot
 from engine.runtime.guard import feature
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step as CostStep
-from engine.speculation.counters import SCOPES, Counts
+from engine.speculation.counters import SCOPES, Counters
 
 FEATURE: Final = feature("drafter")
 _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)
@@ -34,42 +34,42 @@ class Step:
     running: int
     context: int
     verified: int
-    steady: bool
+    is_timeable: bool
 
 
-class Drafting:
+class DraftingHooks:
     """`attach` puts it around a scheduler, of which there is one for the life of a process."""
 
     def __init__(
         self,
         scheduler: Any,
         *,
-        longest: int,
+        max_draft_tokens: int,
         serving: str,
         weights: Callable[[], str],
         controller: Controller | None = None,
-        most_samples: Mapping[int, int] | None = None,
+        max_samples: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.longest = longest
-        self.length = Length(longest, controller or Controller(), most_samples)
+        self.max_draft_tokens = max_draft_tokens
+        self.length = DraftLengthPolicy(max_draft_tokens, controller or Controller(), max_samples)
         self.on_trial = False
         self.serving = serving
         self._weights = weights
         self._last_weights = weights()
         self._clock = clock
-        self._counts = Counts()
-        self._pairs = Pairs()
-        self._wanted = Wanted(scheduler.requests, longest, self._counts.skipped)
+        self._counts = Counters()
+        self._pairs = PairCounters()
+        self._limits = DraftLimits(scheduler.requests, max_draft_tokens, self._counts.skipped)
         self._acceptance: dict[str, Acceptance] = {}
-        self._settled = serving
-        self._verifying = self._drafting_by = serving
+        self._settled_drafter = serving
+        self._verified_drafter = self._current_drafter = serving
         self._tokens = 0
-        self._judged = False
-        self._began = 0.0
-        self._drafted_before = 0
-        self._emitted = 0
+        self._is_step_counted = False
+        self._step_start = 0.0
+        self._previous_length = 0
+        self._num_emitted = 0
         self._step: Step | None = None
         self._past_prompt: set[str] = set()
 
@@ -78,103 +78,107 @@ class Drafting:
         update = self.scheduler.update_draft_token_ids
 
         def scheduled(*args: Any, **named: Any) -> Any:
-            self.before()
+            self.before_schedule()
             output = schedule(*args, **named)
-            self.after(output)
+            self.after_schedule(output)
             return output
 
-        def counted(spec_stats: Any, **named: Any) -> Any:
+        def patched_make_stats(spec_stats: Any, **named: Any) -> Any:
             self.verified(named["num_draft_tokens"], named["num_accepted_tokens"])
             return stats(spec_stats, **named)
 
-        def updated(drafts: Any) -> None:
-            self.trim(drafts)
+        def patched_update_drafts(drafts: Any) -> None:
+            self.trim_drafts(drafts)
             update(drafts)
 
         self.scheduler.schedule = scheduled
-        self.scheduler.make_spec_decoding_stats = counted
-        self.scheduler.update_draft_token_ids = updated
-        self._draft(0)
+        self.scheduler.make_spec_decoding_stats = patched_make_stats
+        self.scheduler.update_draft_token_ids = patched_update_drafts
+        self._set_draft_length(0)
 
     # What vLLM calls, step by step
 
     def _no_drafts(self) -> None:
-        self._draft(0)
+        self._set_draft_length(0)
 
     @FEATURE.guarded(_no_drafts)
-    def before(self) -> None:
+    def before_schedule(self) -> None:
         now = self._clock()
-        self._settle(now)
-        self._began = now
-        self._verifying, self._drafting_by = self._drafting_by, self.serving
-        self._notice_changes()
+        self._record_last_step(now)
+        self._step_start = now
+        self._verified_drafter, self._current_drafter = self._current_drafter, self.serving
+        self._detect_changes()
         running = [
             r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens
         ]
         if running:
-            self._draft(self.length.at(self._asked(running)))
+            self._set_draft_length(self.length.at(self._batch_state(running)))
             if self.length.profile is None:
-                self._counts.step(self.length.choice())
+                self._counts.step(self.length.decision())
 
-    @FEATURE.returning(None)
-    def after(self, output: Any) -> None:
+    @FEATURE.guarded_with_default(None)
+    def after_schedule(self, output: Any) -> None:
         """`output`: vLLM's SchedulerOutput."""
         scheduled = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         requests = self.scheduler.requests
-        past = {name for name in scheduled if _past_prompt(requests[name], scheduled[name])}
-        drafting = sum(len(drafts.get(name, ())) for name in past)
-        steady = (
-            bool(past)
-            and past == scheduled.keys()
-            and past <= self._past_prompt
-            and self._drafted_before == self._tokens
+        decoding = {name for name in scheduled if _past_prompt(requests[name], scheduled[name])}
+        drafting = sum(len(drafts.get(name, ())) for name in decoding)
+        is_timeable = (
+            bool(decoding)
+            and decoding == scheduled.keys()
+            and decoding <= self._past_prompt
+            and self._previous_length == self._tokens
         )
         self._step = Step(
-            began=self._began,
-            running=len(past),
-            context=sum(requests[name].num_tokens for name in past),
-            verified=len(past) + drafting,
-            steady=steady,
+            began=self._step_start,
+            running=len(decoding),
+            context=sum(requests[name].num_tokens for name in decoding),
+            verified=len(decoding) + drafting,
+            is_timeable=is_timeable,
         )
-        self._past_prompt, self._drafted_before, self._emitted = past, self._tokens, len(past)
-        self._judged = False
+        self._past_prompt, self._previous_length, self._num_emitted = (
+            decoding,
+            self._tokens,
+            len(decoding),
+        )
+        self._is_step_counted = False
         self._trim_placeholders(scheduled)
 
-    @FEATURE.returning(None)
+    @FEATURE.guarded_with_default(None)
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         if self.length.profile is not None:
             return
-        self._emitted += num_accepted
+        self._num_emitted += num_accepted
         drafted, accepted = np.array([num_drafted]), np.array([num_accepted])
         self._counts.verified(_SCOPE[:, :num_drafted], drafted, accepted)
-        self._pairs.verified(self._verifying, self._weights(), num_drafted, num_accepted)
-        known = self._acceptance.get(self._verifying)
-        if known is None:
+        self._pairs.verified(self._verified_drafter, self._weights(), num_drafted, num_accepted)
+        acceptance = self._acceptance.get(self._verified_drafter)
+        if acceptance is None:
             return  # of the one before, whose trial is over
-        if not self._judged:
-            self._judged = True
-            known.step()
-        known.verified(num_drafted, num_accepted)
+        if not self._is_step_counted:
+            self._is_step_counted = True
+            acceptance.step()
+        acceptance.verified(num_drafted, num_accepted)
 
-    @FEATURE.returning(None)
-    def trim(self, drafts: Any) -> None:
+    @FEATURE.guarded_with_default(None)
+    def trim_drafts(self, drafts: Any) -> None:
         """vLLM's DraftTokenIds, before they are anybody's."""
         for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = self.scheduler.requests.get(request_id)
             if request is not None:
-                del tokens[self._wanted.limit(request) :]
+                del tokens[self._limits.limit(request) :]
 
     def _trim_placeholders(self, scheduled: dict[str, int]) -> None:
         """Where steps are scheduled ahead, drafts are not seen here, only the room for them."""
         for request_id in scheduled:
             request = self.scheduler.requests[request_id]
             if request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self._wanted.limit(request)]
+                request.spec_token_ids = request.spec_token_ids[: self._limits.limit(request)]
 
     # Asked for by the service, between two steps
 
-    def serves(self, version: str, *, on_trial: bool) -> None:
+    def set_drafter(self, version: str, *, on_trial: bool) -> None:
         self.serving, self.on_trial = version, on_trial
 
     def begin_profile(self) -> None:
@@ -183,58 +187,62 @@ class Drafting:
     def end_profile(self) -> list[CostStep]:
         return self.length.end_profile()
 
-    def read(self) -> Counted:
+    def read(self) -> Snapshot:
         controller = self.length.controller
         self._counts.gain_ratio = controller.gain_ratio
         self._counts.cost_error_ratio = controller.cost.error
-        return Counted(
+        return Snapshot(
             serving=self.serving, speculation=self._counts.read(), pairs=self._pairs.read()
         )
 
-    def _asked(self, running: list[Any]) -> Asked:
-        return Asked(
+    def _batch_state(self, running: list[Any]) -> BatchState:
+        return BatchState(
             running=len(running),
             context=sum(request.num_tokens for request in running),
-            probability=self._known().probabilities(),
+            probability=self._current_acceptance().probabilities(),
             on_trial=self.on_trial,
         )
 
-    def _draft(self, tokens: int) -> None:
+    def _set_draft_length(self, tokens: int) -> None:
         self._tokens = tokens
         lookup = self.scheduler.dynamic_sd_lookup
         lookup[:] = [tokens] * len(lookup)
 
-    def _settle(self, now: float) -> None:
+    def _record_last_step(self, now: float) -> None:
         step, self._step = self._step, None
-        if step is not None and step.steady and self.scheduler.running:
-            self.length.observed(
+        if step is not None and step.is_timeable and self.scheduler.running:
+            self.length.record_step(
                 running=step.running,
                 context=step.context,
                 verified=step.verified,
                 seconds=now - step.began,
-                emitted=self._emitted,
+                emitted=self._num_emitted,
             )
 
     # Who drafts for whom
 
-    def _notice_changes(self) -> None:
+    def _detect_changes(self) -> None:
         """Other weights, or a drafter that has stood its trial: what was found out of the ones
         before, and how long their drafts were to rest, is no more than a guess at these.
         """
         weights = self._weights()
-        settled = self._settled if self.on_trial else self.serving
-        if (settled, weights) == (self._settled, self._last_weights):
+        settled_drafter = self._settled_drafter if self.on_trial else self.serving
+        if (settled_drafter, weights) == (self._settled_drafter, self._last_weights):
             return
         if weights != self._last_weights:
             self._counts.weights_changed()
-            for known in self._acceptance.values():
-                known.weights_changed()
-        self._acceptance = {settled: self._acceptance.get(settled, Acceptance(self.longest))}
-        self.length.begin_anew()
-        self._settled, self._last_weights = settled, weights
+            for acceptance in self._acceptance.values():
+                acceptance.weights_changed()
+        self._acceptance = {
+            settled_drafter: self._acceptance.get(
+                settled_drafter, Acceptance(self.max_draft_tokens)
+            )
+        }
+        self.length.reset()
+        self._settled_drafter, self._last_weights = settled_drafter, weights
 
-    def _known(self) -> Acceptance:
-        return self._acceptance.setdefault(self.serving, Acceptance(self.longest))
+    def _current_acceptance(self) -> Acceptance:
+        return self._acceptance.setdefault(self.serving, Acceptance(self.max_draft_tokens))
 
 
 def _past_prompt(request: Any, scheduled: int) -> bool:

@@ -10,7 +10,7 @@ Pure: what was verified comes in, who is to serve goes out.
 
 from typing import Final, Literal
 
-WINDOWS: Final = 3
+WINDOWS_PER_SIDE: Final = 3
 """Of each."""
 WINDOW_DRAFTS: Final = 200
 
@@ -18,29 +18,33 @@ Side = Literal["old", "new"]
 Verdict = Literal["promoted", "rolled_back"]
 
 
-class Trial:
-    """The new one begins. `observed` returns who serves next, or the verdict."""
+class AbTest:
+    """The new one begins. `update` returns who serves next, or the verdict."""
 
     def __init__(self) -> None:
         self.side: Side = "new"
-        self._left = 2 * WINDOWS
+        self._windows_left = 2 * WINDOWS_PER_SIDE
         self._drafted = {"old": 0, "new": 0}
         self._accepted = {"old": 0, "new": 0}
-        self._window = 0
+        self._window_drafts = 0
 
-    def observed(self, num_drafted: int, num_accepted: int) -> Side | Verdict:
+    def update(self, num_drafted: int, num_accepted: int) -> Side | Verdict:
         """First tokens of drafts that were verified since the last call, while `side` served."""
         self._drafted[self.side] += num_drafted
         self._accepted[self.side] += num_accepted
-        self._window += num_drafted
-        if self._window < WINDOW_DRAFTS:
+        self._window_drafts += num_drafted
+        if self._window_drafts < WINDOW_DRAFTS:
             return self.side
-        self._window = 0
-        self._left -= 1
-        if self._left == 0:
-            return "promoted" if self.rate("new") >= self.rate("old") else "rolled_back"
+        self._window_drafts = 0
+        self._windows_left -= 1
+        if self._windows_left == 0:
+            return (
+                "promoted"
+                if self.acceptance_rate("new") >= self.acceptance_rate("old")
+                else "rolled_back"
+            )
         self.side = "old" if self.side == "new" else "new"
         return self.side
 
-    def rate(self, side: Side) -> float:
+    def acceptance_rate(self, side: Side) -> float:
         return self._accepted[side] / max(self._drafted[side], 1)

@@ -20,31 +20,33 @@ from typing import BinaryIO, Final
 
 from engine.weights.checkpoint import SINGLE_FILE
 
-FIRST: Final = "initial"
-CHECKPOINT: Final = "training"
+INITIAL_VERSION: Final = "initial"
+TRAINER_CHECKPOINT: Final = "training"
 """The file of this name is the trainer's: no version may have it."""
-_LOCK: Final = ".owner"
-_SERVING: Final = "serving.json"
+_LOCK_FILE: Final = ".owner"
+_SERVING_FILE: Final = "serving.json"
 
 
-class Folder:
-    """`write_first` fills a model directory; it is asked where no earlier run has left one."""
+class DrafterDir:
+    """`write_initial` fills a model directory; it is asked where no earlier run has left one."""
 
-    def __init__(self, directory: Path, name: str, write_first: Callable[[Path], None]) -> None:
-        self._lock, self.path, self._own = _owned(directory, name)
+    def __init__(self, directory: Path, name: str, write_initial: Callable[[Path], None]) -> None:
+        self._lock, self.path, self._is_temporary = _lock_dir(directory, name)
         self.start = self.path / "start"
         self._sweep()
         if self.serving is None:
             (self.start / SINGLE_FILE).unlink(missing_ok=True)  # it was a link to what is gone
-            write_first(self.start)
-            (self.start / SINGLE_FILE).rename(self.file(FIRST))
-            self.settle(FIRST)
-        self.refresh_start()
+            write_initial(self.start)
+            (self.start / SINGLE_FILE).rename(self.file(INITIAL_VERSION))
+            self.set_serving(INITIAL_VERSION)
+        self.update_start_link()
 
     def _sweep(self) -> None:
         """What an owner that was killed has left half-way."""
         serving = self.serving
-        kept = {f"{CHECKPOINT}.safetensors"} | ({f"{serving}.safetensors"} if serving else set())
+        kept = {f"{TRAINER_CHECKPOINT}.safetensors"} | (
+            {f"{serving}.safetensors"} if serving else set()
+        )
         for file in (*self.path.glob("*.safetensors"), *self.path.glob("*.part")):
             if file.name not in kept:
                 file.unlink()
@@ -53,7 +55,7 @@ class Folder:
     def serving(self) -> str | None:
         """None before there is any."""
         try:
-            version = str(json.loads((self.path / _SERVING).read_text())["version"])
+            version = str(json.loads((self.path / _SERVING_FILE).read_text())["version"])
         except (OSError, ValueError, KeyError):
             return None
         return version if self.file(version).is_file() else None
@@ -61,7 +63,7 @@ class Folder:
     def file(self, version: str) -> Path:
         return self.path / f"{version}.safetensors"
 
-    def bring(self, source: Path) -> Path:
+    def import_file(self, source: Path) -> Path:
         """A whole file, in here under nobody's name. From another disk it is copied, however long
         that takes."""
         handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.path)
@@ -74,20 +76,20 @@ class Folder:
             raise
         return part
 
-    def take(self, file: Path, version: str) -> None:
+    def assign_version(self, file: Path, version: str) -> None:
         """One that is in here already becomes the version's."""
         file.replace(self.file(version))
 
-    def settle(self, version: str) -> None:
+    def set_serving(self, version: str) -> None:
         """It serves from now on, after the next start too."""
-        part = self.path / f".{_SERVING}"
+        part = self.path / f".{_SERVING_FILE}"
         part.write_text(json.dumps({"version": version}) + "\n")
-        part.replace(self.path / _SERVING)
+        part.replace(self.path / _SERVING_FILE)
 
-    def drop(self, version: str) -> None:
+    def delete(self, version: str) -> None:
         self.file(version).unlink(missing_ok=True)
 
-    def refresh_start(self) -> None:
+    def update_start_link(self) -> None:
         """`start` is what serves now."""
         serving = self.serving
         assert serving is not None, "settled"
@@ -98,25 +100,25 @@ class Folder:
 
     def close(self) -> None:
         self._lock.close()
-        if self._own:
+        if self._is_temporary:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _owned(directory: Path, name: str) -> tuple[BinaryIO, Path, bool]:
+def _lock_dir(directory: Path, name: str) -> tuple[BinaryIO, Path, bool]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
-    lock = _locked(path)
+    lock = _try_lock(path)
     if lock is not None:
         return lock, path, False
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
-    lock = _locked(path)
+    lock = _try_lock(path)
     assert lock is not None, "nobody else knows of it"
     return lock, path, True
 
 
-def _locked(path: Path) -> BinaryIO | None:
+def _try_lock(path: Path) -> BinaryIO | None:
     path.mkdir(exist_ok=True)
-    lock = (path / _LOCK).open("wb")
+    lock = (path / _LOCK_FILE).open("wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,79 +11,87 @@ from typing import Any, Final
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.drafter.counters import Counted
-from engine.drafter.service.checkpoint_dir import Folder
-from engine.drafter.service.promotion import Contest
-from engine.drafter.service.trainer_process import Tutor
+from engine.drafter.counters import Snapshot
+from engine.drafter.service.checkpoint_dir import DrafterDir
+from engine.drafter.service.promotion import DrafterPromotion
+from engine.drafter.service.trainer_process import TrainerProcess
 from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.soft_targets import as_text, recorded
-from engine.protocol import Completion, DrafterPair, DrafterStatus, EngineFacts, SampleRequest
-from engine.runtime.rpc import answered
+from engine.drafter.trainer.soft_targets import encode_top_k, top_k_of
+from engine.protocol import Completion, DrafterPairStats, DrafterStatus, EngineInfo, SampleRequest
+from engine.runtime.rpc import await_engine
 from engine.settings import SpeculationSettings
-from engine.speculation.lifecycle import measure
+from engine.speculation.lifecycle import measure_step_costs
 
 log = logging.getLogger(__name__)
 
-TURN_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 
 
 class Drafter:
     """Owns the folder and the tutor."""
 
     def __init__(
-        self, settings: SpeculationSettings, folder: Folder, llm: AsyncLLM, facts: EngineFacts
+        self,
+        settings: SpeculationSettings,
+        drafter_dir: DrafterDir,
+        llm: AsyncLLM,
+        info: EngineInfo,
     ) -> None:
         self._settings = settings
-        self._folder = folder
+        self._drafter_dir = drafter_dir
         self._llm = llm
-        self._facts = facts
-        self._contest = Contest(folder, self._load, self._adopted)
-        self._tutor: Tutor | None = None
+        self._info = info
+        self._promotion = DrafterPromotion(drafter_dir, self._load, self._on_adopted)
+        self._trainer: TrainerProcess | None = None
         if settings.drafter_training:
-            self._tutor = Tutor(folder.start, folder.path, settings.drafter_trained)
-        self._counted: Counted | None = None
+            self._trainer = TrainerProcess(
+                drafter_dir.start, drafter_dir.path, settings.drafter_trained
+            )
+        self._snapshot: Snapshot | None = None
 
-    async def begin(self) -> None:
+    async def start_drafting(self) -> None:
         """Drafts come from here on, at what this machine was measured to take for them."""
-        if await self._utility("coppice_draft", self._contest.serving):
-            await measure(self._llm, self._facts, self._settings.longest_draft)
-            await self._utility("coppice_drafter_profiled")
-        if self._tutor is not None:
-            await self._tutor.start()
+        if await self._utility("coppice_start_drafting", self._promotion.serving):
+            await measure_step_costs(self._llm, self._info, self._settings.longest_draft)
+            await self._utility("coppice_finish_drafter_profile")
+        if self._trainer is not None:
+            await self._trainer.start()
 
     async def close(self) -> None:
-        if self._tutor is not None:
-            await self._tutor.stop()
+        if self._trainer is not None:
+            await self._trainer.stop()
 
     async def run(self) -> None:
         """Until cancelled, or until it fails: then the drafter that serves goes on serving."""
         try:
             while True:
-                await asyncio.sleep(TURN_SECONDS)
-                await self._turn()
+                await asyncio.sleep(POLL_SECONDS)
+                await self._poll()
         except Exception:
             log.exception("drafters are not compared any more, nor trained")
             await self.close()
 
-    def pinged(self, counted: Counted | None, num_running: int) -> None:
-        self._counted = counted
-        if self._tutor is not None:
-            share = num_running / self._facts.max_sequences
-            self._tutor.pause(share > self._settings.drafter_busy_share)
+    def on_ping(self, snapshot: Snapshot | None, num_running: int) -> None:
+        self._snapshot = snapshot
+        if self._trainer is not None:
+            share = num_running / self._info.max_sequences
+            self._trainer.pause(share > self._settings.drafter_busy_share)
 
     @property
-    def learns(self) -> bool:
-        return self._tutor is not None
+    def is_training(self) -> bool:
+        return self._trainer is not None
 
-    def heard(self, request: SampleRequest, completion: Completion) -> None:
-        if self._tutor is not None and self._tutor.takes_one() and completion.versions:
-            places = completion.likeliest
-            self._tutor.learn(
+    def on_sample_finished(self, request: SampleRequest, completion: Completion) -> None:
+        if self._trainer is not None and self._trainer.accepts_sample() and completion.versions:
+            token_top_logprobs = completion.top_logprobs
+            self._trainer.send_sample(
                 Sample(
                     version=completion.versions[-1].version,
                     prompt=list(request.prompt_token_ids),
                     response=completion.token_ids,
-                    likeliest=as_text(recorded(places)) if places else "",
+                    top_logprobs=encode_top_k(top_k_of(token_top_logprobs))
+                    if token_top_logprobs
+                    else "",
                 )
             )
 
@@ -91,42 +99,42 @@ class Drafter:
 
     @property
     def file(self) -> Path:
-        return self._folder.file(self._contest.serving)
+        return self._drafter_dir.file(self._promotion.serving)
 
     @property
     def start(self) -> Path:
-        return self._folder.start
+        return self._drafter_dir.start
 
-    async def offer(self, path: Path, version: str) -> None:
-        await self._contest.offer(path, version)
+    async def submit(self, path: Path, version: str) -> None:
+        await self._promotion.submit(path, version)
 
     def status(self) -> DrafterStatus:
-        tutor, counted = self._tutor, self._counted
+        trainer, snapshot = self._trainer, self._snapshot
         return DrafterStatus(
-            serving=self._contest.serving,
-            candidate=self._contest.challenger,
-            pairs=tuple(DrafterPair(**pair) for pair in counted["pairs"]) if counted else (),
-            outcomes=dict(self._contest.outcomes),
-            training="off" if tutor is None else tutor.state,
-            num_steps=tutor.progress.num_steps if tutor else 0,
-            num_tokens=tutor.progress.num_tokens if tutor else 0,
-            loss=tutor.progress.loss if tutor else 0.0,
-            samples_dropped=tutor.num_dropped if tutor else 0,
+            serving=self._promotion.serving,
+            candidate=self._promotion.candidate_version,
+            pairs=tuple(DrafterPairStats(**pair) for pair in snapshot["pairs"]) if snapshot else (),
+            outcomes=dict(self._promotion.outcomes),
+            training="off" if trainer is None else trainer.state,
+            num_steps=trainer.progress.num_steps if trainer else 0,
+            num_tokens=trainer.progress.num_tokens if trainer else 0,
+            loss=trainer.progress.loss if trainer else 0.0,
+            samples_dropped=trainer.num_dropped if trainer else 0,
         )
 
-    async def _turn(self) -> None:
-        published = self._tutor.take_published() if self._tutor is not None else None
+    async def _poll(self) -> None:
+        published = self._trainer.take_published() if self._trainer is not None else None
         if published is not None:
-            self._contest.published(Path(published.path), published.num_steps)
-        await self._contest.turn(self._counted)
+            self._promotion.published(Path(published.path), published.num_steps)
+        await self._promotion.poll(self._snapshot)
 
-    def _adopted(self, file: Path) -> None:
-        if self._tutor is not None:
-            self._tutor.adopt(file)
+    def _on_adopted(self, file: Path) -> None:
+        if self._trainer is not None:
+            self._trainer.adopt(file)
 
     async def _load(self, version: str, previous: str, on_trial: bool) -> bool:
-        paths = (str(self._folder.file(version)), str(self._folder.file(previous)))
-        answers = await self._utility("coppice_serve_drafter", *paths, version, on_trial)
+        paths = (str(self._drafter_dir.file(version)), str(self._drafter_dir.file(previous)))
+        answers = await self._utility("coppice_set_drafter", *paths, version, on_trial)
         failed = [answer["error"] for answer in answers if not answer["ok"]]
         if failed:
             log.error("drafter %s could not be loaded: %s", version, failed[0])
@@ -134,4 +142,4 @@ class Drafter:
 
     async def _utility(self, method: str, *arguments: Any) -> Any:
         call = self._llm.engine_core.call_utility_async(method, *arguments)
-        return await answered(self._llm, call)
+        return await await_engine(self._llm, call)

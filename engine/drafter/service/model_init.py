@@ -12,50 +12,54 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from engine.settings import LONGEST_DRAFT
-from engine.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
+from engine.settings import MAX_DRAFT_TOKENS
+from engine.weights.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
 
-SHARE: Final = 0.1
+MAX_COST_SHARE: Final = 0.1
 """Of the large model's cost a token, at most."""
 NUM_LAYERS: Final = 2
 """What copies from a context, as arithmetic and citations do, needs two."""
 HIDDEN_SIZES: Final = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-SEED: Final = 7
-SCALE: Final = 0.02
+INIT_SEED: Final = 7
+INIT_STD: Final = 0.02
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
 
-def num_multiplied(checkpoint: Checkpoint) -> int:
+def checkpoint_cost(checkpoint: Checkpoint) -> int:
     """A tied embedding is multiplied as the head; one that is not is only looked up."""
-    looked_up = checkpoint.embedding if HEAD in checkpoint.tensors else None
+    lookup_only = checkpoint.embedding if LM_HEAD in checkpoint.tensors else None
     return sum(
         int(np.prod(tensor.shape))
         for tensor in checkpoint.tensors.values()
-        if len(tensor.shape) >= 2 and tensor != looked_up
+        if len(tensor.shape) >= 2 and tensor != lookup_only
     )
 
 
-def config_for(target: Mapping[str, Any], target_cost: int, *, ranks: int) -> dict[str, Any]:
+def make_drafter_config(
+    target: Mapping[str, Any], target_cost: int, *, ranks: int
+) -> dict[str, Any]:
     """The largest that costs no more than its share, or the smallest there is."""
     text = target.get("text_config", target)
     configs = [_config(text, hidden) for hidden in HIDDEN_SIZES]
     fitting = [config for config in configs if config["num_key_value_heads"] % ranks == 0]
-    cheap = [config for config in fitting if cost_of(config) <= SHARE * target_cost]
-    return cheap[-1] if cheap else fitting[0]
+    affordable = [
+        config for config in fitting if config_cost(config) <= MAX_COST_SHARE * target_cost
+    ]
+    return affordable[-1] if affordable else fitting[0]
 
 
-def cost_of(config: Mapping[str, Any]) -> int:
+def config_cost(config: Mapping[str, Any]) -> int:
     shapes = _shapes(config).values()
     return sum(int(np.prod(shape)) for shape in shapes if len(shape) == 2)
 
 
-def write_fresh(folder: Path, config: Mapping[str, Any]) -> None:
-    draw = np.random.default_rng(SEED)
+def write_random_model(folder: Path, config: Mapping[str, Any]) -> None:
+    rng = np.random.default_rng(INIT_SEED)
     tensors: Tensors = {
         name: np.ones(shape, np.float32)
         if len(shape) == 1
-        else draw.normal(scale=SCALE, size=shape).astype(np.float32)
+        else rng.normal(scale=INIT_STD, size=shape).astype(np.float32)
         for name, shape in _shapes(config).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ def _config(target: Mapping[str, Any], hidden: int) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
-        "max_position_embeddings": target["max_position_embeddings"] + LONGEST_DRAFT,
+        "max_position_embeddings": target["max_position_embeddings"] + MAX_DRAFT_TOKENS,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -12,156 +12,160 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.drafter.counters import Counted
-from engine.drafter.service.ab_test import Trial
-from engine.drafter.service.checkpoint_dir import CHECKPOINT, FIRST, Folder
+from engine.drafter.counters import Snapshot
+from engine.drafter.service.ab_test import AbTest
+from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, TRAINER_CHECKPOINT, DrafterDir
 from engine.errors import DrafterRefused
 from engine.protocol import DrafterOutcome
 
 log = logging.getLogger(__name__)
 
-TRAINED: Final = "trained-"
-OWN: Final = (TRAINED, "published-")
+TRAINED_PREFIX: Final = "trained-"
+RESERVED_PREFIXES: Final = (TRAINED_PREFIX, "published-")
 """How versions and files of our own begin."""
 
-Load = Callable[[str, str, bool], Awaitable[bool]]
+LoadDrafter = Callable[[str, str, bool], Awaitable[bool]]
 """A version, the one whose file is put back if that fails, and whether it is on trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """`offered`: it was trained elsewhere."""
+    """`is_external`: it was trained elsewhere."""
 
     version: str
-    offered: bool
+    is_external: bool
 
 
-class Contest:
-    """Owns the files in the folder. `adopted` is told of those from elsewhere that stay. The file
-    of whatever is loaded is there until something else is.
+class DrafterPromotion:
+    """Owns the files in the folder. `on_adopted` is told of those from elsewhere that stay. The
+    file of whatever is loaded is there until something else is.
     """
 
-    def __init__(self, folder: Folder, load: Load, adopted: Callable[[Path], None]) -> None:
-        self._folder = folder
+    def __init__(
+        self, drafter_dir: DrafterDir, load: LoadDrafter, on_adopted: Callable[[Path], None]
+    ) -> None:
+        self._drafter_dir = drafter_dir
         self._load = load
-        self._adopted = adopted
-        self._next: Candidate | None = None
+        self._on_adopted = on_adopted
+        self._queued: Candidate | None = None
         self._candidate: Candidate | None = None
-        self._is_one_coming = False
-        self._trial: Trial | None = None
-        self._counted: Counted | None = None
-        self._seen: dict[str, tuple[int, int]] = {}
-        self.serving = folder.serving or ""
+        self._is_importing = False
+        self._test: AbTest | None = None
+        self._snapshot: Snapshot | None = None
+        self._last_counts: dict[str, tuple[int, int]] = {}
+        self.serving = drafter_dir.serving or ""
         self.outcomes: dict[DrafterOutcome, int] = {}
 
     @property
-    def challenger(self) -> str | None:
+    def candidate_version(self) -> str | None:
         """Who is on trial, or else waits for it."""
-        known = self._candidate or self._next
+        known = self._candidate or self._queued
         return None if known is None else known.version
 
-    async def offer(self, path: Path, version: str) -> None:
+    async def submit(self, path: Path, version: str) -> None:
         """Takes the file, which was checked, for the next trial. What is cancelled leaves at most a
         file that the next start sweeps."""
-        if version in (self.serving, FIRST, CHECKPOINT) or version.startswith(OWN):
+        if version in (self.serving, INITIAL_VERSION, TRAINER_CHECKPOINT) or version.startswith(
+            RESERVED_PREFIXES
+        ):
             raise DrafterRefused("the version exists, or has a name that is the server's own")
-        known = (self._next, self._candidate)
-        if self._is_one_coming or any(one is not None and one.offered for one in known):
+        known = (self._queued, self._candidate)
+        if self._is_importing or any(one is not None and one.is_external for one in known):
             raise DrafterRefused("another drafter waits for its trial, or is on trial")
-        self._is_one_coming = True
+        self._is_importing = True
         try:
-            brought = await asyncio.to_thread(self._folder.bring, path)
+            imported = await asyncio.to_thread(self._drafter_dir.import_file, path)
         finally:
-            self._is_one_coming = False
-        self._folder.take(brought, version)
-        self._put_next(Candidate(version=version, offered=True))
+            self._is_importing = False
+        self._drafter_dir.assign_version(imported, version)
+        self._queue_candidate(Candidate(version=version, is_external=True))
 
     def published(self, path: Path, num_steps: int) -> None:
         """One that was trained here."""
-        version = f"{TRAINED}{num_steps}"
+        version = f"{TRAINED_PREFIX}{num_steps}"
         candidate = self._candidate.version if self._candidate else None
         if version in (self.serving, candidate):  # of a run that began again from the first step
             path.unlink(missing_ok=True)
             return
-        self._folder.take(path, version)
-        if self._next is not None and self._next.offered:
-            self._folder.drop(version)
+        self._drafter_dir.assign_version(path, version)
+        if self._queued is not None and self._queued.is_external:
+            self._drafter_dir.delete(version)
         else:
-            self._put_next(Candidate(version=version, offered=False))
+            self._queue_candidate(Candidate(version=version, is_external=False))
 
-    async def turn(self, counted: Counted | None) -> None:
-        self._counted = counted
-        if self._trial is not None:
-            await self._move_on(self._trial)
-        elif self._next is not None:
-            await self._begin_trial(self._next)
+    async def poll(self, snapshot: Snapshot | None) -> None:
+        self._snapshot = snapshot
+        if self._test is not None:
+            await self._advance_test(self._test)
+        elif self._queued is not None:
+            await self._start_test(self._queued)
 
-    def _put_next(self, candidate: Candidate) -> None:
-        if self._next is not None and self._next.version != candidate.version:
-            self._folder.drop(self._next.version)
-        self._next = candidate
+    def _queue_candidate(self, candidate: Candidate) -> None:
+        if self._queued is not None and self._queued.version != candidate.version:
+            self._drafter_dir.delete(self._queued.version)
+        self._queued = candidate
 
-    async def _begin_trial(self, candidate: Candidate) -> None:
+    async def _start_test(self, candidate: Candidate) -> None:
         # While it is loaded nothing else may be offered.
-        self._candidate, self._next = candidate, None
-        self._seen = {} if self._counted is None else _first_tokens(self._counted)
+        self._candidate, self._queued = candidate, None
+        self._last_counts = {} if self._snapshot is None else _first_token_counts(self._snapshot)
         if await self._serve(candidate.version, on_trial=True):
-            self._trial = Trial()
+            self._test = AbTest()
         else:
-            self._ended(candidate, "failed")
+            self._finish(candidate, "failed")
 
-    async def _move_on(self, trial: Trial) -> None:
+    async def _advance_test(self, trial: AbTest) -> None:
         candidate = self._candidate
         assert candidate is not None, "on trial"
         side = trial.side
         versions = {"new": candidate.version, "old": self.serving}
-        outcome = trial.observed(*self._since_last(versions[side]))
+        outcome = trial.update(*self._new_counts(versions[side]))
         if outcome == side:
             return
         if outcome == "promoted":
             await self._promote(candidate)
         elif outcome == "rolled_back":
             await self._serve(self.serving, on_trial=False)
-            self._ended(candidate, "rolled_back")
+            self._finish(candidate, "rolled_back")
         elif not await self._serve(versions[outcome], on_trial=True):
             await self._serve(self.serving, on_trial=False)
-            self._ended(candidate, "failed")
+            self._finish(candidate, "failed")
 
     async def _promote(self, candidate: Candidate) -> None:
         if not await self._serve(candidate.version, on_trial=False):
             await self._serve(self.serving, on_trial=False)
-            self._ended(candidate, "failed")
+            self._finish(candidate, "failed")
             return
         before, self.serving = self.serving, candidate.version
-        self._folder.settle(candidate.version)
-        self._folder.drop(before)
-        self._folder.refresh_start()
-        if candidate.offered:
-            self._adopted(self._folder.file(candidate.version))
-        self._ended(candidate, "promoted")
+        self._drafter_dir.set_serving(candidate.version)
+        self._drafter_dir.delete(before)
+        self._drafter_dir.update_start_link()
+        if candidate.is_external:
+            self._on_adopted(self._drafter_dir.file(candidate.version))
+        self._finish(candidate, "promoted")
 
-    def _ended(self, candidate: Candidate, outcome: DrafterOutcome) -> None:
+    def _finish(self, candidate: Candidate, outcome: DrafterOutcome) -> None:
         log.info("drafter %s: %s", candidate.version, outcome)
         if candidate.version != self.serving:
-            self._folder.drop(candidate.version)
+            self._drafter_dir.delete(candidate.version)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        self._candidate = self._trial = None
+        self._candidate = self._test = None
 
     async def _serve(self, version: str, *, on_trial: bool) -> bool:
         return await self._load(version, self.serving, on_trial)
 
-    def _since_last(self, version: str) -> tuple[int, int]:
+    def _new_counts(self, version: str) -> tuple[int, int]:
         """First tokens drafted and accepted of a version since it was asked last."""
-        now = _first_tokens(self._counted) if self._counted is not None else {}
+        now = _first_token_counts(self._snapshot) if self._snapshot is not None else {}
         drafted, accepted = now.get(version, (0, 0))
-        before = self._seen.get(version, (0, 0))
-        self._seen[version] = (drafted, accepted)
+        before = self._last_counts.get(version, (0, 0))
+        self._last_counts[version] = (drafted, accepted)
         return max(0, drafted - before[0]), max(0, accepted - before[1])
 
 
-def _first_tokens(counted: Counted) -> dict[str, tuple[int, int]]:
+def _first_token_counts(snapshot: Snapshot) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    for pair in counted["pairs"]:
+    for pair in snapshot["pairs"]:
         drafted, accepted = found.get(pair["drafter"], (0, 0))
         found[pair["drafter"]] = (
             drafted + pair["first_drafted"],

@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import Final
 
 from engine.drafter.trainer.messages import (
-    Adopted,
-    Paused,
+    AdoptWeights,
     Progress,
     Published,
     Sample,
-    Told,
-    line_of,
-    read_line,
+    SetPaused,
+    ToTrainer,
+    decode_line,
+    encode_line,
 )
 from engine.protocol import TrainingState
 
 log = logging.getLogger(__name__)
 
-WAITING_BYTES: Final = 4 * 2**20
-LONGEST_LINE_BYTES: Final = 2**16
-STARTS: Final = 3
+MAX_QUEUED_BYTES: Final = 4 * 2**20
+MAX_LINE_BYTES: Final = 2**16
+MAX_STARTS: Final = 3
 STOP_SECONDS: Final = 10.0
-_ROOT: Final = Path(__file__).parents[2]
+_PACKAGE_ROOT: Final = Path(__file__).parents[2]
 
 
-class Tutor:
+class TrainerProcess:
     """Owns the process and the task that listens to it; `start` and `stop` are a pair."""
 
     def __init__(self, drafter: Path, folder: Path, trained: str) -> None:
         self._arguments = ("--drafter", str(drafter), "--folder", str(folder), "--trained", trained)
         self._process: Process | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._supervisor_task: asyncio.Task[None] | None = None
         self._paused = False
         self._failed = False
         self._published: Published | None = None
@@ -59,7 +59,7 @@ class Tutor:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        self._listening = asyncio.create_task(self._live(), name="drafter-tutor")
+        self._supervisor_task = asyncio.create_task(self._supervise(), name="drafter-tutor")
 
     async def stop(self) -> None:
         """It ends after the step that it takes, and keeps what it has learned."""
@@ -71,81 +71,81 @@ class Tutor:
                     await process.wait()
             with suppress(ProcessLookupError):
                 process.kill()
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+        if self._supervisor_task is not None:
+            self._supervisor_task.cancel()
+            await asyncio.gather(self._supervisor_task, return_exceptions=True)
 
-    def takes_one(self) -> bool:
+    def accepts_sample(self) -> bool:
         """Whether to make a sample for it: one that it does not take is counted here."""
         process = self._process
-        takes = process is not None and process.stdin is not None and not _is_full(process.stdin)
-        self.num_dropped += not takes
-        return takes
+        accepts = process is not None and process.stdin is not None and not _is_full(process.stdin)
+        self.num_dropped += not accepts
+        return accepts
 
-    def learn(self, sample: Sample) -> None:
-        if not self._tell(sample):
+    def send_sample(self, sample: Sample) -> None:
+        if not self._send(sample):
             self.num_dropped += 1
 
     def pause(self, paused: bool) -> None:
-        if paused != self._paused and self._tell(Paused(paused=paused)):
+        if paused != self._paused and self._send(SetPaused(paused=paused)):
             self._paused = paused
 
     def adopt(self, drafter: Path) -> None:
-        self._tell(Adopted(path=str(drafter)))
+        self._send(AdoptWeights(path=str(drafter)))
 
     def take_published(self) -> Published | None:
         """The latest drafter that was made since this was asked last."""
         published, self._published = self._published, None
         return published
 
-    def _tell(self, message: Told) -> bool:
+    def _send(self, message: ToTrainer) -> bool:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing():
             return False
         # Which drafter to go on from is told once, and must arrive.
-        if _is_full(process.stdin) and not isinstance(message, Adopted):
+        if _is_full(process.stdin) and not isinstance(message, AdoptWeights):
             return False
-        process.stdin.write(line_of(message))
+        process.stdin.write(encode_line(message))
         return True
 
-    async def _live(self) -> None:
-        for _ in range(STARTS):
+    async def _supervise(self) -> None:
+        for _ in range(MAX_STARTS):
             self._process = process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "engine.drafter.trainer", *self._arguments),
                 stdin=PIPE,
                 stdout=PIPE,
                 env=_environment(),
-                limit=LONGEST_LINE_BYTES,
+                limit=MAX_LINE_BYTES,
                 # Ctrl-C is for the service, at whose end this one's input ends.
                 start_new_session=True,
             )
             self._paused = False
-            await self._listen(process)
+            await self._read_messages(process)
             log.warning("training of the drafter ended: status %s", await process.wait())
         self._failed = True
 
-    async def _listen(self, process: Process) -> None:
+    async def _read_messages(self, process: Process) -> None:
         assert process.stdout is not None, "it was asked for"
         async for line in process.stdout:
-            message = read_line(line)
+            message = decode_line(line)
             if isinstance(message, Published):
-                self._forget(self._published)
+                self._discard(self._published)
                 self._published = message
             elif isinstance(message, Progress):
                 self.progress = message
 
-    def _forget(self, published: Published | None) -> None:
+    def _discard(self, published: Published | None) -> None:
         """One that nobody came for."""
         if published is not None:
             Path(published.path).unlink(missing_ok=True)
 
 
 def _is_full(pipe: asyncio.StreamWriter) -> bool:
-    return pipe.transport.get_write_buffer_size() > WAITING_BYTES
+    return pipe.transport.get_write_buffer_size() > MAX_QUEUED_BYTES
 
 
 def _environment() -> dict[str, str]:
-    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",

@@ -4,29 +4,29 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.drafter.trainer.messages import Adopted, Paused, Sample, read_line
-from engine.drafter.trainer.replay_buffer import Buffer
+from engine.drafter.trainer.messages import AdoptWeights, Sample, SetPaused, decode_line
+from engine.drafter.trainer.replay_buffer import ReplayBuffer
 
 
-class Ears:
+class Inbox:
     """`lock` guards the buffer; the rest is set by one thread and read by the other."""
 
     def __init__(self) -> None:
-        self.buffer = Buffer()
+        self.buffer = ReplayBuffer()
         self.lock = threading.Lock()
         self.paused = False
         self.adopted: Path | None = None
         self.ended = False
 
-    def listen(self, lines: Iterable[bytes]) -> None:
+    def receive(self, lines: Iterable[bytes]) -> None:
         """Until there is no more to hear."""
         for line in lines:
-            message = read_line(line)
+            message = decode_line(line)
             if isinstance(message, Sample):
                 with self.lock:
                     self.buffer.add(message)
-            elif isinstance(message, Paused):
+            elif isinstance(message, SetPaused):
                 self.paused = message.paused
-            elif isinstance(message, Adopted):
+            elif isinstance(message, AdoptWeights):
                 self.adopted = Path(message.path)
         self.ended = True

@@ -4,27 +4,27 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.drafter.service.checkpoint_dir import CHECKPOINT
+from engine.drafter.service.checkpoint_dir import TRAINER_CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`version`: of the weights that said the response's last token. `likeliest`: at each of its
-    tokens, as `likeliest.py` writes them; nothing where none were recorded."""
+    """`version`: of the weights that said the response's last token. `top_logprobs`: at each of its
+    tokens, as `top_logprobs.py` writes them; nothing where none were recorded."""
 
     version: str
     prompt: list[int]
     response: list[int]
-    likeliest: str = ""
+    top_logprobs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paused:
+class SetPaused:
     paused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
+class AdoptWeights:
     """Weights to go on from, made elsewhere."""
 
     path: str
@@ -47,20 +47,22 @@ class Progress:
     loss: float
 
 
-Told = Sample | Paused | Adopted
-Tells = Published | Progress
-_KINDS = {kind.__name__: kind for kind in (Sample, Paused, Adopted, Published, Progress)}
+ToTrainer = Sample | SetPaused | AdoptWeights
+FromTrainer = Published | Progress
+_MESSAGE_TYPES = {
+    kind.__name__: kind for kind in (Sample, SetPaused, AdoptWeights, Published, Progress)
+}
 
 
-def line_of(message: Told | Tells) -> bytes:
+def encode_line(message: ToTrainer | FromTrainer) -> bytes:
     return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
 
 
-def read_line(line: bytes) -> Told | Tells:
+def decode_line(line: bytes) -> ToTrainer | FromTrainer:
     fields = json.loads(line)
-    message: Told | Tells = _KINDS[fields.pop("kind")](**fields)
+    message: ToTrainer | FromTrainer = _MESSAGE_TYPES[fields.pop("kind")](**fields)
     return message
 
 
 def checkpoint_file(folder: Path) -> Path:
-    return folder / f"{CHECKPOINT}.safetensors"
+    return folder / f"{TRAINER_CHECKPOINT}.safetensors"

@@ -17,71 +17,73 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from engine.drafter.trainer.loss import loss_of
-from engine.drafter.trainer.loss_tracker import Course
-from engine.drafter.trainer.packing import IGNORED, Packed
+from engine.drafter.trainer.loss import compute_loss
+from engine.drafter.trainer.loss_tracker import LossTracker
+from engine.drafter.trainer.packing import IGNORE_INDEX, PackedBatch
 
-Trained = Literal["all", "layers"]
+TrainedParameters = Literal["all", "layers"]
 
 WARMUP_STEPS: Final = 20
-HIGHEST_RATE: Final = 3e-3
-RATE_TIMES_WIDTH: Final = 0.2
+MAX_LEARNING_RATE: Final = 3e-3
+LEARNING_RATE_TIMES_WIDTH: Final = 0.2
 """Wide models want small steps: 3e-3 at 64 channels, 2e-4 at 1024."""
 
 
-class Learner:
-    def __init__(self, folder: Path, *, trained: Trained) -> None:
+class ModelTrainer:
+    def __init__(self, folder: Path, *, trained: TrainedParameters) -> None:
         """`folder`: config.json and model.safetensors of the drafter that is started from."""
         logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train()
         self._parameters = dict(_parameters(self._model, trained))
-        self._begin()
+        self._reset_optimizer()
         self.num_steps = 0
         self.num_tokens = 0
 
-    def _begin(self) -> None:
+    def _reset_optimizer(self) -> None:
         width = self._model.config.hidden_size
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
-        self.course = Course()
-        self._rate = min(HIGHEST_RATE, RATE_TIMES_WIDTH / width)
+        self.loss_tracker = LossTracker()
+        self._learning_rate = min(MAX_LEARNING_RATE, LEARNING_RATE_TIMES_WIDTH / width)
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0
+            self._parameters.values(), lr=self._learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def step(self, packed: Packed) -> None:
+    def step(self, packed: PackedBatch) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * min(1.0, (self.course.num_steps + 1) / WARMUP_STEPS)
-        loss = self.loss_of(packed)
+            group["lr"] = self._learning_rate * min(
+                1.0, (self.loss_tracker.num_steps + 1) / WARMUP_STEPS
+            )
+        loss = self.compute_loss(packed)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.num_steps += 1
-        self.num_tokens += int((packed.labels_T != IGNORED).sum())
-        self.course.observed(loss.item())
+        self.num_tokens += int((packed.labels_T != IGNORE_INDEX).sum())
+        self.loss_tracker.update(loss.item())
 
-    def loss_of(self, packed: Packed) -> torch.Tensor:
+    def compute_loss(self, packed: PackedBatch) -> torch.Tensor:
         """Every sample sees itself only, at its own positions."""
-        blocked = torch.zeros(packed.mask_TT().shape).masked_fill(
+        attention_bias = torch.zeros(packed.mask_TT().shape).masked_fill(
             ~packed.mask_TT(), torch.finfo(torch.float32).min
         )
         logits = self._model(
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions_T[None],
-            attention_mask=blocked[None, None],
+            attention_mask=attention_bias[None, None],
             use_cache=False,
         ).logits[0]
-        return loss_of(logits, packed)
+        return compute_loss(logits, packed)
 
     def adopt(self, file: Path) -> None:
         """Goes on from these weights; what the optimiser knew was of others."""
         own = dict(self._model.named_parameters())
-        self._fill({name: value for name, value in load_file(file).items() if name in own})
-        self._begin()
+        self._copy_weights({name: value for name, value in load_file(file).items() if name in own})
+        self._reset_optimizer()
 
     def write_drafter(self, file: Path) -> None:
         """All that vLLM loads, whole or not at all."""
@@ -91,7 +93,7 @@ class Learner:
             for name, tensor in self._model.state_dict().items()
             if not (tied and name == "lm_head.weight")
         }
-        _save(file, state, {"format": "pt"})
+        _save_atomically(file, state, {"format": "pt"})
 
     # Checkpoints
 
@@ -100,24 +102,27 @@ class Learner:
         for name, parameter in self._parameters.items():
             for kind, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"{kind}.{name}"] = value.reshape(value.shape)
-        reached = {
+        progress = {
             "num_steps": self.num_steps,
             "num_tokens": self.num_tokens,
-            "course": {"num_steps": self.course.num_steps, "late": self.course.late},
+            "loss_tracker": {
+                "num_steps": self.loss_tracker.num_steps,
+                "smoothed": self.loss_tracker.smoothed,
+            },
         }
-        _save(file, tensors, {"reached": json.dumps(reached)})
+        _save_atomically(file, tensors, {"progress": json.dumps(progress)})
 
     def resume(self, file: Path) -> bool:
         """Whether there was a checkpoint of this very drafter to go on from."""
         try:
             with safe_open(file, framework="pt") as saved:
-                reached = json.loads((saved.metadata() or {})["reached"])
-                course = Course(**reached["course"])
+                progress = json.loads((saved.metadata() or {})["progress"])
+                loss_tracker = LossTracker(**progress["loss_tracker"])
                 tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-            values = _of_kind(tensors, "value.")
+            values = _with_prefix(tensors, "value.")
             if values.keys() != self._parameters.keys():
                 return False
-            self._fill(values)
+            self._copy_weights(values)
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
             return False
         for name, parameter in self._parameters.items():
@@ -128,31 +133,33 @@ class Learner:
             }
             if known:
                 self._optimizer.state[parameter] = known
-        self.num_steps, self.num_tokens = reached["num_steps"], reached["num_tokens"]
-        self.course = course
+        self.num_steps, self.num_tokens = progress["num_steps"], progress["num_tokens"]
+        self.loss_tracker = loss_tracker
         return True
 
-    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _copy_weights(self, values: Mapping[str, torch.Tensor]) -> None:
         own = dict(self._model.named_parameters())
         with torch.no_grad():
             for name, value in values.items():
                 own[name].copy_(value)
 
 
-def _parameters(model: Any, trained: Trained) -> Iterable[tuple[str, torch.nn.Parameter]]:
+def _parameters(model: Any, trained: TrainedParameters) -> Iterable[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if trained == "all" or ".layers." in name:
             yield name, parameter
 
 
-def _of_kind(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _with_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _save(file: Path, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+def _save_atomically(
+    file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]
+) -> None:
     """Under another name until it is on the disk: who reads the file finds the old one or this."""
     part = file.with_suffix(".part")
-    save_file(dict(tensors), part, metadata=about)
+    save_file(dict(tensors), part, metadata=metadata)
     with part.open("rb") as written:
         os.fsync(written.fileno())
     part.replace(file)

@@ -11,64 +11,68 @@ from typing import Final
 
 from engine.drafter.trainer.messages import Sample
 
-NEWEST_TOKENS: Final = 200_000
-LONG_TOKENS: Final = 50_000
+MAX_RECENT_TOKENS: Final = 200_000
+MAX_LONG_TOKENS: Final = 50_000
 LONG_SHARE: Final = 0.2
 """Of the samples drawn, once there are any."""
 
 
-class Buffer:
+class ReplayBuffer:
     def __init__(
-        self, *, newest_tokens: int = NEWEST_TOKENS, long_tokens: int = LONG_TOKENS, seed: int = 0
+        self,
+        *,
+        max_recent_tokens: int = MAX_RECENT_TOKENS,
+        max_long_tokens: int = MAX_LONG_TOKENS,
+        seed: int = 0,
     ) -> None:
-        self._newest: deque[Sample] = deque()
+        self._recent: deque[Sample] = deque()
         self._long: list[Sample] = []
-        self._newest_tokens, self._long_tokens = newest_tokens, long_tokens
-        self._held = 0
+        self._max_recent_tokens, self._max_long_tokens = max_recent_tokens, max_long_tokens
+        self._num_recent_tokens = 0
         self._version: str | None = None
         self._random = random.Random(seed)
         self.num_received = 0
         """Tokens of responses, ever."""
 
     def __len__(self) -> int:
-        return len(self._newest) + len(self._long)
+        return len(self._recent) + len(self._long)
 
     def add(self, sample: Sample) -> None:
         if not sample.response:
             return
         if sample.version != self._version:
-            self._keep_long()
+            self._retain_long()
             self._version = sample.version
-        self._newest.append(sample)
-        self._held += _size(sample)
+        self._recent.append(sample)
+        self._num_recent_tokens += _num_tokens(sample)
         self.num_received += len(sample.response)
-        while self._held > self._newest_tokens and len(self._newest) > 1:
-            self._held -= _size(self._newest.popleft())
+        while self._num_recent_tokens > self._max_recent_tokens and len(self._recent) > 1:
+            self._num_recent_tokens -= _num_tokens(self._recent.popleft())
 
     def draw(self) -> Sample:
         """Newest ones as likely as each other, long ones of earlier versions now and then."""
         assert len(self), "nothing to learn from"
-        if self._long and (not self._newest or self._random.random() < LONG_SHARE):
+        if self._long and (not self._recent or self._random.random() < LONG_SHARE):
             return self._random.choice(self._long)
-        return self._newest[self._random.randrange(len(self._newest))]
+        return self._recent[self._random.randrange(len(self._recent))]
 
-    def _keep_long(self) -> None:
+    def _retain_long(self) -> None:
         """Half of the room is for the version that ends: none crowds all others out."""
-        own = _longest(self._newest, self._long_tokens // 2)
-        room = self._long_tokens - sum(map(_size, own))
-        self._long = own + _longest(self._long, room)
-        self._newest.clear()
-        self._held = 0
+        retained = _select_longest(self._recent, self._max_long_tokens // 2)
+        room = self._max_long_tokens - sum(map(_num_tokens, retained))
+        self._long = retained + _select_longest(self._long, room)
+        self._recent.clear()
+        self._num_recent_tokens = 0
 
 
-def _longest(samples: "deque[Sample] | list[Sample]", room: int) -> list[Sample]:
+def _select_longest(samples: "deque[Sample] | list[Sample]", room: int) -> list[Sample]:
     kept: list[Sample] = []
     for sample in sorted(samples, key=lambda sample: -len(sample.response)):
-        if _size(sample) <= room:
+        if _num_tokens(sample) <= room:
             kept.append(sample)
-            room -= _size(sample)
+            room -= _num_tokens(sample)
     return kept
 
 
-def _size(sample: Sample) -> int:
+def _num_tokens(sample: Sample) -> int:
     return len(sample.prompt) + len(sample.response)

@@ -15,42 +15,42 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import Place
+from engine.protocol import TopLogprobs
 
-KEPT: Final = 8
+TOP_K: Final = 8
 """At a place. A drafter's token is one of the likeliest; samples are held by the thousand."""
 
 
-class Likeliest(NamedTuple):
+class TopK(NamedTuple):
     """[places, KEPT] both. Where fewer are known, the first again with a mass of zero."""
 
     tokens: NDArray[np.int32]
-    masses: NDArray[np.float32]
+    probs: NDArray[np.float32]
 
 
-def recorded(places: Sequence[Place]) -> Likeliest:
-    found = Likeliest(
-        tokens=np.zeros((len(places), KEPT), np.int32),
-        masses=np.zeros((len(places), KEPT), np.float32),
+def top_k_of(token_top_logprobs: Sequence[TopLogprobs]) -> TopK:
+    found = TopK(
+        tokens=np.zeros((len(token_top_logprobs), TOP_K), np.int32),
+        probs=np.zeros((len(token_top_logprobs), TOP_K), np.float32),
     )
-    for row, place in enumerate(places):
+    for row, place in enumerate(token_top_logprobs):
         # The sampled token is there a second time if it is one of the likeliest.
         known = {entry.token_id: entry.logprob for entry in place}
-        best = sorted(known.items(), key=lambda entry: -entry[1])[:KEPT]
+        best = sorted(known.items(), key=lambda entry: -entry[1])[:TOP_K]
         found.tokens[row] = best[0][0] if best else 0
         found.tokens[row, : len(best)] = [token for token, _ in best]
-        found.masses[row, : len(best)] = [math.exp(logprob) for _, logprob in best]
+        found.probs[row, : len(best)] = [math.exp(logprob) for _, logprob in best]
     return found
 
 
-def as_text(likeliest: Likeliest) -> str:
-    return base64.b64encode(likeliest.tokens.tobytes() + likeliest.masses.tobytes()).decode()
+def encode_top_k(top_logprobs: TopK) -> str:
+    return base64.b64encode(top_logprobs.tokens.tobytes() + top_logprobs.probs.tobytes()).decode()
 
 
-def from_text(text: str) -> Likeliest:
+def decode_top_k(text: str) -> TopK:
     content = base64.b64decode(text)
     half = len(content) // 2
-    return Likeliest(
-        tokens=np.frombuffer(content[:half], np.int32).reshape(-1, KEPT),
-        masses=np.frombuffer(content[half:], np.float32).reshape(-1, KEPT),
+    return TopK(
+        tokens=np.frombuffer(content[:half], np.int32).reshape(-1, TOP_K),
+        probs=np.frombuffer(content[half:], np.float32).reshape(-1, TOP_K),
     )

@@ -5,109 +5,109 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from engine.drafter.trainer.inbox import Ears
-from engine.drafter.trainer.messages import Progress, Published, Tells, checkpoint_file
-from engine.drafter.trainer.model_trainer import Learner
-from engine.drafter.trainer.packing import Packed, pack
+from engine.drafter.trainer.inbox import Inbox
+from engine.drafter.trainer.messages import FromTrainer, Progress, Published, checkpoint_file
+from engine.drafter.trainer.model_trainer import ModelTrainer
+from engine.drafter.trainer.packing import PackedBatch, pack
 
-LEAST_STEPS: Final = 20
+MIN_STEPS_BETWEEN_PUBLISHES: Final = 20
 """Between two drafters that are published."""
-LEAST_TOKENS: Final = 2048
+MIN_TOKENS_TO_START: Final = 2048
 """Heard before the first step."""
-MOST_PASSES: Final = 8
+MAX_EPOCHS: Final = 8
 """Tokens learned from, over tokens heard: what is known by heart is not gone over for ever."""
-WAITED_SECONDS: Final = 0.05
-SETTLED_SHARE: Final = 0.2
+IDLE_SECONDS: Final = 0.05
+CONVERGED_DUTY_CYCLE: Final = 0.2
 """Of the time, for training, once there is little to learn: a processor that computes slows its
 neighbours down, whatever its priority. Drafters are published that much more rarely too."""
-TOLD_SECONDS: Final = 1.0
+REPORT_INTERVAL_SECONDS: Final = 1.0
 
 
-class Trainer:
-    """`tell` is called on the thread that trains."""
+class TrainingLoop:
+    """`send` is called on the thread that trains."""
 
     def __init__(
         self,
-        learner: Learner,
-        ears: Ears,
+        model_trainer: ModelTrainer,
+        inbox: Inbox,
         folder: Path,
-        tell: Callable[[Tells], None],
+        send: Callable[[FromTrainer], None],
         *,
         published_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._learner = learner
-        self._ears = ears
+        self._model_trainer = model_trainer
+        self._inbox = inbox
         self._folder = folder
-        self._tell = tell
+        self._send = send
         self._clock = clock
         self._sleep = sleep
         self._published_seconds = published_seconds
-        self.num_learned = 0
-        self._published = learner.num_steps
-        self._published_at = self._told_at = clock()
+        self.num_trained_tokens = 0
+        self._published = model_trainer.num_steps
+        self._published_at = self._reported_at = clock()
 
     def run(self) -> None:
         """Until there is no more to hear; what was trained since the last time is kept then."""
-        while not self._ears.ended:
+        while not self._inbox.ended:
             began = self._clock()
-            if not self.turn():
-                self._sleep(WAITED_SECONDS)
-            elif self._learner.course.is_settled:
-                self._rest(self._clock() - began)
-        self._learner.save(checkpoint_file(self._folder))
+            if not self.run_once():
+                self._sleep(IDLE_SECONDS)
+            elif self._model_trainer.loss_tracker.has_converged:
+                self._idle(self._clock() - began)
+        self._model_trainer.save(checkpoint_file(self._folder))
 
-    def _rest(self, trained_seconds: float) -> None:
-        until = self._clock() + trained_seconds * (1 / SETTLED_SHARE - 1)
-        while self._clock() < until and not self._ears.ended:
-            self._sleep(WAITED_SECONDS)
+    def _idle(self, trained_seconds: float) -> None:
+        until = self._clock() + trained_seconds * (1 / CONVERGED_DUTY_CYCLE - 1)
+        while self._clock() < until and not self._inbox.ended:
+            self._sleep(IDLE_SECONDS)
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """One step of training, if it is time for one."""
-        adopted, self._ears.adopted = self._ears.adopted, None
+        adopted, self._inbox.adopted = self._inbox.adopted, None
         if adopted is not None and adopted.exists():  # or another was promoted meanwhile
-            self._learner.adopt(adopted)
-            self._learner.save(checkpoint_file(self._folder))
-            self._published = self._learner.num_steps
-        packed = None if self._ears.paused else self._row()
+            self._model_trainer.adopt(adopted)
+            self._model_trainer.save(checkpoint_file(self._folder))
+            self._published = self._model_trainer.num_steps
+        packed = None if self._inbox.paused else self._next_batch()
         if packed is not None:
-            before = self._learner.num_tokens
-            self._learner.step(packed)
-            self.num_learned += self._learner.num_tokens - before
+            before = self._model_trainer.num_tokens
+            self._model_trainer.step(packed)
+            self.num_trained_tokens += self._model_trainer.num_tokens - before
         self._report()
         return packed is not None
 
-    def _row(self) -> Packed | None:
-        with self._ears.lock:
-            buffer = self._ears.buffer
+    def _next_batch(self) -> PackedBatch | None:
+        with self._inbox.lock:
+            buffer = self._inbox.buffer
             heard = buffer.num_received
-            if heard < LEAST_TOKENS or self.num_learned >= MOST_PASSES * heard:
+            if heard < MIN_TOKENS_TO_START or self.num_trained_tokens >= MAX_EPOCHS * heard:
                 return None
             return pack(buffer.draw)
 
     def _report(self) -> None:
-        now, learner = self._clock(), self._learner
-        if now - self._told_at >= TOLD_SECONDS:
-            self._told_at = now
-            self._tell(
+        now, model_trainer = self._clock(), self._model_trainer
+        if now - self._reported_at >= REPORT_INTERVAL_SECONDS:
+            self._reported_at = now
+            self._send(
                 Progress(
-                    num_steps=learner.num_steps,
-                    num_tokens=learner.num_tokens,
-                    loss=learner.course.late,
+                    num_steps=model_trainer.num_steps,
+                    num_tokens=model_trainer.num_tokens,
+                    loss=model_trainer.loss_tracker.smoothed,
                 )
             )
-        share = SETTLED_SHARE if learner.course.is_settled else 1.0
+        share = CONVERGED_DUTY_CYCLE if model_trainer.loss_tracker.has_converged else 1.0
         if (
             now - self._published_at >= self._published_seconds / share
-            and learner.num_steps - self._published >= LEAST_STEPS
+            and model_trainer.num_steps - self._published >= MIN_STEPS_BETWEEN_PUBLISHES
         ):
             self._publish(now)
 
     def _publish(self, now: float) -> None:
-        learner = self._learner
-        self._published, self._published_at = learner.num_steps, now
-        learner.save(checkpoint_file(self._folder))
-        file = self._folder / f"published-{learner.num_steps}.safetensors"
-        learner.write_drafter(file)
-        self._tell(Published(path=str(file), num_steps=learner.num_steps))
+        model_trainer = self._model_trainer
+        self._published, self._published_at = model_trainer.num_steps, now
+        model_trainer.save(checkpoint_file(self._folder))
+        file = self._folder / f"published-{model_trainer.num_steps}.safetensors"
+        model_trainer.write_drafter(file)
+        self._send(Published(path=str(file), num_steps=model_trainer.num_steps))

@@ -10,27 +10,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.params import Place
-from engine.kv_types import ExportWord
+from engine.kv_transfer.params import ExportSlotParams
+from engine.kv_types import ExportStatus
 
 
 @dataclass(slots=True)
 class Tracked:
-    place: Place
+    target_slot: ExportSlotParams
     epoch: int | None = None
 
 
 class ExportPlanner:
     """Owns what is still to be exported. Called from EngineCore's loop only.
 
-    `written` hears the name of whatever one version has computed, if it has one.
+    `on_exported` hears the name of whatever one version has computed, if it has one.
     """
 
-    def __init__(self, form: CacheForm | None, *, written: Callable[[str], None]) -> None:
-        self._form = form
-        self._written = written
+    def __init__(self, layout: CacheLayout | None, *, on_exported: Callable[[str], None]) -> None:
+        self._layout = layout
+        self._on_exported = on_exported
         self._epoch = 0
         self._tracked: dict[str, Tracked] = {}
 
@@ -39,9 +39,9 @@ class ExportPlanner:
         return len(self._tracked)
 
     def add(self, request: Any) -> None:
-        place = Place.carried(request.kv_transfer_params)
-        if place is not None and self._form is not None:
-            self._tracked[request.request_id] = Tracked(place)
+        target_slot = ExportSlotParams.from_params(request.kv_transfer_params)
+        if target_slot is not None and self._layout is not None:
+            self._tracked[request.request_id] = Tracked(target_slot)
 
     def forget(self, request_id: str) -> None:
         """It has ended: a word that is not written by now never will be."""
@@ -52,35 +52,37 @@ class ExportPlanner:
 
     def plan(self, output: Any) -> tuple[ExportJob, ...]:
         """The jobs of the step that `output` describes."""
-        return tuple(self._jobs(output)) if self._tracked else ()
+        return tuple(self._plan_jobs(output)) if self._tracked else ()
 
-    def _jobs(self, output: Any) -> Iterator[ExportJob]:
-        for request_id, num_computed, begins in _scheduled(output):
+    def _plan_jobs(self, output: Any) -> Iterator[ExportJob]:
+        for request_id, num_computed, is_new in _scheduled_requests(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if begins:
+            if is_new:
                 tracked.epoch = self._epoch
             after = num_computed + output.num_scheduled_tokens[request_id]
-            if after >= tracked.place.num_tokens:
+            if after >= tracked.target_slot.num_tokens:
                 del self._tracked[request_id]
-                yield self._job(tracked, output.kv_connector_block_state.get_block_ids(request_id))
+                yield self._make_job(
+                    tracked, output.kv_connector_block_state.get_block_ids(request_id)
+                )
 
-    def _job(self, tracked: Tracked, block_ids: Any) -> ExportJob:
-        assert self._form is not None, "only supported caches are tracked"
-        place = tracked.place
-        num_blocks = -(-place.num_tokens // self._form.block_size)
-        mixed = tracked.epoch != self._epoch
-        if place.name is not None and not mixed:
-            self._written(place.name)
+    def _make_job(self, tracked: Tracked, block_ids: Any) -> ExportJob:
+        assert self._layout is not None, "only supported caches are tracked"
+        target_slot = tracked.target_slot
+        num_blocks = -(-target_slot.num_tokens // self._layout.block_size)
+        is_mixed = tracked.epoch != self._epoch
+        if target_slot.name is not None and not is_mixed:
+            self._on_exported(target_slot.name)
         return ExportJob(
-            place=place,
-            block_ids=tuple(block_ids[self._form.group][:num_blocks]),
-            word=ExportWord.MIXED_VERSION if mixed else ExportWord.COMMITTED,
+            target_slot=target_slot,
+            block_ids=tuple(block_ids[self._layout.group][:num_blocks]),
+            status=ExportStatus.MIXED_VERSION if is_mixed else ExportStatus.COMMITTED,
         )
 
 
-def _scheduled(output: Any) -> Iterator[tuple[str, int, bool]]:
+def _scheduled_requests(output: Any) -> Iterator[tuple[str, int, bool]]:
     """Request, tokens computed before this step, and whether it begins now (anew)."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, True

@@ -13,30 +13,35 @@ from typing import Any
 Hasher = Callable[[Any], list[bytes]]
 
 
-def part_ways(request: Any, num_shared: int, chain: str) -> None:
-    """Of a request that does not run: its blocks from `num_shared` on are the chain's, which those
+def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
+    """Of a request that does not run: its blocks from `num_public_blocks` on are the chain's, which
+    those
     from where an earlier call said are already. No token is read again: vLLM named the prompt's
     blocks when it made the request, each after the last, and the chain's names are made of those.
     """
     hasher, num_plain = request._block_hasher, len(request.block_hashes)
-    if isinstance(hasher, functools.partial) and hasher.func is _hashes:
-        hasher, num_plain = hasher.keywords["hasher"], hasher.keywords["num_shared"]
-        assert num_shared <= num_plain, "what is the chain's stays the chain's"
+    if isinstance(hasher, functools.partial) and hasher.func is _block_hashes:
+        hasher, num_plain = hasher.keywords["hasher"], hasher.keywords["num_public_blocks"]
+        assert num_public_blocks <= num_plain, "what is the chain's stays the chain's"
     known = chain.encode()
     request._block_hasher = functools.partial(
-        _hashes, hasher=hasher, num_shared=num_shared, chain=known
+        _block_hashes, hasher=hasher, num_public_blocks=num_public_blocks, chain=known
     )
-    plain = request.block_hashes[num_shared:num_plain]
-    request.block_hashes[num_shared:num_plain] = [_own(block_hash, known) for block_hash in plain]
+    plain = request.block_hashes[num_public_blocks:num_plain]
+    request.block_hashes[num_public_blocks:num_plain] = [
+        _private_hash(block_hash, known) for block_hash in plain
+    ]
 
 
-def _hashes(request: Any, *, hasher: Hasher, num_shared: int, chain: bytes) -> list[bytes]:
+def _block_hashes(
+    request: Any, *, hasher: Hasher, num_public_blocks: int, chain: bytes
+) -> list[bytes]:
     first = len(request.block_hashes)
     return [
-        block_hash if index < num_shared else _own(block_hash, chain)
+        block_hash if index < num_public_blocks else _private_hash(block_hash, chain)
         for index, block_hash in enumerate(hasher(request), start=first)
     ]
 
 
-def _own(block_hash: bytes, chain: bytes) -> bytes:
+def _private_hash(block_hash: bytes, chain: bytes) -> bytes:
     return hashlib.sha256(block_hash + chain).digest()

@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 
 ALIGNMENT: Final = 64
-WORD_BYTES: Final = 8
-STATUS_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
+STATUS_BYTES: Final = 8
+STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
 
 
-class ArenaRefused(Exception):
+class ArenaError(Exception):
     """The place lies outside the file, or the file is not what an arena is."""
 
 
@@ -28,22 +28,22 @@ class MappedArena:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise ArenaRefused(f"the arena cannot be opened: {error.strerror}") from error
+            raise ArenaError(f"the arena cannot be opened: {error.strerror}") from error
         try:
             self._map = mmap.mmap(self._file, 0)
         except (OSError, ValueError) as error:
             os.close(self._file)
-            raise ArenaRefused(f"the arena cannot be mapped: {error}") from error
+            raise ArenaError(f"the arena cannot be mapped: {error}") from error
 
     def region(self, offset: int, num_bytes: int) -> torch.Tensor:
         """uint8 on the CPU, over the file itself. ArenaRefused rather than a byte too many."""
         self._check(offset, num_bytes, ALIGNMENT)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
 
-    def put_word(self, offset: int, word: ExportWord) -> None:
+    def write_status(self, offset: int, status: ExportStatus) -> None:
         """By a system call, which can fail but not crash, and comes after every store before it."""
-        self._check(offset, WORD_BYTES, WORD_BYTES)
-        os.pwrite(self._file, word.to_bytes(WORD_BYTES, "little"), offset)
+        self._check(offset, STATUS_BYTES, STATUS_BYTES)
+        os.pwrite(self._file, status.to_bytes(STATUS_BYTES, "little"), offset)
 
     def close(self) -> None:
         self._map.close()
@@ -53,8 +53,8 @@ class MappedArena:
         status = os.fstat(self._file)
         end = offset + num_bytes
         if offset < 0 or offset % alignment or num_bytes <= 0:
-            raise ArenaRefused(f"{num_bytes} bytes at {offset} are no place in an arena")
+            raise ArenaError(f"{num_bytes} bytes at {offset} are no place in an arena")
         if end > min(len(self._map), status.st_size):
-            raise ArenaRefused(f"the place ends at {end}, the arena at {status.st_size}")
-        if status.st_blocks * STATUS_BLOCK_BYTES < status.st_size:
-            raise ArenaRefused("the arena is not fully allocated")
+            raise ArenaError(f"the place ends at {end}, the arena at {status.st_size}")
+        if status.st_blocks * STAT_BLOCK_BYTES < status.st_size:
+            raise ArenaError("the arena is not fully allocated")

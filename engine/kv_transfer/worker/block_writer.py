@@ -14,19 +14,19 @@ import torch
 from kernels.kv_layout.pack import pack, scatter
 from kernels.kv_layout.packed_order import PackOrder
 from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import Rotary
+from kernels.rope_shift.rope_params import RotaryParams
 
 
-class Placer(Protocol):
+class BlockWriter(Protocol):
     def place(self, piece: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
         """From the first token of the first block on, keys moved by so many positions."""
 
 
-class PackedPlacer:
+class PackedBlockWriter:
     """Into the packed cache of vLLM's CPU backend, on the calling thread."""
 
     def __init__(
-        self, caches: Sequence[torch.Tensor], order: PackOrder, rotary: Rotary | None
+        self, caches: Sequence[torch.Tensor], order: PackOrder, rotary: RotaryParams | None
     ) -> None:
         self._caches, self._order, self._rotary = caches, order, rotary
 
@@ -40,14 +40,14 @@ class PackedPlacer:
         pack(values, self._caches, block_ids, self._order)
 
 
-class CudaPlacer:
+class CudaBlockWriter:
     """Into a GPU's cache. Never run yet: written for a machine that has one.
 
     The piece is read into pinned memory at once; the copy to the device, the turn and the scatter
     go onto the stream that the model computes on, in its order.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], rotary: Rotary | None) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], rotary: RotaryParams | None) -> None:
         self._caches, self._rotary = caches, rotary
 
     def place(self, piece: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:

@@ -13,42 +13,42 @@ import torch
 
 from engine.runtime.guard import Failure, attempt
 
-Done = Callable[[Failure | None], None]
-Flight = tuple[torch.Tensor, Any, torch.Tensor, Done]
+OnDone = Callable[[Failure | None], None]
+PendingCopy = tuple[torch.Tensor, Any, torch.Tensor, OnDone]
 
 
-class Landing:
+class CopyThread:
     """Owns its thread, which ends with the process. Flights land in the order they were given."""
 
     def __init__(self) -> None:
-        self._flights: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingCopy] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._num_flying = 0
+        self._num_pending = 0
         threading.Thread(target=self._run, daemon=True, name="prompt-kv").start()
 
-    def land(self, staged: torch.Tensor, moved: Any, out: torch.Tensor, done: Done) -> None:
-        """`out` from `staged` once `moved.synchronize()` returns; then `done`, exactly once."""
+    def submit(self, staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
+        """`out` from `staged` once `event.synchronize()` returns; then `on_done`, exactly once."""
         with self._changed:
-            self._num_flying += 1
-        self._flights.put((staged, moved, out, done))
+            self._num_pending += 1
+        self._queue.put((staged, event, out, on_done))
 
-    def settle(self) -> None:
-        """Returns when `done` of every earlier flight has been called."""
+    def flush(self) -> None:
+        """Returns when `on_done` of every earlier flight has been called."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_flying == 0)
+            self._changed.wait_for(lambda: self._num_pending == 0)
 
     def _run(self) -> None:
         while True:
-            _landed(*self._flights.get())  # keeps no view of the arena while it waits
+            _finish_copy(*self._queue.get())  # keeps no view of the arena while it waits
             with self._changed:
-                self._num_flying -= 1
+                self._num_pending -= 1
                 self._changed.notify_all()
 
 
-def _landed(staged: torch.Tensor, moved: Any, out: torch.Tensor, done: Done) -> None:
-    done(attempt(_copy, staged, moved, out))
+def _finish_copy(staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
+    on_done(attempt(_copy, staged, event, out))
 
 
-def _copy(staged: torch.Tensor, moved: Any, out: torch.Tensor) -> None:
-    moved.synchronize()
+def _copy(staged: torch.Tensor, event: Any, out: torch.Tensor) -> None:
+    event.synchronize()
     out.copy_(staged)

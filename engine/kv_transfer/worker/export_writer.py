@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.worker.arena import WORD_BYTES, ArenaRefused, MappedArena
-from engine.kv_transfer.worker.block_reader import Copier, CudaCopier, PackedCopier
+from engine.kv_transfer.worker.arena import STATUS_BYTES, ArenaError, MappedArena
+from engine.kv_transfer.worker.block_reader import BlockReader, CudaBlockReader, PackedBlockReader
 from engine.kv_transfer.worker.packed_order import packed_order
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from engine.runtime.guard import Failure, Feature, attempt, feature
 
-PROMPT_KV = feature("prompt_kv")
+EXPORT_FEATURE = feature("prompt_kv")
 
 logger = logging.getLogger(__name__)
 
@@ -29,28 +29,28 @@ logger = logging.getLogger(__name__)
 class ExportWriter:
     """Owns the mapped arenas. Called from the worker's one thread."""
 
-    def __init__(self, form: CacheForm, rank: int, guard: Feature = PROMPT_KV) -> None:
-        self._form, self._rank = form, rank
-        self.export = guard.guarded(self._give_up)(self._export)
-        self._heads = form.heads_of(rank)
+    def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
+        self._layout, self._rank = layout, rank
+        self.export = guard.guarded(self._fail)(self._export)
+        self._heads = layout.heads_to_write(rank)
         self._arenas: dict[str, MappedArena] = {}
         self._caches: list[torch.Tensor] = []
-        self._copier: Copier | None = None
+        self._reader: BlockReader | None = None
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """[B, H, N, 2 * D] a layer, in whatever memory order."""
-        self._caches = [caches[name] for name in self._form.layers]
+        self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any]) -> None:
         """Find out how the cache is packed; once vLLM has chosen its attention kernels."""
-        self._copier = self._copier or self._chosen(attention_layers)
+        self._reader = self._reader or self._make_reader(attention_layers)
 
-    def settle(self) -> None:
-        if self._copier is not None:
-            self._copier.settle()
+    def flush(self) -> None:
+        if self._reader is not None:
+            self._reader.flush()
 
     def close(self) -> None:
-        self.settle()
+        self.flush()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
@@ -58,50 +58,56 @@ class ExportWriter:
     def _export(self, job: ExportJob) -> None:
         try:
             self._write(job)
-        except ArenaRefused as error:
+        except ArenaError as error:
             logger.warning("a prompt was not exported: %s", error)
-            self._give_up(job)
+            self._fail(job)
 
     def refuse(self, job: ExportJob) -> None:
         """What the step computed is not the prompt's."""
-        self._give_up(job)
+        self._fail(job)
 
-    def _give_up(self, job: ExportJob) -> None:
-        attempt(self._say, job, ExportWord.FAILED)
+    def _fail(self, job: ExportJob) -> None:
+        attempt(self._write_status, job, ExportStatus.FAILED)
 
     def _write(self, job: ExportJob) -> None:
         """Raises ArenaRefused before a byte is written."""
-        if job.word != ExportWord.COMMITTED or not self._heads:
-            self._say(job, job.word)
+        if job.status != ExportStatus.COMMITTED or not self._heads:
+            self._write_status(job, job.status)
             return
-        assert self._copier is not None, "prepared before anything is exported"
-        done = functools.partial(self._done, job)
-        self._copier.copy(self._kernel_blocks(job), self._out(job), done)
+        assert self._reader is not None, "prepared before anything is exported"
+        done = functools.partial(self._on_copied, job)
+        self._reader.copy(self._kernel_blocks(job), self._output_view(job), done)
 
-    def _say(self, job: ExportJob, word: ExportWord) -> None:
-        arena = self._arena(job.place.arena)
-        arena.put_word(job.place.words_offset + WORD_BYTES * self._rank, word)
+    def _write_status(self, job: ExportJob, status: ExportStatus) -> None:
+        arena = self._arena(job.target_slot.arena)
+        arena.write_status(job.target_slot.status_offset + STATUS_BYTES * self._rank, status)
 
-    def _done(self, job: ExportJob, failure: Failure | None) -> None:
-        attempt(self._say, job, ExportWord.FAILED if failure else ExportWord.COMMITTED)
+    def _on_copied(self, job: ExportJob, failure: Failure | None) -> None:
+        attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
-    def _chosen(self, attention_layers: Mapping[str, Any]) -> Copier:
+    def _make_reader(self, attention_layers: Mapping[str, Any]) -> BlockReader:
         if not current_platform.is_cpu():
-            return CudaCopier(self._caches)
-        order = packed_order(self._caches, self._form, attention_layers)
-        return PackedCopier(self._caches, order)
+            return CudaBlockReader(self._caches)
+        order = packed_order(self._caches, self._layout, attention_layers)
+        return PackedBlockReader(self._caches, order)
 
-    def _out(self, job: ExportJob) -> torch.Tensor:
+    def _output_view(self, job: ExportJob) -> torch.Tensor:
         """[L, 2, this rank's heads, T, D], over the arena itself."""
-        form, num_tokens, arena = self._form, job.place.num_tokens, self._arena(job.place.arena)
-        region = arena.region(job.place.offset, form.num_bytes(num_tokens)).view(form.dtype)
-        shape = (len(form.layers), 2, form.num_kv_heads, num_tokens, form.head_dim)
+        layout, num_tokens, arena = (
+            self._layout,
+            job.target_slot.num_tokens,
+            self._arena(job.target_slot.arena),
+        )
+        region = arena.region(job.target_slot.offset, layout.num_bytes(num_tokens)).view(
+            layout.dtype
+        )
+        shape = (len(layout.layers), 2, layout.num_kv_heads, num_tokens, layout.head_dim)
         return region.view(shape)[:, :, self._heads.start : self._heads.stop]
 
     def _kernel_blocks(self, job: ExportJob) -> list[int]:
         block = self._caches[0].shape[2]
-        num_blocks = -(-job.place.num_tokens // block)
-        return self._form.kernel_blocks(job.block_ids, block)[:num_blocks]
+        num_blocks = -(-job.target_slot.num_tokens // block)
+        return self._layout.kernel_blocks(job.block_ids, block)[:num_blocks]
 
     def _arena(self, path: str) -> MappedArena:
         if path not in self._arenas:

@@ -6,18 +6,18 @@ from typing import Any, Final
 import torch
 from vllm import _custom_ops
 
-from engine.kv_transfer.cache_spec import CacheForm
-from kernels.kv_layout.packed_order import PackOrder, index_digits, learnt_order
+from engine.kv_transfer.cache_spec import CacheLayout
+from kernels.kv_layout.packed_order import PackOrder, index_digits, infer_order
 
 NUM_HEADS: Final = 2  # enough to see that they are packed alike
 
 
 def packed_order(
-    caches: Sequence[torch.Tensor], form: CacheForm, attention_layers: Mapping[str, Any]
+    caches: Sequence[torch.Tensor], layout: CacheLayout, attention_layers: Mapping[str, Any]
 ) -> PackOrder:
     """Of the caches of a model whose attention kernels vLLM has chosen."""
-    isa = attention_layers[form.layers[0]].isa
-    return derive_order(caches[0].shape[2], form.head_dim, form.dtype, isa)
+    isa = attention_layers[layout.layers[0]].isa
+    return derive_order(caches[0].shape[2], layout.head_dim, layout.dtype, isa)
 
 
 def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:
@@ -34,8 +34,8 @@ def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> Pac
         values = write_block(zeros, vectors, isa)
         written.append((keys[:, : keys.shape[1] // 2], values[:, values.shape[1] // 2 :]))
     return PackOrder(
-        keys=learnt_order([keys for keys, _ in written]),
-        values=learnt_order([values for _, values in written]),
+        keys=infer_order([keys for keys, _ in written]),
+        values=infer_order([values for _, values in written]),
     )
 
 

@@ -8,22 +8,22 @@ from typing import Any, Final
 
 import torch
 
-from engine.kv_transfer.cache_spec import CacheForm
-from kernels.rope_shift.rope_params import Rotary, UnsupportedRotary, rotary_of
+from engine.kv_transfer.cache_spec import CacheLayout
+from kernels.rope_shift.rope_params import RotaryParams, UnsupportedRotary, parse_rotary
 
 TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
-PLACES: Final = (0, 1, 2, 3, 5, 8, 13, 31)
+SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
 
-def rotary_in(model: Any, config: Any, form: CacheForm) -> Rotary:
+def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:
     """UnsupportedRotary if there is none, or more than one."""
-    embeddings = [_embedding_of(model, name) for name in form.layers]
+    embeddings = [_embedding_of(model, name) for name in layout.layers]
     if any(embedding is not embeddings[0] for embedding in embeddings):
         raise UnsupportedRotary("layers turn their keys differently")
     if getattr(config, "no_rope_layers", None):
         raise UnsupportedRotary("some layers do not turn their keys")
     rope = getattr(config, "rope_parameters", None)
-    rotary = rotary_of(rope or {}, form.head_dim)
+    rotary = parse_rotary(rope or {}, layout.head_dim)
     _check(embeddings[0], rotary)
     return rotary
 
@@ -36,15 +36,15 @@ def _embedding_of(model: Any, layer: str) -> Any:
         raise UnsupportedRotary(f"{layer} has no rotary embedding") from error
 
 
-def _check(embedding: Any, rotary: Rotary) -> None:
+def _check(embedding: Any, rotary: RotaryParams) -> None:
     kind = type(embedding).__name__
     if not getattr(embedding, "is_neox_style", False):
         raise UnsupportedRotary(f"{kind} turns neighbouring channels")
     if embedding.rotary_dim != rotary.num_channels:
         raise UnsupportedRotary(f"{kind} turns {embedding.rotary_dim} channels")
-    table = embedding.cos_sin_cache[list(PLACES)].float().cpu()
+    table = embedding.cos_sin_cache[list(SAMPLE_POSITIONS)].float().cpu()
     scale = float(table[0, : rotary.num_channels // 2].mean())  # yarn's, which keys keep
-    for place, row in zip(PLACES, table, strict=True):
-        expected = torch.cat(rotary.turn(place)) * scale
+    for place, row in zip(SAMPLE_POSITIONS, table, strict=True):
+        expected = torch.cat(rotary.cos_sin(place)) * scale
         if not torch.allclose(row, expected, atol=TOLERANCE, rtol=0):
             raise UnsupportedRotary(f"{kind} turns by other angles than its configuration says")

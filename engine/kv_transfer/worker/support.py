@@ -6,11 +6,11 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from engine.kv_transfer.cache_spec import UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector
-from engine.kv_transfer.worker.rope_check import rotary_in
+from engine.kv_transfer.worker.rope_check import rotary_of_model
 from kernels.rope_shift.rope_params import UnsupportedRotary
 
 
-class KvAnswer(TypedDict):
+class KvExportInfo(TypedDict):
     """Numbers as of the whole model, over all ranks."""
 
     num_layers: int
@@ -20,36 +20,36 @@ class KvAnswer(TypedDict):
     not_movable: str | None
 
 
-def prepare(vllm_config: Any, model: Any) -> KvAnswer:
+def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
     """UnsupportedCache, or whatever keeps this rank from finding out how its cache is packed."""
     connector = _connector()
-    if connector.form is None:
-        raise UnsupportedCache(str(connector.refused))
+    if connector.layout is None:
+        raise UnsupportedCache(str(connector.unsupported_reason))
     assert connector.writer is not None, "this is a worker"
     assert connector.loader is not None, "this is a worker"
-    form, rotary, not_movable = connector.form, None, None
+    layout, rotary, not_movable = connector.layout, None, None
     try:
-        rotary = rotary_in(model, vllm_config.model_config.hf_text_config, form)
+        rotary = rotary_of_model(model, vllm_config.model_config.hf_text_config, layout)
     except UnsupportedRotary as error:
         not_movable = str(error)
-    if not connector.one_group:
+    if not connector.has_one_group:
         not_movable = "the cache has layers of several kinds"
     attention_layers = vllm_config.compilation_config.static_forward_context
     connector.writer.prepare(attention_layers)
     connector.loader.prepare(attention_layers, rotary)
-    return KvAnswer(
-        num_layers=len(form.layers),
-        num_kv_heads=form.num_kv_heads,
-        head_dim=form.head_dim,
-        dtype=str(form.dtype).removeprefix("torch."),
+    return KvExportInfo(
+        num_layers=len(layout.layers),
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=str(layout.dtype).removeprefix("torch."),
         not_movable=not_movable,
     )
 
 
-def settle() -> None:
+def flush() -> None:
     writer = _connector().writer
     if writer is not None:
-        writer.settle()
+        writer.flush()
 
 
 def _connector() -> PromptKvConnector:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.adapters.registry import LoadedAdapters
 from engine.adapters.validation import check_adapter
 from engine.launch.arguments import adapters
-from engine.weights.checkpoint import read_served
+from engine.weights.checkpoint import read_base_checkpoint
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 from tests.engine.random_models import in_bfloat16
@@ -65,7 +65,7 @@ def list_adapters(engine: LiveEngine) -> set[int]:
 
 
 def load(engine: LiveEngine, name: str, path: Path) -> Any:
-    return engine.adapt(NAMES.numbered(name, path))
+    return engine.load_adapter_request(NAMES.new_request(name, path))
 
 
 def assert_drawn_from(model: Any, answers: Sequence[Answer], prompt: list[int] = PROMPT) -> None:
@@ -100,7 +100,7 @@ def test_an_adapter_in_bfloat16_is_served_in_float32(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = in_bfloat16(made["all"], tmp_path / "bf16", "adapter_model.safetensors")
-    check_adapter(read_served(MODEL), adapter, max_rank=16, dtype="float32")
+    check_adapter(read_base_checkpoint(MODEL), adapter, max_rank=16, dtype="float32")
     [answer] = engine.ask(PROMPT, adapter=load(engine, "policy", adapter), max_tokens=12)
     assert_drawn_from(under(adapter), [answer])
 
@@ -129,11 +129,11 @@ def test_upstream_finds_prefixes_by_name_and_path_whatever_the_weights_are(
 
     path = tmp_path / "policy"
     path.symlink_to(made["all"])
-    old = engine.adapt(LoRARequest("policy", 1001, str(path)))
+    old = engine.load_adapter_request(LoRARequest("policy", 1001, str(path)))
     engine.ask(PROMPT, adapter=old, max_tokens=4)
     path.unlink()
     path.symlink_to(made["patterned"])
-    new = engine.adapt(LoRARequest("policy", 1002, str(path)))
+    new = engine.load_adapter_request(LoRARequest("policy", 1002, str(path)))
     [answer] = engine.ask(PROMPT, adapter=new, max_tokens=4)
     assert answer.num_cached_tokens == 3 * BLOCK
 
@@ -164,9 +164,9 @@ def test_a_response_is_scored_under_its_adapter(engine: LiveEngine, made: dict[s
 
 
 def test_what_cannot_be_loaded_takes_no_place(engine: LiveEngine, tmp_path: Path) -> None:
-    request = NAMES.numbered("policy", saved(tmp_path / "wide", seed=4, rank=32))
-    named = (request.lora_name, request.lora_int_id, request.lora_path)
-    [reason] = engine.rpc("coppice_load_adapter", *named)
+    request = NAMES.new_request("policy", saved(tmp_path / "wide", seed=4, rank=32))
+    lora_fields = (request.lora_name, request.lora_int_id, request.lora_path)
+    [reason] = engine.rpc("coppice_load_adapter", *lora_fields)
     assert "rank 32" in reason
     assert not list_adapters(engine)
     [answer] = engine.ask(PROMPT, max_tokens=4)

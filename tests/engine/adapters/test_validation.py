@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from engine.adapters.validation import check_adapter
 from engine.errors import CheckpointRefused
-from engine.protocol import AdapterForm
-from engine.weights.checkpoint import Checkpoint, read_served
+from engine.protocol import AdapterInfo
+from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from tests.adapters import MODULE, saved_adapter
 from tests.engine.adapters.peft_adapters import saved
 from tests.engine.seedling import MODEL
@@ -31,7 +31,7 @@ def served(tmp_path: Path) -> Checkpoint:
     folder.mkdir()
     zeros = {name: np.zeros(shape, dtype=np.float32) for name, shape in tensors.items()}
     save_file(zeros, folder / "model.safetensors")
-    return read_served(folder)
+    return read_base_checkpoint(folder)
 
 
 def refusal(served: Checkpoint, adapter: Path, **limits: Any) -> str:
@@ -50,13 +50,13 @@ def changed(adapter: Path, tensors: dict[str, Any]) -> Path:
 
 def test_what_fits_is_told_by_its_rank_and_size(served: Checkpoint, tmp_path: Path) -> None:
     form = check_adapter(served, saved_adapter(tmp_path / "a", rank=4), max_rank=8)
-    assert form == AdapterForm(rank=4, num_modules=1, num_bytes=4 * (4 * 8 + 16 * 4))
+    assert form == AdapterInfo(rank=4, num_modules=1, num_bytes=4 * (4 * 8 + 16 * 4))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_saves_of_every_projection_fits(tmp_path: Path) -> None:
     adapter = saved(tmp_path / "a", seed=1, rank=4, rank_pattern={"q_proj": 8})
-    form = check_adapter(read_served(MODEL), adapter, max_rank=8)
+    form = check_adapter(read_base_checkpoint(MODEL), adapter, max_rank=8)
     assert (form.rank, form.num_modules) == (8, 4 * 7)
 
 

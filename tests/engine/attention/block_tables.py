@@ -37,7 +37,7 @@ def tree_rows(shape: Sequence[int], num_blocks: Sequence[int]) -> list[list[int]
     return paths
 
 
-def slow_plan(table: Int32s, depths: Sequence[int]) -> tuple[set[Node], list[int]]:
+def reference_plan(table: Int32s, depths: Sequence[int]) -> tuple[set[Node], list[int]]:
     """Every path of blocks with its rows; paths that end with the same rows are one node's."""
     rows_of: dict[Path, list[int]] = {}
     for row, depth in enumerate(depths):

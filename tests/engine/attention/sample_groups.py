@@ -32,20 +32,20 @@ def assert_all_greedy(reference: Any, answers: list[tuple[list[int], Answer]]) -
         assert_greedy(reference, prompt, answer.token_ids)
 
 
-class Kinds:
+class StepKinds:
     """Which kinds of step were grouped, seen on their way through the builder."""
 
     def __init__(self, engine: SharedEngine) -> None:
         self.mixed = self.levels = self.preempted = self.drafted = False
-        share, scheduler = engine.builder.sharer.share, engine.live.core.scheduler
+        group_rows, scheduler = engine.builder.grouper.group_rows, engine.live.core.scheduler
 
         def seen(table: Any, lens: Any, starts: Any) -> Any:
-            sharing = share(table, lens, starts)
-            if sharing is not None:
-                self.mixed |= sharing.num_rows < len(lens)
-                self.levels |= len(sharing.plan.node_rows) > len(set(sharing.plan.node_rows))
-                self.drafted |= sharing.num_tokens > sharing.num_rows
+            grouping = group_rows(table, lens, starts)
+            if grouping is not None:
+                self.mixed |= grouping.num_rows < len(lens)
+                self.levels |= len(grouping.plan.node_rows) > len(set(grouping.plan.node_rows))
+                self.drafted |= grouping.num_tokens > grouping.num_rows
                 self.preempted |= any(r.num_preemptions for r in scheduler.running)
-            return sharing
+            return grouping
 
-        engine.builder.sharer.share = seen
+        engine.builder.grouper.group_rows = seen

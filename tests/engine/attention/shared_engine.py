@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.attention import register
-from engine.attention.counters import COUNTS, Counted
+from engine.attention.counters import COUNTERS, Snapshot
 from engine.settings import AttentionSettings, SharedPrefixMode
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
@@ -24,14 +24,14 @@ class SharedEngine:
             pytest.skip(f"vLLM packs the cache for {self.builder.isa} on this machine")
 
     @contextmanager
-    def mode(self, mode: SharedPrefixMode) -> Iterator[Counted]:
+    def mode(self, mode: SharedPrefixMode) -> Iterator[Snapshot]:
         """Yields what this has counted, once it is left. The cache is empty at its beginning."""
         with self.live.paused():
-            self.live.core.coppice_forget_prefixes()
-        self.builder.sharer.mode = mode
-        before, counted = COUNTS.read(), COUNTS.read()
+            self.live.core.coppice_reset_prefix_cache()
+        self.builder.grouper.mode = mode
+        before, counted = COUNTERS.read(), COUNTERS.read()
         yield counted
-        after = COUNTS.read()
+        after = COUNTERS.read()
         counted["steps_grouped"] = after["steps_grouped"] - before["steps_grouped"]
         counted["rows_grouped"] = after["rows_grouped"] - before["rows_grouped"]
         counted["steps_skipped"] = {
@@ -44,16 +44,16 @@ class SharedEngine:
 def shared_engine(
     model: Path, cache: Path, *, mode: SharedPrefixMode = "always", **settings: Any
 ) -> Iterator[SharedEngine]:
-    take_out()  # an earlier engine in this process may have registered the stock backend
+    unregister()  # an earlier engine in this process may have registered the stock backend
     register.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
     try:
         with live_engine(model, **settings) as live:
             yield SharedEngine(live)
     finally:
-        take_out()
+        unregister()
 
 
-def take_out() -> None:
+def unregister() -> None:
     """vLLM remembers the backend that it chose; later engines of this process are to be stock."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

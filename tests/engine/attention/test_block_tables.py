@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.block_tables import host_table, note_blocks, note_table
+from engine.attention.block_tables import host_table, record_blocks, record_table
 
 
 def first_runners(rows: list[list[int]]) -> Any:
@@ -18,7 +18,7 @@ def first_runners(rows: list[list[int]]) -> Any:
 
 
 class SecondRunners:
-    """What `note_blocks` uses of vLLM's `BlockTables`, with two groups of layers."""
+    """What `record_blocks` uses of vLLM's `BlockTables`, with two groups of layers."""
 
     redirect_writes_to_null_block = False
 
@@ -28,7 +28,7 @@ class SecondRunners:
 
     def append(self, request: int, blocks: list[int], *, overwrite: bool = False) -> None:
         given = (blocks, [10 * block for block in blocks])
-        note_blocks(self, request, given, overwrite)
+        record_blocks(self, request, given, overwrite)
         before = 0 if overwrite else self.num_blocks.np[:, request]
         self.num_blocks.np[:, request] = before + len(blocks)
 
@@ -36,7 +36,7 @@ class SecondRunners:
 def test_the_first_runners_table_is_the_one_that_is_copied() -> None:
     table = first_runners([[1, 2], [1, 3], [0, 0]])
     assert host_table(table.block_table.gpu, None, 2) is None
-    note_table(table)
+    record_table(table)
     table.block_table.np[1, 1] = 4
     seen = host_table(table.block_table.gpu[:2], None, 2)
     assert seen is not None and seen.tolist() == [[1, 2], [1, 4]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.guard import FeatureState
-from tests.engine.attention.sample_groups import Kinds, assert_all_greedy, sample
+from tests.engine.attention.sample_groups import StepKinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 
 # vLLM's imports and its draft methods warn of their own affairs.
@@ -27,7 +27,7 @@ def engine(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_chunked_prompts_preempted_samples_and_several_levels_stay_greedy(
     engine: SharedEngine, reference: Any
 ) -> None:
-    kinds = Kinds(engine)
+    kinds = StepKinds(engine)
     with engine.mode("always") as counted:
         answers = sample(engine, 60)
     assert_all_greedy(reference, answers)
@@ -51,17 +51,17 @@ def test_a_sample_has_the_logprobs_that_it_has_without(engine: SharedEngine) -> 
 def test_a_failure_leaves_the_step_to_stock_attention(engine: SharedEngine, reference: Any) -> None:
     from engine.attention.cpu_backend import FEATURE
 
-    share = engine.builder.sharer.share
+    group_rows = engine.builder.grouper.group_rows
 
     def failing(*_: Any) -> None:
         raise RuntimeError("no plan today")
 
-    engine.builder.sharer.share = failing
+    engine.builder.grouper.group_rows = failing
     try:
         with engine.mode("always") as counted:
             answers = sample(engine, 8)
     finally:
-        engine.builder.sharer.share = share
+        engine.builder.grouper.group_rows = group_rows
         state, FEATURE.state = FEATURE.state, FeatureState(on=True, num_failures=0, reason=None)
     assert_all_greedy(reference, answers)
     assert state.reason == "RuntimeError: no plan today"

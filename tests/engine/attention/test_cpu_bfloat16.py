@@ -38,7 +38,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_stock(
             stock = distributions(engine)
         with engine.mode("always") as counted:
             shared = distributions(engine)
-        with engine.mode("auto") as decided:
+        with engine.mode("auto") as grouping_or_reason:
             sample(engine, 8)
     assert counted["steps_grouped"] > 0
     exact = rounded_weights(reference)
@@ -48,8 +48,10 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_stock(
     print(f"from float32: stock {statistics.mean(theirs):.2e}, ours {statistics.mean(ours):.2e}")
     assert statistics.mean(theirs) > 0
     assert statistics.mean(worse) <= CONFIDENCE * error
-    not_worth_it = decided["steps_skipped"].get("not_worth_it", 0)  # this machine may find none
-    assert decided["steps_grouped"] + not_worth_it > 0
+    not_worth_it = grouping_or_reason["steps_skipped"].get(
+        "not_worth_it", 0
+    )  # this machine may find none
+    assert grouping_or_reason["steps_grouped"] + not_worth_it > 0
 
 
 def rounded_weights(model: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.attention.sample_groups import Kinds, assert_all_greedy, sample
+from tests.engine.attention.sample_groups import StepKinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import shared_engine
 from tests.engine.upstream_defects import SPECULATION
 
@@ -17,7 +17,7 @@ def test_drafted_tokens_are_verified_in_groups(
     sharp_model: Path, reference: Any, tmp_path: Path
 ) -> None:
     with shared_engine(sharp_model, tmp_path, **SPECULATION) as engine:
-        kinds = Kinds(engine)
+        kinds = StepKinds(engine)
         with engine.mode("always") as counted:
             answers = sample(engine, 60)
     assert_all_greedy(reference, answers)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.crossover import Crossover, Trial, Work
+from engine.attention.crossover import Crossover, CrossoverTrial, StepWork
 from engine.attention.crossover_cache import crossover
 
 CALL, ROW, PAIR, NODE = 20e-6, 1e-6, 10e-9, 5e-6
 
 
-def work(nodes: int, prefix: int, suffix: int, rows: int = 8) -> Work:
-    return Work(
+def work(nodes: int, prefix: int, suffix: int, rows: int = 8) -> StepWork:
+    return StepWork(
         num_queries=rows,
         num_nodes=nodes,
         node_tokens=nodes * prefix,
@@ -23,11 +23,11 @@ def work(nodes: int, prefix: int, suffix: int, rows: int = 8) -> Work:
     )
 
 
-def trial(of: Work) -> Trial:
+def trial(of: StepWork) -> CrossoverTrial:
     """A machine on which the prefix costs a third when shared, and a node costs something."""
     stock = CALL + ROW * of.num_queries + PAIR * (of.prefix_pairs + of.suffix_pairs)
     shared = CALL + ROW * of.num_queries + NODE * of.num_nodes
-    return Trial(
+    return CrossoverTrial(
         work=of,
         stock_seconds=stock,
         shared_seconds=shared + PAIR * (of.prefix_pairs / 3 + of.suffix_pairs),
@@ -46,20 +46,22 @@ TRIALS = [
 @pytest.mark.parametrize(
     "step", [work(1, 2048, 30), work(4, 32, 30), work(2, 64, 500), work(3, 512, 5)]
 )
-def test_a_fitted_crossover_judges_steps_that_were_not_measured(step: Work) -> None:
+def test_a_fitted_crossover_judges_steps_that_were_not_measured(step: StepWork) -> None:
     measured = trial(step)
-    pays = measured.shared_seconds < measured.stock_seconds
-    assert Crossover.fitted(TRIALS).pays(step) == pays
+    is_faster = measured.shared_seconds < measured.stock_seconds
+    assert Crossover.fit(TRIALS).is_faster(step) == is_faster
 
 
 def test_no_cost_is_ever_negative() -> None:
     """Noise would have it so; then more work would count as less."""
     noisy = [
-        Trial(work=t.work, stock_seconds=t.stock_seconds * (1 + 0.5 * (i % 3)), shared_seconds=1e-5)
+        CrossoverTrial(
+            work=t.work, stock_seconds=t.stock_seconds * (1 + 0.5 * (i % 3)), shared_seconds=1e-5
+        )
         for i, t in enumerate(TRIALS)
     ]
-    fitted = Crossover.fitted(noisy)
-    assert min(*fitted.stock, *fitted.shared) >= 0
+    fit = Crossover.fit(noisy)
+    assert min(*fit.stock, *fit.shared) >= 0
 
 
 class Measurement:
@@ -67,7 +69,7 @@ class Measurement:
         self.num_calls = 0
         self._num_unsteady = num_unsteady
 
-    def __call__(self) -> Sequence[Trial]:
+    def __call__(self) -> Sequence[CrossoverTrial]:
         self.num_calls += 1
         return [replace(t, steady=i >= self._num_unsteady) for i, t in enumerate(TRIALS)]
 
@@ -104,7 +106,7 @@ def test_a_directory_that_cannot_be_written_costs_the_next_start_only(tmp_path: 
 
 def test_what_a_busy_machine_measured_is_used_and_not_kept(tmp_path: Path) -> None:
     steady, busy = Measurement(num_unsteady=2), Measurement(num_unsteady=len(TRIALS) // 2)
-    assert crossover(tmp_path, {"threads": 2}, busy).pays(work(1, 2048, 30))
+    assert crossover(tmp_path, {"threads": 2}, busy).is_faster(work(1, 2048, 30))
     assert not list(tmp_path.iterdir())
     crossover(tmp_path, {"threads": 2}, steady)
     assert len(list(tmp_path.iterdir())) == 1

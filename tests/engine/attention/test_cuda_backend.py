@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.block_tables import note_table
-from engine.attention.counters import COUNTS, Counts
-from engine.attention.grouping import Sharer
+from engine.attention.block_tables import record_table
+from engine.attention.counters import COUNTERS, Counters
+from engine.attention.grouping import StepGrouper
 from engine.runtime.guard import FeatureState
 from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 from tests.engine.attention.block_tables import BLOCK, table_of
@@ -42,8 +42,8 @@ def builder() -> Any:
     made._work = WorkList(SHAPE, torch.device("cpu"))
     made._max_query_tokens = 1
     made._capturing = False
-    made._sharer = Sharer(
-        mode="always", block_size=BLOCK, bytes_per_token=1, max_query_tokens=1, counts=Counts()
+    made._grouper = StepGrouper(
+        mode="always", block_size=BLOCK, bytes_per_token=1, max_query_tokens=1, counts=Counters()
     )
     return made
 
@@ -55,7 +55,7 @@ def step(rows: list[list[int]], query_lens: list[int]) -> tuple[Any, Any]:
 
     table = table_of([*rows, *[[0]] * (len(query_lens) - len(rows))])
     device = torch.from_numpy(table.copy())
-    note_table(SimpleNamespace(block_table=SimpleNamespace(np=table, gpu=device)))
+    record_table(SimpleNamespace(block_table=SimpleNamespace(np=table, gpu=device)))
     lens = torch.tensor([32 * len(r) - 5 for r in rows] + [0] * (len(query_lens) - len(rows)))
     starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
     fields: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_a_decode_step_is_listed_without_the_rows_that_fill_a_graph_up() -> None
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
-    metadata = made._with_sharing(*step(SHARED, [1, 1, 1, 0]), made._work)
+    metadata = made._with_grouping(*step(SHARED, [1, 1, 1, 0]), made._work)
     assert isinstance(metadata, SharedPrefixMetadata)
     assert (metadata.num_tokens, metadata.rest) == (3, None)
     assert listed(made._work) == (3, 4, [2, 1, 1, 1])
@@ -97,7 +97,7 @@ def test_a_decode_step_that_shares_nothing_is_listed_for_the_graph_all_the_same(
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
-    metadata = made._with_sharing(*step(ALONE, [1, 1, 1]), made._work)
+    metadata = made._with_grouping(*step(ALONE, [1, 1, 1]), made._work)
     assert isinstance(metadata, SharedPrefixMetadata)
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
@@ -105,29 +105,29 @@ def test_a_decode_step_that_shares_nothing_is_listed_for_the_graph_all_the_same(
 def test_a_capture_knows_nothing_of_blocks() -> None:
     made = builder()
     made._capturing = True
-    made._with_sharing(*step(SHARED, [1, 1, 1]), made._work)
+    made._with_grouping(*step(SHARED, [1, 1, 1]), made._work)
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
 
 def test_a_step_of_prefill_is_stocks() -> None:
     made = builder()
     metadata, common = step(ALONE, [1, 1, 9])
-    assert made._with_sharing(metadata, common, made._work) is metadata
+    assert made._with_grouping(metadata, common, made._work) is metadata
     metadata, common = step(SHARED, [9, 1, 1])
-    assert made._with_sharing(metadata, common, made._work) is metadata
+    assert made._with_grouping(metadata, common, made._work) is metadata
 
 
 def test_after_a_failure_a_captured_graph_finds_a_list_that_shares_nothing() -> None:
     from engine.attention.block_tables import FEATURE
 
     made = builder()
-    made._with_sharing(*step(SHARED, [1, 1, 1]), made._work)
-    made._sharer = None
-    before = COUNTS.read()["steps_skipped"].get("failed", 0)
+    made._with_grouping(*step(SHARED, [1, 1, 1]), made._work)
+    made._grouper = None
+    before = COUNTERS.read()["steps_skipped"].get("failed", 0)
     try:
         metadata, common = step(SHARED, [1, 1, 1])
-        assert made._with_sharing(metadata, common, made._work) is metadata
+        assert made._with_grouping(metadata, common, made._work) is metadata
     finally:
         FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
     assert listed(made._work) == (3, 3, [1, 1, 1])
-    assert COUNTS.read()["steps_skipped"]["failed"] == before + 1
+    assert COUNTERS.read()["steps_skipped"]["failed"] == before + 1

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.attention.counters import Counted, Counts, over_ranks
+from engine.attention.counters import Counters, Snapshot, aggregate_ranks
 from engine.attention.crossover import Crossover
-from engine.attention.grouping import Sharer
-from engine.protocol import SharedPrefixCounts
+from engine.attention.grouping import StepGrouper
+from engine.protocol import SharedPrefixStats
 from tests.engine.attention.block_tables import BLOCK, table_of
 
 NEVER = Crossover(stock=(0, 0, 0), shared=(1, 0, 0, 0, 0, 0))
@@ -17,14 +17,14 @@ LENS = np.array([70, 80, 90, 33], dtype=np.int32)
 BYTES = 100
 
 
-def sharer(counts: Counts, **options: Any) -> Sharer:
+def grouper(counts: Counters, **options: Any) -> StepGrouper:
     defaults: dict[str, Any] = {
         "mode": "always",
         "block_size": BLOCK,
         "bytes_per_token": BYTES,
         "max_query_tokens": 16,
     }
-    return Sharer(counts=counts, **(defaults | options))
+    return StepGrouper(counts=counts, **(defaults | options))
 
 
 def starts(*query_lens: int) -> Any:
@@ -32,28 +32,28 @@ def starts(*query_lens: int) -> Any:
 
 
 def skipped(**options: Any) -> list[str]:
-    counts = Counts()
+    counts = Counters()
     query_lens = options.pop("query_lens", (1, 1, 1, 1))
     table = options.pop("table", TABLE)
-    assert sharer(counts, **options).share(table, LENS, starts(*query_lens)) is None
+    assert grouper(counts, **options).group_rows(table, LENS, starts(*query_lens)) is None
     return list(counts.steps_skipped.elements())
 
 
 def test_rows_that_share_are_counted_with_what_is_not_read() -> None:
-    counts = Counts()
-    sharing = sharer(counts).share(TABLE, LENS, starts(1, 5, 1, 1))
-    assert sharing is not None
-    assert (sharing.num_rows, sharing.num_tokens) == (4, 8)
-    assert sharing.plan.suffix_starts.tolist() == [64, 64, 0, 0]
-    assert counts.read() == Counted(
+    counts = Counters()
+    grouping = grouper(counts).group_rows(TABLE, LENS, starts(1, 5, 1, 1))
+    assert grouping is not None
+    assert (grouping.num_rows, grouping.num_tokens) == (4, 8)
+    assert grouping.plan.suffix_starts.tolist() == [64, 64, 0, 0]
+    assert counts.read() == Snapshot(
         steps_grouped=1, rows_grouped=2, prefix_bytes_not_read=64 * BYTES, steps_skipped={}
     )
 
 
 def test_rows_in_prefill_are_left_to_stock_attention() -> None:
-    sharing = sharer(Counts()).share(TABLE, LENS, starts(1, 1, 17, 1))
-    assert sharing is not None
-    assert (sharing.num_rows, sharing.num_tokens) == (2, 2)
+    grouping = grouper(Counters()).group_rows(TABLE, LENS, starts(1, 1, 17, 1))
+    assert grouping is not None
+    assert (grouping.num_rows, grouping.num_tokens) == (2, 2)
 
 
 def test_a_step_that_is_not_grouped_says_why() -> None:
@@ -64,23 +64,23 @@ def test_a_step_that_is_not_grouped_says_why() -> None:
 
 
 def test_the_mode_decides_whether_the_crossover_is_asked() -> None:
-    for mode, crossover, grouped in (
+    for mode, crossover, record_grouped in (
         ("auto", ALWAYS, 1),
         ("auto", NEVER, 0),
         ("always", NEVER, 1),
         ("off", ALWAYS, 0),
     ):
-        counts = Counts()
-        sharer(counts, mode=mode, crossover=crossover).share(TABLE, LENS, starts(1, 1, 1, 1))
-        assert counts.steps_grouped == grouped
+        counts = Counters()
+        grouper(counts, mode=mode, crossover=crossover).group_rows(TABLE, LENS, starts(1, 1, 1, 1))
+        assert counts.steps_grouped == record_grouped
 
 
 def test_ranks_take_the_same_steps_with_a_share_of_the_bytes_each() -> None:
-    counts = Counts()
-    counts.grouped(num_rows=3, bytes_not_read=500)
+    counts = Counters()
+    counts.record_grouped(num_rows=3, bytes_saved=500)
     counts.skipped("nothing_shared")
-    total = over_ranks([counts.read(), counts.read()])
-    assert isinstance(total, SharedPrefixCounts)
+    total = aggregate_ranks([counts.read(), counts.read()])
+    assert isinstance(total, SharedPrefixStats)
     assert (total.steps_grouped, total.rows_grouped) == (1, 3)
     assert total.prefix_bytes_not_read == 1000
     assert total.steps_skipped["nothing_shared"] == 1

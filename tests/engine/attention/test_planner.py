@@ -16,7 +16,7 @@ from tests.engine.attention.block_tables import (
     BLOCK,
     Node,
     nodes_of,
-    slow_plan,
+    reference_plan,
     table_of,
     tree_rows,
 )
@@ -58,7 +58,7 @@ def test_the_plan_is_that_of_the_slow_search(step: tuple[list[list[int]], list[i
     rows, depths = step
     table = table_of(rows)
     plan = Planner(BLOCK).plan(table, first_positions(rows, depths))
-    nodes, ends = slow_plan(table, depths)
+    nodes, ends = reference_plan(table, depths)
     assert sorted(map(repr, nodes_of(plan))) == sorted(map(repr, nodes))
     assert (plan.suffix_starts // BLOCK).tolist() == ends
     assert plan.node_tokens.tolist() == [BLOCK * len(node.blocks) for node in nodes_of(plan)]

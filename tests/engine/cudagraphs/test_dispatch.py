@@ -1,26 +1,26 @@
 """Which graph serves a step: by a ladder for each length, and as vLLM 0.32 looks."""
 
-from engine.cudagraphs.dispatch import Ladder, NextTokens
+from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
 from engine.cudagraphs.evaluate import RIDGE_TOKENS, score
 from engine.cudagraphs.memory_model import GraphMemory
-from engine.cudagraphs.shape import UNEVEN, Shape, decode, mixed
+from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
 
 SHAPES = [decode(2, 1), decode(4, 1), decode(2, 3), mixed(8), mixed(4)]
 
 
 def test_a_ladder_finds_the_next_larger_of_the_same_length() -> None:
-    ladder = Ladder(SHAPES)
+    ladder = PerLengthLookup(SHAPES)
     assert ladder.find(decode(1, 1)) == decode(2, 1)
     assert ladder.find(decode(3, 1)) == decode(4, 1)
     assert ladder.find(decode(5, 1)) is None
     assert ladder.find(decode(1, 3)) == decode(2, 3)
     assert ladder.find(decode(1, 2)) is None
     assert ladder.find(mixed(5)) == mixed(8)
-    assert ladder.find(Shape(3, UNEVEN)) is None
+    assert ladder.find(GraphShape(3, UNEVEN)) is None
 
 
 def test_vllm_looks_no_further_than_the_next_number_of_tokens() -> None:
-    looked = NextTokens(SHAPES)
+    looked = VllmLookup(SHAPES)
     assert looked.find(decode(3, 1)) == decode(4, 1)
     assert looked.find(decode(1, 3)) is None  # 4 tokens come first, with another length
     assert looked.find(decode(2, 3)) == decode(2, 3)
@@ -30,7 +30,7 @@ def test_vllm_looks_no_further_than_the_next_number_of_tokens() -> None:
 def test_hits_are_those_of_decode_steps_and_padding_is_weighed_by_time() -> None:
     memory = GraphMemory(graph_bytes=100, token_bytes=10)
     asked = {decode(3, 1): 30.0, decode(9, 1): 10.0, mixed(3): 5.0}
-    judged = score(SHAPES, Ladder(SHAPES), asked, memory)
+    judged = score(SHAPES, PerLengthLookup(SHAPES), asked, memory)
     assert judged.hit_rate == 0.75
     assert judged.padding == (RIDGE_TOKENS + 4) / (RIDGE_TOKENS + 3) - 1
     assert judged.total_bytes == 5 * 100 + 8 * 10

@@ -3,12 +3,12 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.cudagraphs.draft_lengths import Lengths, of_drafter
+from engine.cudagraphs.draft_lengths import DraftLengthTiers, default_tiers
 from engine.settings import GraphsSettings
 
 
 def test_a_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
-    lengths = Lengths.parse("8:0,4,2 32:0,2 0")
+    lengths = DraftLengthTiers.parse("8:0,4,2 32:0,2 0")
     assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33, 10**6)] == [
         (0, 2, 4),
         (0, 2, 4),
@@ -17,7 +17,7 @@ def test_a_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
         (0,),
         (0,),
     ]
-    assert lengths.queries == (1, 3, 5)
+    assert lengths.query_lens == (1, 3, 5)
     assert list(lengths.samples(3, most=30)) == list(range(1, 31))
     assert list(lengths.samples(5, most=30)) == list(range(1, 9))
 
@@ -43,7 +43,7 @@ def test_a_single_length_may_be_a_number_in_yaml() -> None:
 
 
 def test_a_drafter_chooses_from_few_lengths_and_small_ones_for_many_samples() -> None:
-    lengths = of_drafter(8)
+    lengths = default_tiers(8)
     assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33)] == [
         (0, 1, 2, 4, 8),
         (0, 1, 2, 4, 8),
@@ -51,5 +51,5 @@ def test_a_drafter_chooses_from_few_lengths_and_small_ones_for_many_samples() ->
         (0, 1, 2, 4),
         (0, 1, 2),
     ]
-    assert of_drafter(3).queries == (1, 2, 3, 4)
-    assert of_drafter(1).queries == (1, 2)
+    assert default_tiers(3).query_lens == (1, 2, 3, 4)
+    assert default_tiers(1).query_lens == (1, 2)

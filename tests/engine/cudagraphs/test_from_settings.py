@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.cudagraphs.counters import Counted, Counts, over_ranks
+from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import decode
-from engine.launch.environment import NO_SPECULATION, graph_plan, spawning
-from engine.protocol import GraphCounts
+from engine.launch.environment import NO_SPECULATION, engine_environment, graph_plan
+from engine.protocol import CudaGraphStats
 from engine.settings import (
     AttentionSettings,
     EngineSettings,
@@ -52,31 +52,31 @@ def test_a_budget_has_no_effect_where_there_are_no_graphs_and_that_is_said(
 def test_on_a_gpu_a_budget_makes_a_plan() -> None:
     made = start(EngineSettings(), BUDGETED)
     assert made is not None and made.estimated_bytes <= 2**26
-    assert made.most_samples == {0: 256}
+    assert made.max_samples == {0: 256}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "most_samples"),
+    ("lengths", "max_samples"),
     [(None, {0: 256, 1: 256, 2: 256, 4: 32, 6: 8}), ("8:0,3 0", {0: 256, 3: 8})],
 )
 def test_where_a_drafter_drafts_its_lengths_are_planned(
-    lengths: str | None, most_samples: dict[int, int]
+    lengths: str | None, max_samples: dict[int, int]
 ) -> None:
     drafter = SpeculationSettings(mode="drafter", longest_draft=6)
     made = start(
         EngineSettings(), GraphsSettings(budget_bytes=2**27, lengths=lengths), speculation=drafter
     )
-    assert made is not None and made.most_samples == most_samples
+    assert made is not None and made.max_samples == max_samples
 
 
 @pytest.mark.parametrize("plan", [None, PLAN])
 def test_the_engines_processes_are_told_the_plan(plan: Plan | None) -> None:
-    with spawning(
+    with engine_environment(
         EngineSettings(),
         attention=AttentionSettings(),
         graphs=plan,
         on_cpu=True,
-        scratch=Path("/scratch"),
+        temp_dir=Path("/scratch"),
     ):
         assert graph_plan() == plan
     assert graph_plan() is None
@@ -94,25 +94,25 @@ def test_vllm_is_given_the_sizes_of_the_plan() -> None:
 
 
 def test_nothing_is_counted_before_a_plan_was_captured() -> None:
-    counts = Counts()
-    counts.decoded(samples=3, query=1, hit=True)
+    counts = Counters()
+    counts.record_decode(samples=3, query_len=1, hit=True)
     assert counts.read() is None
-    assert over_ranks([None, None]) == over_ranks([]) == GraphCounts()
+    assert aggregate_ranks([None, None]) == aggregate_ranks([]) == CudaGraphStats()
 
 
 def test_steps_are_those_of_a_rank_and_bytes_the_largest_ones() -> None:
-    def rank(measured_bytes: int) -> Counted | None:
-        counts = Counts()
-        counts.captured(PLAN, measured_bytes)
-        counts.decoded(samples=1, query=1, hit=True)
+    def rank(measured_bytes: int) -> Snapshot | None:
+        counts = Counters()
+        counts.set_plan(PLAN, measured_bytes)
+        counts.record_decode(samples=1, query_len=1, hit=True)
         counts.begin()
         for samples in (3, 4, 5):
-            counts.decoded(samples=samples, query=3, hit=False)
-        counts.decoded(samples=1, query=1, hit=True)
+            counts.record_decode(samples=samples, query_len=3, hit=False)
+        counts.record_decode(samples=1, query_len=1, hit=True)
         counts.mixed()
         return counts.read()
 
-    assert over_ranks([rank(70), rank(90)]) == GraphCounts(
+    assert aggregate_ranks([rank(70), rank(90)]) == CudaGraphStats(
         num_graphs=1,
         budget_bytes=6,
         estimated_bytes=5,

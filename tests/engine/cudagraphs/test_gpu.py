@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bench.harness.graph_arms import Arm, Request
-from engine.cudagraphs.baselines import Limits
-from engine.cudagraphs.draft_lengths import Lengths
-from engine.cudagraphs.memory_model import of_model
+from engine.cudagraphs.baselines import CaptureLimits
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.memory_model import estimate_memory
 from engine.cudagraphs.planner import plan
 from tests.engine.cudagraphs.managers import SEEDLING
 
@@ -17,8 +17,10 @@ pytestmark = [
 
 
 def test_a_plan_is_captured_and_every_decode_step_finds_its_graph() -> None:
-    limits = Limits(lengths=Lengths.parse("8:4 32:2 0"), max_sequences=64, max_batched_tokens=2048)
-    made = plan(limits, of_model(SEEDLING), budget_bytes=None, mixed_tokens=128)
+    limits = CaptureLimits(
+        lengths=DraftLengthTiers.parse("8:4 32:2 0"), max_sequences=64, max_batched_tokens=2048
+    )
+    made = plan(limits, estimate_memory(SEEDLING), budget_bytes=None, mixed_tokens=128)
     with Arm(SEEDLING, SEEDLING, limits, made) as arm:
         for samples, drafts in ((1, 4), (7, 4), (9, 2), (31, 2), (33, 0), (63, 0)):
             assert arm.seconds(Request(samples, drafts)) > 0

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.cudagraphs.memory_model import LEAST_GRAPH_BYTES, GraphMemory, of_model
+from engine.cudagraphs.memory_model import MIN_GRAPH_BYTES, GraphMemory, estimate_memory
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -18,14 +18,14 @@ LLAMA_8B = {
 
 def memory(directory: Path, config: dict[str, Any], **options: Any) -> GraphMemory:
     (directory / "config.json").write_text(json.dumps(config))
-    return of_model(directory, **options)
+    return estimate_memory(directory, **options)
 
 
 def test_graphs_grow_with_layers_and_the_pool_with_the_widest_half_of_one(tmp_path: Path) -> None:
     whole = memory(tmp_path, LLAMA_8B)
     assert whole.graph_bytes == 6 * 2**20
     assert whole.token_bytes == 2 * (3 * 4096 + 3 * 14336)
-    assert memory(tmp_path, {**LLAMA_8B, "num_hidden_layers": 2}).graph_bytes == LEAST_GRAPH_BYTES
+    assert memory(tmp_path, {**LLAMA_8B, "num_hidden_layers": 2}).graph_bytes == MIN_GRAPH_BYTES
 
 
 def test_ranks_share_what_a_layer_holds_but_not_what_passes_through(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from engine.cudagraphs.baselines import Limits, bucketed, product
-from engine.cudagraphs.dispatch import Ladder
-from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.baselines import CaptureLimits, tlt_shapes, vllm_shapes
+from engine.cudagraphs.dispatch import PerLengthLookup
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluate import score, step_cost
 from engine.cudagraphs.memory_model import GraphMemory
-from engine.cudagraphs.planner import MOST, BudgetTooSmall, Plan, plan
-from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.planner import MAX_STEP_SLOWDOWN, BudgetTooSmall, Plan, plan
+from engine.cudagraphs.shape import GraphShape, decode, mixed
 from engine.cudagraphs.shape_trace import Trace
 
 MEMORY = GraphMemory(graph_bytes=6 * 2**20, token_bytes=10**5)
@@ -16,9 +16,9 @@ TIERS = ["0", "3", "8:0,2,4,8 32:0,2,4 64:0,2 0", "4:8,15 16:0,4 64:2 0", "2:1 4
 TIERED = "8:0,2,4,8 32:0,2,4 64:0,2 0"
 
 
-def limits(text: str, max_sequences: int = 256, max_batched_tokens: int = 2048) -> Limits:
-    return Limits(
-        lengths=Lengths.parse(text),
+def limits(text: str, max_sequences: int = 256, max_batched_tokens: int = 2048) -> CaptureLimits:
+    return CaptureLimits(
+        lengths=DraftLengthTiers.parse(text),
         max_sequences=max_sequences,
         max_batched_tokens=max_batched_tokens,
     )
@@ -32,17 +32,17 @@ def plan_of(
     )
 
 
-def allowed(limits: Limits) -> list[Shape]:
+def allowed(limits: CaptureLimits) -> list[GraphShape]:
     return [
-        decode(samples, query)
-        for query in limits.lengths.queries
-        for samples in limits.lengths.samples(query, limits.most_samples(query))
+        decode(samples, query_len)
+        for query_len in limits.lengths.query_lens
+        for samples in limits.lengths.samples(query_len, limits.max_samples(query_len))
     ]
 
 
 @pytest.mark.parametrize("text", TIERS)
 def test_whatever_length_may_be_chosen_finds_a_graph(text: str) -> None:
-    ladder = Ladder(plan_of(text).shapes)
+    ladder = PerLengthLookup(plan_of(text).shapes)
     assert all(ladder.find(shape) for shape in allowed(limits(text)))
     assert all(ladder.find(mixed(tokens)) for tokens in range(1, 513))
 
@@ -50,18 +50,18 @@ def test_whatever_length_may_be_chosen_finds_a_graph(text: str) -> None:
 @pytest.mark.parametrize("text", TIERS)
 def test_no_length_has_graphs_for_more_samples_than_may_choose_it(text: str) -> None:
     for shape in plan_of(text).shapes:
-        if shape.query is not None:
-            largest = max(limits(text).lengths.samples(shape.query, 256))
+        if shape.query_len is not None:
+            largest = max(limits(text).lengths.samples(shape.query_len, 256))
             assert shape.samples <= largest
 
 
 @pytest.mark.parametrize("text", TIERS)
 def test_a_plan_is_ordered_for_its_capture(text: str) -> None:
     shapes = plan_of(text).shapes
-    kinds = [shape.query is not None for shape in shapes]
+    kinds = [shape.query_len is not None for shape in shapes]
     assert kinds == sorted(kinds)
     for kind in (False, True):
-        tokens = [shape.tokens for shape in shapes if (shape.query is not None) is kind]
+        tokens = [shape.tokens for shape in shapes if (shape.query_len is not None) is kind]
         assert tokens == sorted(tokens, reverse=True)
     assert len(set(shapes)) == len(shapes)
 
@@ -85,7 +85,7 @@ def test_a_larger_budget_pads_less() -> None:
     paddings = []
     for budget_mib in (100, 200, 400):
         shapes = plan_of(TIERED, budget_bytes=budget_mib * 2**20).shapes
-        paddings.append(score(shapes, Ladder(shapes), asked, MEMORY).padding)
+        paddings.append(score(shapes, PerLengthLookup(shapes), asked, MEMORY).padding)
     assert paddings == sorted(paddings, reverse=True)
     assert paddings[0] > paddings[-1]
 
@@ -93,21 +93,21 @@ def test_a_larger_budget_pads_less() -> None:
 @pytest.mark.parametrize("text", TIERS)
 def test_without_a_budget_steps_stay_near_those_of_vllms_sizes(text: str) -> None:
     asked = dict.fromkeys(allowed(limits(text)), 1.0)
-    full, made = product(limits(text)), plan_of(text)
-    theirs = score(full, Ladder(full), asked, MEMORY)
-    ours = score(made.shapes, Ladder(made.shapes), asked, MEMORY)
+    full, made = vllm_shapes(limits(text)), plan_of(text)
+    theirs = score(full, PerLengthLookup(full), asked, MEMORY)
+    ours = score(made.shapes, PerLengthLookup(made.shapes), asked, MEMORY)
     assert ours.padding < theirs.padding + 0.01
     assert ours.num_graphs / ours.hit_rate < theirs.num_graphs / theirs.hit_rate
-    ladder = Ladder(made.shapes)
+    ladder = PerLengthLookup(made.shapes)
     for shape in asked:
         found = ladder.find(shape)
         assert found is not None
-        assert step_cost(found.tokens) / step_cost(shape.tokens) <= 1 + MOST
+        assert step_cost(found.tokens) / step_cost(shape.tokens) <= 1 + MAX_STEP_SLOWDOWN
 
 
 def test_a_plan_with_tiers_is_less_than_their_product_and_than_a_bucketed_pool() -> None:
     made = plan_of(TIERED)
-    theirs = (bucketed(limits(TIERED)), product(limits(TIERED)))
+    theirs = (tlt_shapes(limits(TIERED)), vllm_shapes(limits(TIERED)))
     for shapes, share in zip(theirs, (0.5, 0.4), strict=True):
         assert MEMORY.total_bytes(made.shapes) < share * MEMORY.total_bytes(shapes)
     assert theirs[0] < theirs[1]
@@ -119,7 +119,7 @@ def test_a_budget_goes_where_the_recorded_steps_are() -> None:
     asked = {shape: float(steps) for shape, steps in trace.runs}
     scores = []
     for made in (plan_of(TIERED, budget), plan_of(TIERED, budget, trace)):
-        scores.append(score(made.shapes, Ladder(made.shapes), asked, MEMORY))
+        scores.append(score(made.shapes, PerLengthLookup(made.shapes), asked, MEMORY))
     blind, told = scores
     assert told.padding < blind.padding / 2
     assert told.hit_rate == blind.hit_rate == 1
@@ -127,7 +127,7 @@ def test_a_budget_goes_where_the_recorded_steps_are() -> None:
 
 def test_steps_that_no_engine_with_these_settings_takes_do_not_matter() -> None:
     strange = Trace(
-        ((decode(40, 9), 10), (decode(300, 1), 10), (mixed(5000), 10), (Shape(9, 0), 1))
+        ((decode(40, 9), 10), (decode(300, 1), 10), (mixed(5000), 10), (GraphShape(9, 0), 1))
     )
     assert plan_of(TIERED, trace=strange) == plan_of(TIERED)
 
@@ -136,14 +136,14 @@ def test_no_graph_is_larger_than_a_step() -> None:
     small = limits("100:8 0", max_sequences=100, max_batched_tokens=256)
     made = plan(small, MEMORY, budget_bytes=None, mixed_tokens=512)
     assert max(shape.tokens for shape in made.shapes) <= 256
-    assert Ladder(made.shapes).find(decode(28, 9)) is not None
-    assert Ladder(made.shapes).find(decode(29, 9)) is None
+    assert PerLengthLookup(made.shapes).find(decode(28, 9)) is not None
+    assert PerLengthLookup(made.shapes).find(decode(29, 9)) is None
 
 
 def test_without_mixed_graphs_there_are_none() -> None:
-    assert all(shape.query is not None for shape in plan_of("0", mixed_tokens=0).shapes)
+    assert all(shape.query_len is not None for shape in plan_of("0", mixed_tokens=0).shapes)
 
 
 def test_a_plan_travels_as_text() -> None:
     made = plan_of(TIERED, budget_bytes=2**30)
-    assert Plan.loaded(made.dumped()) == made
+    assert Plan.from_json(made.to_json()) == made

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.shape import UNEVEN, Shape, decode, mixed
-from engine.cudagraphs.shape_recorder import Recorder
+from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
+from engine.cudagraphs.shape_recorder import ShapeRecorder
 from engine.cudagraphs.shape_trace import Trace, read_trace
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     trace = Trace(
-        ((mixed(90), 1), (decode(8, 3), 20), (Shape(11, UNEVEN), 2), (decode(8, 3), 5)),
+        ((mixed(90), 1), (decode(8, 3), 20), (GraphShape(11, UNEVEN), 2), (decode(8, 3), 5)),
         {"model": "seedling"},
     )
     trace.write(tmp_path / "trace.json")
@@ -78,7 +78,7 @@ def test_steps_are_recorded_by_what_was_scheduled() -> None:
         {},
         {"b": (1, 0)},
     ]
-    scheduler, recorder = Scheduler(steps), Recorder()
+    scheduler, recorder = Scheduler(steps), ShapeRecorder()
     recorder.attach(scheduler)
     for _ in steps:
         scheduler.schedule()
@@ -87,7 +87,7 @@ def test_steps_are_recorded_by_what_was_scheduled() -> None:
             (mixed(19), 1),
             (mixed(4), 1),
             (decode(2, 3), 2),
-            (Shape(5, UNEVEN), 1),
+            (GraphShape(5, UNEVEN), 1),
             (decode(1, 1), 1),
         ),
         {"what": "test"},

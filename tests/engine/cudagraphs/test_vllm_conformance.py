@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.baselines import Limits, product, vllm_sizes
-from engine.cudagraphs.counters import COUNTS
-from engine.cudagraphs.dispatch import Ladder, NextTokens
-from engine.cudagraphs.draft_lengths import Lengths
+from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes, vllm_sizes
+from engine.cudagraphs.counters import COUNTERS
+from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.planner import Plan, plan
-from engine.cudagraphs.shape import Shape, decode, mixed
+from engine.cudagraphs.shape import GraphShape, decode, mixed
 from engine.patches import graph_candidates
 from tests.engine.cudagraphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed
 
@@ -33,9 +33,9 @@ def without_gpu() -> Iterator[None]:
         yield
 
 
-def limits(text: str) -> Limits:
-    return Limits(
-        lengths=Lengths.parse(text),
+def limits(text: str) -> CaptureLimits:
+    return CaptureLimits(
+        lengths=DraftLengthTiers.parse(text),
         max_sequences=SCHEDULES[text][-1][1],
         max_batched_tokens=MAX_TOKENS,
     )
@@ -46,24 +46,28 @@ def config(text: str, sizes: list[int] | None = None) -> Any:
     return config_of(SCHEDULES[text], max_sequences=most, max_tokens=MAX_TOKENS, sizes=sizes)
 
 
-def steps(limits: Limits) -> list[Shape]:
+def steps(limits: CaptureLimits) -> list[GraphShape]:
     """Every decode step that may be taken."""
     return [
-        decode(samples, query)
-        for query in limits.lengths.queries
-        for samples in limits.lengths.samples(query, limits.max_sequences)
+        decode(samples, query_len)
+        for query_len in limits.lengths.query_lens
+        for samples in limits.lengths.samples(query_len, limits.max_sequences)
     ]
 
 
-def dispatched(manager: Any, asked: Shape) -> Shape | None:
+def dispatched(manager: Any, asked: GraphShape) -> GraphShape | None:
     """The decode graph that vLLM takes for a step."""
-    desc = manager.dispatch(asked.samples, asked.tokens, asked.query, 0, max_query_len=asked.query)
-    return Shape(desc.num_tokens, desc.uniform_token_count) if desc.uniform_token_count else None
+    desc = manager.dispatch(
+        asked.samples, asked.tokens, asked.query_len, 0, max_query_len=asked.query_len
+    )
+    return (
+        GraphShape(desc.num_tokens, desc.uniform_token_count) if desc.uniform_token_count else None
+    )
 
 
-def shapes_of(manager: Any) -> set[Shape]:
+def shapes_of(manager: Any) -> set[GraphShape]:
     return {
-        Shape(desc.num_tokens, desc.uniform_token_count)
+        GraphShape(desc.num_tokens, desc.uniform_token_count)
         for descs in manager._capture_descs.values()
         for desc in descs
     }
@@ -77,7 +81,7 @@ def keeping_to(plan: Plan) -> Any:
     """vLLM's manager, patched; without the model that its subclass captures."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    methods = graph_candidates.wrapped(CudaGraphManager, plan)
+    methods = graph_candidates.patched_methods(CudaGraphManager, plan)
     return type("Patched", (CudaGraphManager,), methods)
 
 
@@ -89,14 +93,14 @@ def capture_all(manager: Any) -> None:
 def test_the_product_is_what_vllm_captures(text: str) -> None:
     configured = config(text)
     assert configured.compilation_config.cudagraph_capture_sizes == vllm_sizes(limits(text))
-    assert shapes_of(manager_of(configured)) == product(limits(text))
+    assert shapes_of(manager_of(configured)) == vllm_shapes(limits(text))
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
 def test_vllm_finds_its_graphs_as_is_modelled(text: str) -> None:
     manager = manager_of(config(text))
     capture(manager)
-    lookup = NextTokens(product(limits(text)))
+    lookup = VllmLookup(vllm_shapes(limits(text)))
     for asked in steps(limits(text)):
         assert dispatched(manager, asked) == lookup.find(asked), asked
 
@@ -106,7 +110,7 @@ def test_vllm_misses_graphs_that_it_has_captured() -> None:
     text = "8:4 32:2 0"
     manager = manager_of(config(text))
     capture(manager)
-    ladder = Ladder(product(limits(text)))
+    ladder = PerLengthLookup(vllm_shapes(limits(text)))
     missed = [s for s in steps(limits(text)) if ladder.find(s) and not dispatched(manager, s)]
     assert decode(33, 1) in missed and len(missed) == 22
 
@@ -116,12 +120,12 @@ def test_a_plan_is_captured_as_it_is_and_in_its_order(text: str) -> None:
     made = planned(text)
     manager = manager_of(config(text, made.capture_sizes), keeping_to(made))
     asked = capture(manager)
-    order = [Shape(desc.num_tokens, desc.uniform_token_count) for desc in asked]
-    assert [(s.query is None, s.tokens) for s in order] == [
-        (s.query is None, s.tokens) for s in made.shapes
+    order = [GraphShape(desc.num_tokens, desc.uniform_token_count) for desc in asked]
+    assert [(s.query_len is None, s.tokens) for s in order] == [
+        (s.query_len is None, s.tokens) for s in made.shapes
     ]
     assert sorted(map(str, order)) == sorted(map(str, made.shapes))
-    assert len(manager.graphs) == sum(shape.query is not None for shape in made.shapes)
+    assert len(manager.graphs) == sum(shape.query_len is not None for shape in made.shapes)
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
@@ -129,7 +133,7 @@ def test_every_step_finds_the_planned_graph_of_its_length(text: str) -> None:
     made = planned(text)
     manager = manager_of(config(text, made.capture_sizes), keeping_to(made))
     capture_all(manager)
-    ladder = Ladder(made.shapes)
+    ladder = PerLengthLookup(made.shapes)
     for asked in steps(limits(text)):
         assert dispatched(manager, asked) == ladder.find(asked) is not None, asked
 
@@ -138,16 +142,16 @@ def test_steps_with_prompts_take_the_smallest_mixed_graph_with_room() -> None:
     made = planned("8:4 32:2 0")
     manager = manager_of(config("8:4 32:2 0", made.capture_sizes), keeping_to(made))
     capture_all(manager)
-    ladder = Ladder(made.shapes)
+    ladder = PerLengthLookup(made.shapes)
     for tokens in range(1, 129):
         desc = manager.dispatch(1, tokens, None, 0)
-        assert Shape(desc.num_tokens, None) == ladder.find(mixed(tokens))
+        assert GraphShape(desc.num_tokens, None) == ladder.find(mixed(tokens))
     assert manager.dispatch(1, 129, None, 0).cg_mode.name == "NONE"
 
 
 def test_lengths_that_the_engine_does_not_have_are_refused_at_the_start() -> None:
     made = planned("8:4 32:2 0")
-    with pytest.raises(graph_candidates.GraphsDiffer, match=r"8 x 5.*graphs\.lengths"):
+    with pytest.raises(graph_candidates.GraphPlanMismatch, match=r"8 x 5.*graphs\.lengths"):
         manager_of(config("0", made.capture_sizes), keeping_to(made))
 
 
@@ -155,7 +159,9 @@ def test_a_graph_that_was_not_captured_is_noticed() -> None:
     made = planned("0")
     manager = manager_of(config("0", made.capture_sizes), keeping_to(made))
     del manager._capture_descs[list(manager._capture_descs)[0]][0]
-    with pytest.raises(graph_candidates.GraphsDiffer, match=r"were captured; missing: 200 x 1"):
+    with pytest.raises(
+        graph_candidates.GraphPlanMismatch, match=r"were captured; missing: 200 x 1"
+    ):
         capture_all(manager)
 
 
@@ -175,12 +181,12 @@ def test_hits_and_misses_are_counted_by_shape(monkeypatch: pytest.MonkeyPatch) -
     made = planned("8:4 32:2 0", budget_bytes=2**27)
     manager = manager_of(config("8:4 32:2 0", made.capture_sizes), keeping_to(made))
     capture_all(manager)
-    COUNTS.begin()
+    COUNTERS.begin()
     manager.dispatch(7, 35, 5, 0, max_query_len=5)
     manager.dispatch(40, 120, 3, 0, max_query_len=3)
     manager.dispatch(40, 90, None, 0, max_query_len=3)
     manager.dispatch(9, 100, None, 0)
-    counted = COUNTS.read()
+    counted = COUNTERS.read()
     assert counted is not None
     assert (counted["hits"], counted["mixed"]) == (1, 1)
     assert counted["misses"] == [(64, 3, 1), (64, 0, 1)]
@@ -189,7 +195,7 @@ def test_hits_and_misses_are_counted_by_shape(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_vllm_is_the_one_that_the_patch_was_written_for() -> None:
-    assert graph_candidates.fingerprints() == graph_candidates.UPSTREAM
+    assert graph_candidates.source_digests() == graph_candidates.EXPECTED_DIGESTS
 
 
 def test_the_runners_own_manager_is_patched_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +203,7 @@ def test_the_runners_own_manager_is_patched_and_no_other(monkeypatch: pytest.Mon
     from vllm.v1.worker.gpu.model_runner import ModelCudaGraphManager as ofTheRunner
 
     made = planned("0")
-    for name in graph_candidates.wrapped(ModelCudaGraphManager, made):
+    for name in graph_candidates.patched_methods(ModelCudaGraphManager, made):
         monkeypatch.setattr(ModelCudaGraphManager, name, getattr(ModelCudaGraphManager, name))
     graph_candidates.install_plan(made)
     configured = config("0", made.capture_sizes)

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.service.model_init import config_for, write_fresh
+from engine.drafter.service.model_init import make_drafter_config, write_random_model
 from tests.engine.random_models import CONFIG
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As the trainer has: two wait for each other where another process has the second core."""
-    before = torch.get_num_threads()
+    before_schedule = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(before_schedule)
 
 
 @pytest.fixture
 def drafter_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "drafter"
-    write_fresh(folder, config_for(CONFIG, 10**6, ranks=1))
+    write_random_model(folder, make_drafter_config(CONFIG, 10**6, ranks=1))
     return folder

@@ -9,12 +9,12 @@ import numpy as np
 
 from engine.attention import register as attention
 from engine.drafter.core.rpc import counted
-from engine.drafter.core.scheduler_hooks import Drafting
-from engine.drafter.counters import Counted
+from engine.drafter.core.scheduler_hooks import DraftingHooks
+from engine.drafter.counters import Snapshot
 from engine.settings import AttentionSettings
 from engine.speculation.controller import Controller
 from tests.engine.speculation.distributions import VOCAB
-from tests.engine.speculation.drafting_engine import LONGEST, Everything
+from tests.engine.speculation.drafting_engine import LONGEST, SendAllDrafts
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
 FIRST = "d0"
@@ -34,19 +34,19 @@ def drafter_engine(
         "num_speculative_tokens_per_batch_size": [(1, sequences, LONGEST)],
     }
     with live_engine(model, speculative_config=config, **settings) as engine:
-        drafting = Drafting(
+        drafting = DraftingHooks(
             engine.core.scheduler,
-            longest=LONGEST,
+            max_draft_tokens=LONGEST,
             serving=FIRST,
             weights=engine.core.get_weight_version,
-            controller=controller or Everything(),
+            controller=controller or SendAllDrafts(),
         )
         drafting.attach()
         engine.core.coppice_drafting = drafting
         yield engine
 
 
-def read(engine: LiveEngine) -> Counted:
+def read(engine: LiveEngine) -> Snapshot:
     found = counted(engine.core)
     assert found is not None
     return found
@@ -75,7 +75,7 @@ class Recording:
         for request_id, draft in scheduled.scheduled_spec_decode_tokens.items():
             new = output.sampled_token_ids[output.req_id_to_index[request_id]]
             last = self._scheduler.requests[request_id].all_token_ids[-1]
-            for before, token, drafted in zip([last, *new], new, draft, strict=False):
-                self.tried[before, drafted] += 1
-                self.hits[before, drafted] += token == drafted
+            for before_schedule, token, drafted in zip([last, *new], new, draft, strict=False):
+                self.tried[before_schedule, drafted] += 1
+                self.hits[before_schedule, drafted] += token == drafted
         return self._update(scheduled, output)

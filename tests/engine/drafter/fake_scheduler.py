@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.drafter.core.scheduler_hooks import Drafting
+from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Step, StepCost
+from engine.speculation.cost import Step, StepCostModel
 
 LONGEST = 4
 ROWS = 8
@@ -101,16 +101,16 @@ class Versions:
 def drafting_over(
     scheduler: Scheduler,
     versions: Versions | None = None,
-    most_samples: dict[int, int] | None = None,
-) -> Drafting:
+    max_samples: dict[int, int] | None = None,
+) -> DraftingHooks:
     versions = versions or Versions()
-    drafting = Drafting(
+    drafting = DraftingHooks(
         scheduler,
-        longest=LONGEST,
+        max_draft_tokens=LONGEST,
         serving="d0",
         weights=lambda: versions.weights,
-        controller=Controller(StepCost(cheap_steps())),
-        most_samples=most_samples,
+        controller=Controller(StepCostModel(cheap_steps())),
+        max_samples=max_samples,
         clock=lambda: scheduler.now,
     )
     drafting.attach()

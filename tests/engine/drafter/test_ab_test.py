@@ -2,18 +2,18 @@
 
 import random
 
-from engine.drafter.service.ab_test import WINDOW_DRAFTS, WINDOWS, Trial
+from engine.drafter.service.ab_test import WINDOW_DRAFTS, WINDOWS_PER_SIDE, AbTest
 
 
 def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:
     """The verdict, and who served in each window; each call sees a quarter of a window."""
-    chance, trial, served = random.Random(seed), Trial(), ["new"]
+    chance, trial, served = random.Random(seed), AbTest(), ["new"]
     while True:
-        rate = new if trial.side == "new" else old
+        acceptance_rate = new if trial.side == "new" else old
         num = WINDOW_DRAFTS // 4
         side, outcome = (
             trial.side,
-            trial.observed(num, sum(chance.random() < rate for _ in range(num))),
+            trial.update(num, sum(chance.random() < acceptance_rate for _ in range(num))),
         )
         if outcome in ("promoted", "rolled_back"):
             return outcome, served
@@ -23,7 +23,7 @@ def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:
 
 def test_both_serve_in_turn_and_as_often() -> None:
     _, served = stood(0.5, 0.5)
-    assert served == ["new", "old"] * WINDOWS
+    assert served == ["new", "old"] * WINDOWS_PER_SIDE
 
 
 def test_a_better_drafter_stays_and_a_worse_one_goes() -> None:
@@ -33,5 +33,5 @@ def test_a_better_drafter_stays_and_a_worse_one_goes() -> None:
 
 
 def test_without_traffic_nothing_is_decided() -> None:
-    trial = Trial()
-    assert {trial.observed(0, 0) for _ in range(100)} == {"new"}
+    trial = AbTest()
+    assert {trial.update(0, 0) for _ in range(100)} == {"new"}

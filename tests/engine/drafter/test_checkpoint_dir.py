@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.service.bootstrap import open_folder
-from engine.drafter.service.checkpoint_dir import FIRST, Folder
-from engine.drafter.service.model_init import write_fresh
+from engine.drafter.service.bootstrap import open_drafter_dir
+from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
+from engine.drafter.service.model_init import write_random_model
 from engine.errors import StartFailed
-from engine.weights.checkpoint import read_served
+from engine.weights.checkpoint import read_base_checkpoint
 from tests.engine.random_models import CONFIG, random_tensors, write_model
 
 
@@ -18,29 +18,31 @@ def target(tmp_path: Path) -> Path:
     return write_model(tmp_path / "target", random_tensors(1, tied=True), tied=True)
 
 
-Opened = Callable[..., Folder]
+Opened = Callable[..., DrafterDir]
 
 
 @pytest.fixture
 def opened(tmp_path: Path, target: Path) -> Opened:
-    def opening(given: Path | None = None) -> Folder:
-        return open_folder(tmp_path / "kept", given, target, read_served(target), ranks=1)
+    def opening(given: Path | None = None) -> DrafterDir:
+        return open_drafter_dir(
+            tmp_path / "kept", given, target, read_base_checkpoint(target), ranks=1
+        )
 
     return opening
 
 
 def test_what_was_settled_serves_after_the_next_start(opened: Opened, tmp_path: Path) -> None:
     folder = opened()
-    assert folder.serving == FIRST
-    (tmp_path / "new").write_bytes(folder.file(FIRST).read_bytes())
-    folder.take(folder.bring(tmp_path / "new"), "better")
-    folder.settle("better")
+    assert folder.serving == INITIAL_VERSION
+    (tmp_path / "new").write_bytes(folder.file(INITIAL_VERSION).read_bytes())
+    folder.assign_version(folder.import_file(tmp_path / "new"), "better")
+    folder.set_serving("better")
     folder.close()
     again = opened()
     assert again.serving == "better"
     assert (again.start / "model.safetensors").resolve() == again.file("better").resolve()
-    assert not again.file(FIRST).exists()
-    assert read_served(again.start).tensors
+    assert not again.file(INITIAL_VERSION).exists()
+    assert read_base_checkpoint(again.start).tensors
     again.close()
 
 
@@ -62,7 +64,7 @@ def test_a_folder_that_has_lost_what_served_begins_anew(opened: Opened) -> None:
     (folder.path / "serving.json").unlink()
     folder.close()
     again = opened()
-    assert again.serving == FIRST and read_served(again.start).tensors
+    assert again.serving == INITIAL_VERSION and read_base_checkpoint(again.start).tensors
     again.close()
 
 
@@ -78,14 +80,19 @@ def test_a_second_server_of_the_same_model_has_a_folder_of_its_own(opened: Opene
 def test_another_drafter_is_another_folder(opened: Opened, drafter_folder: Path) -> None:
     made, given = opened(), opened(drafter_folder)
     assert made.path != given.path
-    assert given.file(FIRST).read_bytes() == (drafter_folder / "model.safetensors").read_bytes()
+    assert (
+        given.file(INITIAL_VERSION).read_bytes()
+        == (drafter_folder / "model.safetensors").read_bytes()
+    )
     made.close()
     given.close()
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(opened: Opened, tmp_path: Path) -> None:
-    from engine.drafter.service.model_init import config_for
+    from engine.drafter.service.model_init import make_drafter_config
 
-    write_fresh(tmp_path / "other", config_for(CONFIG | {"vocab_size": 77}, 1, ranks=1))
+    write_random_model(
+        tmp_path / "other", make_drafter_config(CONFIG | {"vocab_size": 77}, 1, ranks=1)
+    )
     with pytest.raises(StartFailed, match="77 tokens"):
         opened(tmp_path / "other")

@@ -45,9 +45,11 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def serve(engine: LiveEngine, models: dict[str, Path], name: str, before: str) -> list[Any]:
-    answers: list[Any] = engine.core.coppice_serve_drafter(
-        str(models[name]), str(models[before]), name, False
+def serve(
+    engine: LiveEngine, models: dict[str, Path], name: str, before_schedule: str
+) -> list[Any]:
+    answers: list[Any] = engine.core.coppice_set_drafter(
+        str(models[name]), str(models[before_schedule]), name, False
     )
     return answers
 
@@ -99,9 +101,9 @@ def test_samples_are_the_models_through_all_that_happens_to_them_and_to_the_draf
 def test_a_drafter_is_exchanged_in_place(engine: LiveEngine, models: dict[str, Path]) -> None:
     """v7 drafts for v7, and is right whenever it does not have to go on from what v8 has left."""
     assert all(answer["ok"] for answer in serve(engine, models, "v7", "v8"))
-    before = num_accepted(engine)
+    before_schedule = num_accepted(engine)
     engine.ask([31, 32, 33], max_tokens=40)
-    assert num_accepted(engine) - before >= 28
+    assert num_accepted(engine) - before_schedule >= 28
     assert read(engine)["serving"] == "v7"
 
 
@@ -114,9 +116,9 @@ def test_a_load_that_breaks_off_leaves_the_drafter_as_it_was(
     [answer] = serve(engine, models, "v8", "v7")
     assert (answer["ok"], answer["restored"]) == (False, True)
     assert read(engine)["serving"] == "v7"
-    before = num_accepted(engine)
+    before_schedule = num_accepted(engine)
     engine.ask([41 + num_tensors, 42, 43], max_tokens=40)
-    assert num_accepted(engine) - before >= 28
+    assert num_accepted(engine) - before_schedule >= 28
 
 
 def test_files_that_are_gone_touch_nothing(engine: LiveEngine, models: dict[str, Path]) -> None:

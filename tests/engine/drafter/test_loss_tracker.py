@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from engine.drafter.trainer.loss_tracker import LOOKED_BACK, Course
+from engine.drafter.trainer.loss_tracker import WINDOW_STEPS, LossTracker
 
 
 def rows(mean: float, number: int) -> Iterator[float]:
@@ -12,31 +12,31 @@ def rows(mean: float, number: int) -> Iterator[float]:
     return (mean * (1 + chance.gauss(0, 0.05)) for _ in range(number))
 
 
-def settled(course: Course, losses: Iterator[float]) -> list[bool]:
+def settled(loss_tracker: LossTracker, losses: Iterator[float]) -> list[bool]:
     found = []
     for loss in losses:
-        course.observed(loss)
-        found.append(course.is_settled)
+        loss_tracker.update(loss)
+        found.append(loss_tracker.has_converged)
     return found
 
 
 def test_a_loss_that_stays_is_settled_once_it_is_known() -> None:
-    found = settled(Course(), rows(1.2, 4 * LOOKED_BACK))
-    assert not any(found[: LOOKED_BACK - 1])
-    assert all(found[LOOKED_BACK:])
+    found = settled(LossTracker(), rows(1.2, 4 * WINDOW_STEPS))
+    assert not any(found[: WINDOW_STEPS - 1])
+    assert all(found[WINDOW_STEPS:])
 
 
 def test_other_weights_are_news_until_they_are_learned() -> None:
-    course = Course()
-    settled(course, rows(1.2, 2 * LOOKED_BACK))
+    loss_tracker = LossTracker()
+    settled(loss_tracker, rows(1.2, 2 * WINDOW_STEPS))
     falling = (3.0 - 1.8 * step / 1500 for step in range(1500))
-    found = settled(course, falling)
+    found = settled(loss_tracker, falling)
     assert sum(found[20:]) < 20  # on its way up, what is looked back on passes what falls
-    assert all(settled(course, rows(1.2, 2 * LOOKED_BACK))[LOOKED_BACK:])
+    assert all(settled(loss_tracker, rows(1.2, 2 * WINDOW_STEPS))[WINDOW_STEPS:])
 
 
 def test_the_mean_is_of_all_steps_while_there_are_few() -> None:
-    course = Course()
+    loss_tracker = LossTracker()
     for loss in (4.0, 2.0, 3.0):
-        course.observed(loss)
-    assert course.late == 3.0
+        loss_tracker.update(loss)
+    assert loss_tracker.smoothed == 3.0

@@ -19,15 +19,15 @@ from tests.engine.speculation.distributions import (
     SETTINGS,
     VOCAB,
     Setting,
-    chance_of,
-    dependence,
-    difference,
-    misfit,
+    chi_square,
+    independence_chi_square,
     next_token_logits,
-    sequence_law,
+    p_value,
+    sequence_distribution,
+    two_sample_chi_square,
     write_small_model,
 )
-from tests.engine.speculation.sample_sizes import CONTEXTS, LEAST, ROWS, in_both_settings
+from tests.engine.speculation.sample_sizes import CONTEXTS, MIN_P_VALUE, ROWS, all_settings
 from tests.engine.speculation.test_lossless_sequences import (
     LENGTH,
     PROMPTS,
@@ -35,27 +35,27 @@ from tests.engine.speculation.test_lossless_sequences import (
     pairs_of_siblings,
     sequences,
 )
-from tests.engine.speculation.test_lossless_tokens import misjudged, transitions
+from tests.engine.speculation.test_lossless_tokens import acceptance_chi_square, transitions
 from tests.engine.stepped_engine import LiveEngine
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def without_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=True)
+def memoryless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("distribution") / "model", memoryless=True)
 
 
 @pytest.fixture(scope="module")
 def attending(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=False)
+    return write_small_model(tmp_path_factory.mktemp("distribution") / "model", memoryless=False)
 
 
 @pytest.fixture(scope="module")
-def engine_without_memory(without_memory: Path) -> Iterator[LiveEngine]:
+def engine_without_memory(memoryless: Path) -> Iterator[LiveEngine]:
     with drafter_engine(
-        without_memory,
-        without_memory,
+        memoryless,
+        memoryless,
         max_num_seqs=ROWS,
         max_num_batched_tokens=1024,
         max_model_len=1024,
@@ -66,17 +66,17 @@ def engine_without_memory(without_memory: Path) -> Iterator[LiveEngine]:
 
 @pytest.mark.parametrize("setting", SETTINGS if sample_sizes.TIMES >= 1 else SETTINGS[1:])
 def test_next_tokens_follow_the_models_law(
-    engine_without_memory: LiveEngine, without_memory: Path, setting: Setting
+    engine_without_memory: LiveEngine, memoryless: Path, setting: Setting
 ) -> None:
     engine = engine_without_memory
     with Recording(engine) as record:
         drafted = transitions(engine, setting, drafts=True)
-    laws = setting.law(next_token_logits(without_memory, list(range(VOCAB))))
+    laws = setting.distribution(next_token_logits(memoryless, list(range(VOCAB))))
     assert record.tried.sum() > sample_sizes.NUM_DRAWS / 2
-    assert chance_of(misjudged(record.tried, record.hits, laws)) > LEAST
+    assert p_value(acceptance_chi_square(record.tried, record.hits, laws)) > MIN_P_VALUE
     for token in np.argsort(-drafted.sum(axis=1))[:CONTEXTS].tolist():
         assert drafted[token].sum() > sample_sizes.NUM_DRAWS / VOCAB
-        assert chance_of(misfit(drafted[token], laws[token])) > LEAST
+        assert p_value(chi_square(drafted[token], laws[token])) > MIN_P_VALUE
 
 
 @pytest.fixture(scope="module")
@@ -89,33 +89,33 @@ def engine_attending(engine_without_memory: LiveEngine, attending: Path) -> Iter
         yield engine
 
 
-@in_both_settings
+@all_settings
 def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
     engine_attending: LiveEngine, attending: Path, setting: Setting
 ) -> None:
     engine = engine_attending
     model = AutoModelForCausalLM.from_pretrained(attending).eval()
-    before = num_accepted(engine)
+    before_schedule = num_accepted(engine)
     for prompt in PROMPTS[:2]:
         ours = sequences(engine, setting, prompt, drafts=True)
         theirs = sequences(engine, setting, prompt, drafts=False)
-        law = sequence_law(model, prompt, setting, LENGTH, least=2e-5)
-        seen = np.array([*map(Counter(ours).__getitem__, law), 0])
+        distribution = sequence_distribution(model, prompt, setting, LENGTH, least=2e-5)
+        seen = np.array([*map(Counter(ours).__getitem__, distribution), 0])
         seen[-1] = len(ours) - seen.sum()
-        masses = np.array([*law.values(), 1 - sum(law.values())])
-        assert chance_of(misfit(seen, masses)) > LEAST
-        assert chance_of(difference(*counted(ours, theirs))) > LEAST
-        assert chance_of(dependence(pairs_of_siblings(ours))) > LEAST
-    assert num_accepted(engine) - before > len(PROMPTS[:2]) * len(ours) / 4
+        probs = np.array([*distribution.values(), 1 - sum(distribution.values())])
+        assert p_value(chi_square(seen, probs)) > MIN_P_VALUE
+        assert p_value(two_sample_chi_square(*counted(ours, theirs))) > MIN_P_VALUE
+        assert p_value(independence_chi_square(pairs_of_siblings(ours))) > MIN_P_VALUE
+    assert num_accepted(engine) - before_schedule > len(PROMPTS[:2]) * len(ours) / 4
 
 
-@in_both_settings
+@all_settings
 def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
     engine_attending: LiveEngine, attending: Path, setting: Setting
 ) -> None:
     engine = engine_attending
     model = AutoModelForCausalLM.from_pretrained(attending).eval()
-    before = num_accepted(engine)
+    before_schedule = num_accepted(engine)
     asked = [prompt for prompt in PROMPTS for _ in range(4)]
     for prompt, answer in zip(
         asked, engine.ask(*asked, max_tokens=60, **setting.sampling()), strict=True
@@ -129,4 +129,4 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
             top_k=setting.top_k,
         )
         assert answer.logprobs == pytest.approx(wanted, abs=1e-3)
-    assert num_accepted(engine) > before
+    assert num_accepted(engine) > before_schedule

@@ -10,36 +10,36 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.model_trainer import Learner, Trained
-from engine.drafter.trainer.packing import Packed, pack
-from engine.drafter.trainer.soft_targets import as_text, recorded
-from engine.protocol import Ranked
+from engine.drafter.trainer.model_trainer import ModelTrainer, TrainedParameters
+from engine.drafter.trainer.packing import PackedBatch, pack
+from engine.drafter.trainer.soft_targets import encode_top_k, top_k_of
+from engine.protocol import TokenLogprob
 
 SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])
 
 
-def packed() -> Packed:
+def packed() -> PackedBatch:
     return pack(itertools.repeat(SAMPLE).__next__, 22)
 
 
 def test_what_it_hears_becomes_likely(drafter_folder: Path) -> None:
-    learner = Learner(drafter_folder, trained="all")
-    before = learner.loss_of(packed()).item()
+    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    before_schedule = model_trainer.compute_loss(packed()).item()
     for _ in range(60):
-        learner.step(packed())
-    assert learner.loss_of(packed()).item() < before / 3
-    assert learner.num_tokens == 60 * 16
+        model_trainer.step(packed())
+    assert model_trainer.compute_loss(packed()).item() < before_schedule / 3
+    assert model_trainer.num_tokens == 60 * 16
 
 
 @pytest.mark.parametrize("trained", ["all", "layers"])
 def test_only_what_is_trained_changes_and_is_kept(
-    drafter_folder: Path, tmp_path: Path, trained: Trained
+    drafter_folder: Path, tmp_path: Path, trained: TrainedParameters
 ) -> None:
-    learner = Learner(drafter_folder, trained=trained)
+    model_trainer = ModelTrainer(drafter_folder, trained=trained)
     for _ in range(3):
-        learner.step(packed())
-    learner.write_drafter(tmp_path / "d.safetensors")
-    learner.save(tmp_path / "c.safetensors")
+        model_trainer.step(packed())
+    model_trainer.write_drafter(tmp_path / "d.safetensors")
+    model_trainer.save(tmp_path / "c.safetensors")
     first = load_file(drafter_folder / "model.safetensors")
     now = load_file(tmp_path / "d.safetensors")
     assert now.keys() == first.keys()
@@ -53,17 +53,20 @@ def test_only_what_is_trained_changes_and_is_kept(
 def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(
     drafter_folder: Path, tmp_path: Path
 ) -> None:
-    one = Learner(drafter_folder, trained="all")
+    one = ModelTrainer(drafter_folder, trained="all")
     for _ in range(5):
         one.step(packed())
     one.save(tmp_path / "c.safetensors")
-    other = Learner(drafter_folder, trained="all")
+    other = ModelTrainer(drafter_folder, trained="all")
     assert other.resume(tmp_path / "c.safetensors")
     assert (other.num_steps, other.num_tokens) == (5, one.num_tokens)
-    assert (other.course.num_steps, other.course.late) == (5, one.course.late)
-    for learner in (one, other):
-        learner.step(packed())
-    torch.testing.assert_close(one.loss_of(packed()), other.loss_of(packed()))
+    assert (other.loss_tracker.num_steps, other.loss_tracker.smoothed) == (
+        5,
+        one.loss_tracker.smoothed,
+    )
+    for model_trainer in (one, other):
+        model_trainer.step(packed())
+    torch.testing.assert_close(one.compute_loss(packed()), other.compute_loss(packed()))
 
 
 @pytest.mark.parametrize("content", [b"", b"half a file", None])
@@ -72,36 +75,38 @@ def test_a_checkpoint_that_cannot_be_read_is_not_missed(
 ) -> None:
     if content is not None:
         (tmp_path / "c.safetensors").write_bytes(content)
-    assert not Learner(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+    assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
 
 
 def test_a_checkpoint_of_other_tensors_is_not_gone_on_with(
     drafter_folder: Path, tmp_path: Path
 ) -> None:
-    Learner(drafter_folder, trained="layers").save(tmp_path / "c.safetensors")
-    assert not Learner(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+    ModelTrainer(drafter_folder, trained="layers").save(tmp_path / "c.safetensors")
+    assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
 
 
 def test_weights_that_were_made_elsewhere_are_gone_on_from(
     drafter_folder: Path, tmp_path: Path
 ) -> None:
-    one, other = (Learner(drafter_folder, trained="all") for _ in range(2))
+    one, other = (ModelTrainer(drafter_folder, trained="all") for _ in range(2))
     for _ in range(40):
         one.step(packed())
     one.write_drafter(tmp_path / "d.safetensors")
     other.adopt(tmp_path / "d.safetensors")
-    torch.testing.assert_close(one.loss_of(packed()), other.loss_of(packed()))
+    torch.testing.assert_close(one.compute_loss(packed()), other.compute_loss(packed()))
 
 
 def test_what_could_have_come_is_learned_beside_what_did(drafter_folder: Path) -> None:
     """Every response begins with 6, and they say that three in four would begin with 7."""
-    learner = Learner(drafter_folder, trained="all")
-    often = [Ranked(6, math.log(0.25), 2), Ranked(7, math.log(0.75), 1)]
-    told = Sample(version="v", prompt=[3, 4, 5], response=[6], likeliest=as_text(recorded([often])))
-    row = pack(lambda: told, 32)
+    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    often = [TokenLogprob(6, math.log(0.25), 2), TokenLogprob(7, math.log(0.75), 1)]
+    sent = Sample(
+        version="v", prompt=[3, 4, 5], response=[6], top_logprobs=encode_top_k(top_k_of([often]))
+    )
+    row = pack(lambda: sent, 32)
     for _ in range(100):
-        learner.step(row)
-    learner.write_drafter(drafter_folder / "model.safetensors")
+        model_trainer.step(row)
+    model_trainer.write_drafter(drafter_folder / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(drafter_folder)
     said = model(torch.tensor([[3, 4, 5]])).logits[0, -1].detach().softmax(-1)
     assert said[7] == pytest.approx(0.75, abs=0.05)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.packing import IGNORED, pack
-from engine.drafter.trainer.soft_targets import KEPT, as_text, recorded
-from engine.protocol import Ranked
+from engine.drafter.trainer.packing import IGNORE_INDEX, pack
+from engine.drafter.trainer.soft_targets import TOP_K, encode_top_k, top_k_of
+from engine.protocol import TokenLogprob
 
 SAMPLES = [
     Sample(version="v", prompt=[1, 2, 3], response=[4, 5]),
@@ -20,7 +20,7 @@ SAMPLES = [
 def test_labels_are_what_comes_next_in_a_response_and_nothing_else() -> None:
     packed = pack(iter(SAMPLES * 2).__next__, 9)
     assert packed.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    none = IGNORED
+    none = IGNORE_INDEX
     assert packed.labels_T.tolist() == [none, none, 4, 5, none, 7, 8, 9, none]
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
 
@@ -38,28 +38,28 @@ def test_what_is_longer_than_a_row_loses_the_far_ends(prompt: int, response: int
     )
     packed = pack(lambda: sample, 16)
     assert len(packed.tokens_T) == 16
-    kept = packed.labels_T[packed.labels_T != IGNORED].tolist()
+    kept = packed.labels_T[packed.labels_T != IGNORE_INDEX].tolist()
     assert kept == list(range(100, 100 + min(response, 15)))
 
 
 def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) -> None:
-    from engine.drafter.trainer.model_trainer import Learner
+    from engine.drafter.trainer.model_trainer import ModelTrainer
 
-    learner = Learner(drafter_folder, trained="all")
-    together = learner.loss_of(pack(iter(SAMPLES * 2).__next__, 9))
-    alone = [learner.loss_of(pack(itertools.repeat(s, 2).__next__, 5)) for s in SAMPLES]
+    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    together = model_trainer.compute_loss(pack(iter(SAMPLES * 2).__next__, 9))
+    alone = [model_trainer.compute_loss(pack(itertools.repeat(s, 2).__next__, 5)) for s in SAMPLES]
     torch.testing.assert_close(together * 5, alone[0] * 2 + alone[1] * 3)
 
 
 def test_the_likeliest_stand_where_the_token_that_came_is_foretold() -> None:
     """Of the second sample alone they were recorded, and it is cut short as its response is."""
-    text = as_text(recorded([[Ranked(token, -1.0, 1)] for token in (7, 8, 9)]))
-    known = Sample(version="v", prompt=[6], response=[7, 8, 9], likeliest=text)
-    assert pack(iter(SAMPLES * 2).__next__, 9).soft is None
-    packed = pack(iter([SAMPLES[0], known, known]).__next__, 9)
-    assert packed.soft is not None
-    assert packed.labels_T[packed.soft.places_R].tolist() == [7, 8, 9]
-    assert packed.soft.tokens_RK.tolist() == [[token] * KEPT for token in (7, 8, 9)]
-    cut = pack(lambda: known, 3).soft
+    text = encode_top_k(top_k_of([[TokenLogprob(token, -1.0, 1)] for token in (7, 8, 9)]))
+    acceptance = Sample(version="v", prompt=[6], response=[7, 8, 9], top_logprobs=text)
+    assert pack(iter(SAMPLES * 2).__next__, 9).soft_targets is None
+    packed = pack(iter([SAMPLES[0], acceptance, acceptance]).__next__, 9)
+    assert packed.soft_targets is not None
+    assert packed.labels_T[packed.soft_targets.positions_R].tolist() == [7, 8, 9]
+    assert packed.soft_targets.tokens_RK.tolist() == [[token] * TOP_K for token in (7, 8, 9)]
+    cut = pack(lambda: acceptance, 3).soft_targets
     assert cut is not None
     assert cut.tokens_RK[:, 0].tolist() == [7, 8]

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.counters import Counted, Pair
+from engine.drafter.counters import PairSnapshot, Snapshot
 from engine.drafter.service.ab_test import WINDOW_DRAFTS
-from engine.drafter.service.checkpoint_dir import FIRST, Folder
-from engine.drafter.service.promotion import Contest
+from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
+from engine.drafter.service.promotion import DrafterPromotion
 from engine.errors import DrafterRefused
-from engine.speculation.counters import Counts
+from engine.speculation.counters import Counters
 
 
-class SlowDisk(Folder):
+class SlowDisk(DrafterDir):
     """Files come from another disk, for as long as `arriving` is not set."""
 
     arriving: threading.Event
 
-    def bring(self, source: Path) -> Path:
+    def import_file(self, source: Path) -> Path:
         self.arriving.wait()
-        return super().bring(source)
+        return super().import_file(source)
 
 
 @dataclass
@@ -43,11 +43,11 @@ class Workers:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[SlowDisk]:
-    def write_first(start: Path) -> None:
+    def write_initial(start: Path) -> None:
         start.mkdir()
         (start / "model.safetensors").write_bytes(b"first")
 
-    folder = SlowDisk(tmp_path / "kept", "name", write_first)
+    folder = SlowDisk(tmp_path / "kept", "name", write_initial)
     folder.arriving = threading.Event()
     folder.arriving.set()
     yield folder
@@ -60,14 +60,14 @@ def workers() -> Workers:
 
 
 @pytest.fixture
-def contest(folder: SlowDisk, workers: Workers) -> Contest:
-    return Contest(folder, workers.load, workers.adopted.append)
+def promotion(folder: SlowDisk, workers: Workers) -> DrafterPromotion:
+    return DrafterPromotion(folder, workers.load, workers.adopted.append)
 
 
 @pytest.fixture
-def brought(tmp_path: Path) -> Path:
-    file = tmp_path / "brought"
-    file.write_bytes(b"brought")
+def imported(tmp_path: Path) -> Path:
+    file = tmp_path / "imported"
+    file.write_bytes(b"imported")
     return file
 
 
@@ -78,13 +78,13 @@ class Traffic:
         self._rates = rates
         self._windows = dict.fromkeys(rates, 0)
 
-    def window(self, serving: str) -> Counted:
+    def window(self, serving: str) -> Snapshot:
         self._windows[serving] += 1
-        return Counted(
+        return Snapshot(
             serving=serving,
-            speculation=Counts().read(),
+            speculation=Counters().read(),
             pairs=[
-                Pair(
+                PairSnapshot(
                     drafter=name,
                     weights="v0",
                     drafted=drafted,
@@ -98,94 +98,100 @@ class Traffic:
         )
 
 
-async def tried(contest: Contest, workers: Workers, traffic: Traffic) -> None:
-    await contest.turn(None)
-    while contest.challenger is not None:
-        await contest.turn(traffic.window(workers.loaded[-1]))
+async def tried(promotion: DrafterPromotion, workers: Workers, traffic: Traffic) -> None:
+    await promotion.poll(None)
+    while promotion.candidate_version is not None:
+        await promotion.poll(traffic.window(workers.loaded[-1]))
 
 
 async def test_one_that_does_better_stays_and_its_file_is_gone_on_from(
-    contest: Contest, workers: Workers, folder: Folder, brought: Path
+    promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
-    await contest.offer(brought, "mine")
-    await tried(contest, workers, Traffic(mine=0.6, **{FIRST: 0.5}))
-    assert (contest.serving, folder.serving, contest.outcomes) == ("mine", "mine", {"promoted": 1})
-    assert folder.file("mine").read_bytes() == b"brought"
-    assert not folder.file(FIRST).exists()
+    await promotion.submit(imported, "mine")
+    await tried(promotion, workers, Traffic(mine=0.6, **{INITIAL_VERSION: 0.5}))
+    assert (promotion.serving, folder.serving, promotion.outcomes) == (
+        "mine",
+        "mine",
+        {"promoted": 1},
+    )
+    assert folder.file("mine").read_bytes() == b"imported"
+    assert not folder.file(INITIAL_VERSION).exists()
     assert workers.adopted == [folder.file("mine")]
 
 
 async def test_one_that_does_worse_leaves_nothing(
-    contest: Contest, workers: Workers, folder: Folder, brought: Path
+    promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
-    await contest.offer(brought, "mine")
-    await tried(contest, workers, Traffic(mine=0.4, **{FIRST: 0.5}))
-    assert (contest.serving, contest.outcomes) == (FIRST, {"rolled_back": 1})
-    assert workers.loaded[-1] == FIRST
+    await promotion.submit(imported, "mine")
+    await tried(promotion, workers, Traffic(mine=0.4, **{INITIAL_VERSION: 0.5}))
+    assert (promotion.serving, promotion.outcomes) == (INITIAL_VERSION, {"rolled_back": 1})
+    assert workers.loaded[-1] == INITIAL_VERSION
     assert not folder.file("mine").exists()
 
 
 async def test_one_that_cannot_be_loaded_is_sent_away(
-    contest: Contest, workers: Workers, folder: Folder, brought: Path
+    promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
     workers.broken.add("mine")
-    await contest.offer(brought, "mine")
-    await contest.turn(None)
-    assert (contest.challenger, contest.outcomes) == (None, {"failed": 1})
+    await promotion.submit(imported, "mine")
+    await promotion.poll(None)
+    assert (promotion.candidate_version, promotion.outcomes) == (None, {"failed": 1})
     assert not folder.file("mine").exists()
 
 
-@pytest.mark.parametrize("version", [FIRST, "training", "trained-3", "published-3"])
-async def test_names_of_our_own_are_refused(contest: Contest, brought: Path, version: str) -> None:
+@pytest.mark.parametrize("version", [INITIAL_VERSION, "training", "trained-3", "published-3"])
+async def test_names_of_our_own_are_refused(
+    promotion: DrafterPromotion, imported: Path, version: str
+) -> None:
     with pytest.raises(DrafterRefused, match="name"):
-        await contest.offer(brought, version)
-    assert brought.exists()
+        await promotion.submit(imported, version)
+    assert imported.exists()
 
 
 async def test_one_that_was_trained_here_waits_behind_one_that_was_brought(
-    contest: Contest, folder: Folder, brought: Path
+    promotion: DrafterPromotion, folder: DrafterDir, imported: Path
 ) -> None:
     def trained(num_steps: int) -> Path:
         file = folder.path / f"published-{num_steps}.safetensors"
         file.write_bytes(b"trained")
         return file
 
-    contest.published(trained(1), 1)
-    contest.published(trained(2), 2)
-    assert contest.challenger == "trained-2"
+    promotion.published(trained(1), 1)
+    promotion.published(trained(2), 2)
+    assert promotion.candidate_version == "trained-2"
     assert not folder.file("trained-1").exists()
-    await contest.offer(brought, "mine")
-    assert contest.challenger == "mine"
-    contest.published(trained(3), 3)
-    assert contest.challenger == "mine"
+    await promotion.submit(imported, "mine")
+    assert promotion.candidate_version == "mine"
+    promotion.published(trained(3), 3)
+    assert promotion.candidate_version == "mine"
     files = {file.name for file in folder.path.glob("*.safetensors")}
-    assert files == {f"{FIRST}.safetensors", "mine.safetensors"}
+    assert files == {f"{INITIAL_VERSION}.safetensors", "mine.safetensors"}
 
 
 async def test_while_a_file_comes_from_another_disk_all_else_goes_on(
-    contest: Contest, folder: SlowDisk, brought: Path, tmp_path: Path
+    promotion: DrafterPromotion, folder: SlowDisk, imported: Path, tmp_path: Path
 ) -> None:
     """It is moved in a thread: this one would otherwise wait for itself."""
     folder.arriving.clear()
-    coming = asyncio.create_task(contest.offer(brought, "mine"))
+    coming = asyncio.create_task(promotion.submit(imported, "mine"))
     await asyncio.sleep(0)
-    await contest.turn(None)
+    await promotion.poll(None)
     other = tmp_path / "other"
     other.write_bytes(b"other")
     with pytest.raises(DrafterRefused, match="another"):
-        await contest.offer(other, "theirs")
-    assert contest.challenger is None
+        await promotion.submit(other, "theirs")
+    assert promotion.candidate_version is None
     folder.arriving.set()
     await coming
-    assert contest.challenger == "mine"
+    assert promotion.candidate_version == "mine"
     assert not list(folder.path.glob("*.part"))
 
 
 async def test_one_whose_file_does_not_come_keeps_nobody_out(
-    contest: Contest, folder: Folder, brought: Path, tmp_path: Path
+    promotion: DrafterPromotion, folder: DrafterDir, imported: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        await contest.offer(tmp_path / "gone", "mine")
+        await promotion.submit(tmp_path / "gone", "mine")
     assert not list(folder.path.glob("*.part"))
-    await contest.offer(brought, "mine")
-    assert contest.challenger == "mine"
+    await promotion.submit(imported, "mine")
+    assert promotion.candidate_version == "mine"

@@ -1,7 +1,7 @@
 """What a drafter learns from: the newest, and long ones of before."""
 
 from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.replay_buffer import Buffer
+from engine.drafter.trainer.replay_buffer import ReplayBuffer
 
 
 def said(version: str, length: int) -> Sample:
@@ -9,7 +9,7 @@ def said(version: str, length: int) -> Sample:
 
 
 def test_the_oldest_make_room_for_the_newest() -> None:
-    buffer = Buffer(newest_tokens=100, long_tokens=0)
+    buffer = ReplayBuffer(max_recent_tokens=100, max_long_tokens=0)
     for length in range(1, 40):
         buffer.add(said("v0", length))
     drawn = {len(buffer.draw().response) for _ in range(200)}
@@ -18,7 +18,7 @@ def test_the_oldest_make_room_for_the_newest() -> None:
 
 
 def test_long_responses_of_earlier_versions_are_kept_among_the_new_ones() -> None:
-    buffer = Buffer(newest_tokens=1000, long_tokens=120)
+    buffer = ReplayBuffer(max_recent_tokens=1000, max_long_tokens=120)
     for length in (5, 40, 6, 30, 7):
         buffer.add(said("v0", length))
     for _ in range(20):
@@ -30,7 +30,7 @@ def test_long_responses_of_earlier_versions_are_kept_among_the_new_ones() -> Non
 
 
 def test_several_earlier_versions_share_the_room() -> None:
-    buffer = Buffer(newest_tokens=1000, long_tokens=100)
+    buffer = ReplayBuffer(max_recent_tokens=1000, max_long_tokens=100)
     for version in ("v0", "v1", "v2"):
         for _ in range(10):
             buffer.add(said(version, 18))
@@ -40,6 +40,6 @@ def test_several_earlier_versions_share_the_room() -> None:
 
 
 def test_a_response_without_tokens_is_nothing_to_learn_from() -> None:
-    buffer = Buffer()
+    buffer = ReplayBuffer()
     buffer.add(said("v0", 0))
     assert len(buffer) == buffer.num_received == 0

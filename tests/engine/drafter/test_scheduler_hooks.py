@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.drafter.core import scheduler_hooks as module
-from engine.drafter.core.draft_length import HELD, NEW_PROBES
+from engine.drafter.core.draft_length import HOLD_STEPS, INITIAL_PROBES
 from engine.runtime.guard import FeatureState
-from engine.speculation.request_slots import NO_DRAFTS
+from engine.speculation.request_slots import NO_DRAFTS_ARG
 from tests.engine.drafter.fake_scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
 
 
@@ -64,7 +64,7 @@ def test_a_length_is_held_so_that_steps_can_be_timed() -> None:
     lengths = steps(scheduler, 400)
     changes = [place for place in range(1, 400) if lengths[place] != lengths[place - 1]]
     assert all(
-        later - earlier >= HELD for earlier, later in zip(changes, changes[1:], strict=False)
+        later - earlier >= HOLD_STEPS for earlier, later in zip(changes, changes[1:], strict=False)
     )
     assert drafting.length.controller.gain_ratio > 1.5
 
@@ -75,7 +75,7 @@ def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
     steps(scheduler, 40)
     versions.weights = "v1"
     steps(scheduler, 40)
-    drafting.serves("d1", on_trial=True)
+    drafting.set_drafter("d1", on_trial=True)
     steps(scheduler, 40)
     counted = drafting.read()
     assert [(p["drafter"], p["weights"]) for p in counted["pairs"]] == [
@@ -100,20 +100,20 @@ def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
 def test_a_drafter_on_trial_drafts_in_every_step() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting = drafting_over(scheduler)
-    steps(scheduler, 2 * HELD * NEW_PROBES)
+    steps(scheduler, 2 * HOLD_STEPS * INITIAL_PROBES)
     assert 0 in steps(scheduler, 20)
-    drafting.serves("d1", on_trial=True)
-    steps(scheduler, HELD)
+    drafting.set_drafter("d1", on_trial=True)
+    steps(scheduler, HOLD_STEPS)
     assert set(steps(scheduler, 200)) == {1}
-    drafting.serves("d0", on_trial=False)
-    steps(scheduler, 2 * HELD * NEW_PROBES)
+    drafting.set_drafter("d0", on_trial=False)
+    steps(scheduler, 2 * HOLD_STEPS * INITIAL_PROBES)
     assert 0 in steps(scheduler, 20)
 
 
 def test_no_drafts_get_a_seed_a_refusal_and_what_lies_beyond_the_end() -> None:
     scheduler = Scheduler()
     scheduler.add("seeded", seed=3)
-    scheduler.add("refused", **{NO_DRAFTS: True})
+    scheduler.add("refused", **{NO_DRAFTS_ARG: True})
     scheduler.add("plain")
     scheduler.add("ending")
     scheduler.requests["ending"].max_tokens = 3
@@ -146,7 +146,7 @@ def test_what_fails_here_drafts_nothing_and_harms_nobody() -> None:
     drafting = drafting_over(scheduler)
     steps(scheduler, 100)
     del drafting.length.controller
-    steps(scheduler, HELD + 1)
+    steps(scheduler, HOLD_STEPS + 1)
     assert set(steps(scheduler, 50)) == {0}
     assert not module.FEATURE.state.on
 
@@ -158,25 +158,25 @@ def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
     gained = drafting.length.controller.gain_ratio
     scheduler.now += 3600
     scheduler.running.clear()
-    drafting.before()
+    drafting.before_schedule()
     assert drafting.length.controller.gain_ratio == gained
 
 
 def test_where_graphs_are_planned_only_their_lengths_are_drafted_while_they_have_room() -> None:
-    for most_samples, longest in (
+    for max_samples, max_draft_tokens in (
         ({0: 64, 2: ROWS, LONGEST: ROWS - 1}, 2),
         ({0: 64, 3: ROWS}, 3),
         ({0: 64, 2: ROWS - 1}, 0),
     ):
         scheduler = with_rows(Scheduler())
-        drafting_over(scheduler, most_samples=most_samples)
+        drafting_over(scheduler, max_samples=max_samples)
         steps(scheduler, 400)
-        assert set(steps(scheduler, 100)) <= {0, longest}
-        assert scheduler.lengths[-100:].count(longest) > 90
+        assert set(steps(scheduler, 100)) <= {0, max_draft_tokens}
+        assert scheduler.lengths[-100:].count(max_draft_tokens) > 90
 
 
 def test_where_graphs_are_planned_a_probe_is_the_shortest_of_them() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
-    drafting_over(scheduler, most_samples={0: 64, 2: ROWS, LONGEST: ROWS})
+    drafting_over(scheduler, max_samples={0: 64, 2: ROWS, LONGEST: ROWS})
     steps(scheduler, 600)
     assert set(steps(scheduler, 2048)) == {0, 2}

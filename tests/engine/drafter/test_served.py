@@ -12,7 +12,7 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import WeightsRefused
 from coppice.wire.drafter import DrafterAnswer
-from engine.drafter.service.model_init import write_fresh
+from engine.drafter.service.model_init import write_random_model
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.random_models import random_tensors, write_model
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PROMPTS = ["Compute 12+34.\n", "Compute 7*8+9.\n", "Compute 15+27+33.\n", "Compute 4*19-7.\n"]
 # What trains has the least priority: beside other tests it gets what they leave.
-PATIENCE_SECONDS = 900
+TIMEOUT_SECONDS = 900
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def _traffic(rollouts: AsyncRollouts) -> None:
 
 
 async def until(rollouts: AsyncRollouts, reached: Callable[[DrafterAnswer], bool]) -> DrafterAnswer:
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while not reached(answer := await rollouts.drafter()):
             await asyncio.sleep(0.25)
     return answer
@@ -102,5 +102,5 @@ def untrained(tmp_path: Path) -> Path:
     """The same shapes, from nothing."""
     [folder] = (tmp_path / "drafters").iterdir()
     config = json.loads((folder / "start" / "config.json").read_text())
-    write_fresh(tmp_path / "untrained", config)
+    write_random_model(tmp_path / "untrained", config)
     return tmp_path / "untrained" / "model.safetensors"

@@ -7,32 +7,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drafter.trainer.soft_targets import KEPT, as_text, from_text, recorded
-from engine.io.vllm_types import Pending
-from engine.protocol import Completion, Place, Ranked, SampleRequest, Sampling
+from engine.drafter.trainer.soft_targets import TOP_K, decode_top_k, encode_top_k, top_k_of
+from engine.io.vllm_types import PendingSample
+from engine.protocol import Completion, SampleRequest, Sampling, TokenLogprob, TopLogprobs
 
-CERTAIN: Place = [Ranked(5, 0.0, 1), Ranked(5, 0.0, 1)]
-UNSURE: Place = [Ranked(9, math.log(0.1), 3), Ranked(4, math.log(0.6), 1), Ranked(2, -1.5, 2)]
+CERTAIN: TopLogprobs = [TokenLogprob(5, 0.0, 1), TokenLogprob(5, 0.0, 1)]
+UNSURE: TopLogprobs = [
+    TokenLogprob(9, math.log(0.1), 3),
+    TokenLogprob(4, math.log(0.6), 1),
+    TokenLogprob(2, -1.5, 2),
+]
 
 
 def test_a_token_counts_once_and_the_likeliest_come_first() -> None:
-    found = recorded([CERTAIN, UNSURE])
-    assert found.tokens[0].tolist() == [5] * KEPT
-    assert found.masses[0].tolist() == [1.0] + [0.0] * (KEPT - 1)
-    assert found.tokens[1].tolist() == [4, 2, 9] + [4] * (KEPT - 3)
-    assert found.masses[1, :3] == pytest.approx([0.6, math.exp(-1.5), 0.1])
-    assert not found.masses[1, 3:].any()
+    found = top_k_of([CERTAIN, UNSURE])
+    assert found.tokens[0].tolist() == [5] * TOP_K
+    assert found.probs[0].tolist() == [1.0] + [0.0] * (TOP_K - 1)
+    assert found.tokens[1].tolist() == [4, 2, 9] + [4] * (TOP_K - 3)
+    assert found.probs[1, :3] == pytest.approx([0.6, math.exp(-1.5), 0.1])
+    assert not found.probs[1, 3:].any()
 
 
 def test_of_many_the_likeliest_are_kept() -> None:
-    many = [Ranked(token, -0.1 * token - 2, token + 1) for token in range(50)]
-    found = recorded([[many[40], *many]])
-    assert found.tokens[0].tolist() == list(range(KEPT))
+    many = [TokenLogprob(token, -0.1 * token - 2, token + 1) for token in range(50)]
+    found = top_k_of([[many[40], *many]])
+    assert found.tokens[0].tolist() == list(range(TOP_K))
 
 
 def test_what_travels_is_what_was_recorded() -> None:
-    found = recorded([CERTAIN, UNSURE])
-    for sent, come in zip(found, from_text(as_text(found)), strict=True):
+    found = top_k_of([CERTAIN, UNSURE])
+    for sent, come in zip(found, decode_top_k(encode_top_k(found)), strict=True):
         np.testing.assert_array_equal(sent, come)
 
 
@@ -69,8 +73,8 @@ class Output:
     ("asked", "told", "answered"),
     [
         ({}, False, False),
-        ({"num_likeliest": 2}, True, True),
-        ({"entropy_over": 2}, True, False),
+        ({"num_top_logprobs": 2}, True, True),
+        ({"entropy_top_k": 2}, True, False),
     ],
 )
 async def test_whoever_learns_is_told_of_them_wherever_they_were_recorded(
@@ -78,10 +82,10 @@ async def test_whoever_learns_is_told_of_them_wherever_they_were_recorded(
 ) -> None:
     heard: list[Completion] = []
     request = SampleRequest(id="a", prompt_token_ids=[1], sampling=Sampling(max_tokens=2), **asked)
-    completion = await Pending(Output(), request, heard.append)
+    completion = await PendingSample(Output(), request, heard.append)
     places = [
         [(5, -0.1, 1), (5, -0.1, 1), (6, -3.0, 2)],
         [(7, -2.0, 2), (8, -0.5, 1), (7, -2.0, 2)],
     ]
-    assert heard[0].likeliest == (places if told else None)
-    assert completion.likeliest == (places if answered else None)
+    assert heard[0].top_logprobs == (places if told else None)
+    assert completion.top_logprobs == (places if answered else None)

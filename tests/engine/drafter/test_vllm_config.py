@@ -8,7 +8,7 @@ from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import decode, mixed
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
-from engine.speculation.lifecycle import resolved
+from engine.speculation.lifecycle import resolve_mode
 from tests.engine.seedling import MODEL, settings
 
 DRAFTER = SpeculationSettings(mode="drafter", drafter=Path("/drafter"), longest_draft=5)
@@ -56,5 +56,5 @@ def test_where_graphs_are_planned_it_is_told_of_their_lengths(
 
 
 def test_layers_that_are_dealt_out_have_no_drafter() -> None:
-    assert resolved(DRAFTER, settings()) == DRAFTER
-    assert resolved(DRAFTER, settings(pipeline_parallel_size=2)).mode == "off"
+    assert resolve_mode(DRAFTER, settings()) == DRAFTER
+    assert resolve_mode(DRAFTER, settings(pipeline_parallel_size=2)).mode == "off"

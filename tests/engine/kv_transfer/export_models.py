@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.kv_transfer.vllm_config import CONNECTOR
-from engine.kv_types import ExportSlot, ExportWord, KvFormat
+from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from tests.arena import TestArena
 from tests.engine.random_models import HEAD_DIM, HEADS, HIDDEN, INNER, LAYERS, VOCAB
 from tests.engine.stepped_engine import LiveEngine
 
-COMMITTED, PENDING = [ExportWord.COMMITTED], [ExportWord.PENDING]
+COMMITTED, PENDING = [ExportStatus.COMMITTED], [ExportStatus.PENDING]
 Family = Literal["qwen3", "llama", "mistral"]
 EXPORTING: dict[str, Any] = {"kv_transfer_config": CONNECTOR, "max_num_batched_tokens": 64}
 
@@ -51,7 +51,7 @@ def kv_format(num_kv_heads: int, **changes: Any) -> KvFormat:
 def exporting(model: Path, **settings: Any) -> LiveEngine:
     """An engine that has found out how its cache is packed, as every start of ours makes it do."""
     engine = LiveEngine(model, **(EXPORTING | settings))
-    for answer in engine.rpc("coppice_prepare_exports"):
+    for answer in engine.rpc("coppice_prepare_kv_export"):
         assert isinstance(answer, dict), answer
     return engine
 
@@ -60,7 +60,7 @@ def reference(model: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
 
-def true_kv(model: Any, prompt: Sequence[int], num_tokens: int) -> torch.Tensor:
+def reference_kv(model: Any, prompt: Sequence[int], num_tokens: int) -> torch.Tensor:
     """[L, 2, H, T, D] of Hugging Face's own forward over the whole prompt."""
     with torch.inference_mode():
         cache = model(torch.tensor([list(prompt)]), use_cache=True).past_key_values
@@ -74,5 +74,5 @@ def exported(arena: TestArena, slot: ExportSlot) -> torch.Tensor:
     return torch.from_numpy(arena.data(slot)).view(getattr(torch, form.dtype)).view(shape)
 
 
-def worst(arena: TestArena, slot: ExportSlot, truth: torch.Tensor) -> float:
+def max_error(arena: TestArena, slot: ExportSlot, truth: torch.Tensor) -> float:
     return float((exported(arena, slot).float() - truth).abs().max())

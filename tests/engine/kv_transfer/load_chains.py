@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
 from service.kv_reuse.splice_load import build_load, prefill_lengths
 from tests.arena import TestArena
@@ -38,7 +38,7 @@ class Chains:
 
     def load(
         self, parts: Sequence[PromptSpan], *, chain: str, first_tokens: int, n: int = 1
-    ) -> Load | None:
+    ) -> KvLoad | None:
         """None where all of it is computed."""
         cut = spans(parts, first_tokens=first_tokens)
         kept = {i: self.segments[tuple(p.token_ids)] for i, p in enumerate(parts) if p.name}
@@ -49,7 +49,7 @@ class Chains:
     def submit(
         self,
         parts: Sequence[PromptSpan],
-        load: Load | None,
+        load: KvLoad | None,
         *,
         first_tokens: int,
         n: int = 1,

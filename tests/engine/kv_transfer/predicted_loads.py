@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.kv_types import ExportSlot, Load
+from engine.kv_types import ExportSlot, KvLoad
 from service.kv_reuse.anchor_selection import find_candidates, pairs_to_compare, select_anchors
 from service.kv_reuse.anchors import Anchor, AnchorContext
 from service.kv_reuse.cache_entry import CacheEntry, CacheKey
@@ -24,7 +24,7 @@ NAMES = (f"anchor-{i}" for i in itertools.count())
 
 
 @dataclass
-class Predicting:
+class PredictedLoads:
     engine: LiveEngine
     arena: TestArena
     anchors: list[Anchor] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Predicting:
         n: int = 1,
         threshold: float = 1.0,
         taken: bool = True,
-    ) -> Load:
+    ) -> KvLoad:
         """Not `taken` whole from an anchor of the same texts: predicted, but for the own text."""
         template, bases = template_of(parts), self._bases(parts)
         found = find_candidates(template, self.anchors)
@@ -66,12 +66,12 @@ class Predicting:
         choice = select_anchors(template, found, distances, threshold)
         assert choice is not None, "not shareable"
         pieces = load_pieces(template, bases, found, choice)
-        return Load(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
+        return KvLoad(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
 
     def submit(
         self,
         parts: Sequence[PromptSpan],
-        load: Load,
+        load: KvLoad,
         *,
         n: int = 1,
         salt: str | None = None,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_transfer.worker.arena import ArenaRefused, MappedArena
-from engine.kv_types import ExportWord
+from engine.kv_transfer.worker.arena import ArenaError, MappedArena
+from engine.kv_types import ExportStatus
 
 SIZE = 8192
 
@@ -29,7 +29,7 @@ def arena(path: Path) -> Iterator[MappedArena]:
 
 def test_what_is_written_is_in_the_file(arena: MappedArena, path: Path) -> None:
     arena.region(64, 3)[:] = 7
-    arena.put_word(SIZE - 8, ExportWord.COMMITTED)
+    arena.write_status(SIZE - 8, ExportStatus.COMMITTED)
     stored = path.read_bytes()
     assert stored[63:68] == bytes([0, 7, 7, 7, 0])
     assert stored[-8:] == (1).to_bytes(8, "little")
@@ -42,21 +42,21 @@ def test_what_is_written_is_in_the_file(arena: MappedArena, path: Path) -> None:
 def test_a_region_outside_or_aslant_is_refused(
     arena: MappedArena, offset: int, num_bytes: int
 ) -> None:
-    with pytest.raises(ArenaRefused):
+    with pytest.raises(ArenaError):
         arena.region(offset, num_bytes)
 
 
 @pytest.mark.parametrize("offset", [-8, SIZE, SIZE - 4, 12])
 def test_a_word_outside_or_aslant_is_refused(arena: MappedArena, path: Path, offset: int) -> None:
-    with pytest.raises(ArenaRefused):
-        arena.put_word(offset, ExportWord.COMMITTED)
+    with pytest.raises(ArenaError):
+        arena.write_status(offset, ExportStatus.COMMITTED)
     assert path.read_bytes() == bytes(SIZE)
 
 
 def test_a_file_that_has_shrunk_is_refused(arena: MappedArena, path: Path) -> None:
     os.truncate(path, SIZE // 2)
     arena.region(0, SIZE // 2)
-    with pytest.raises(ArenaRefused):
+    with pytest.raises(ArenaError):
         arena.region(64, SIZE // 2)
 
 
@@ -66,7 +66,7 @@ def test_a_file_with_holes_is_refused(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, 2**20)
     arena = MappedArena(str(path))
-    with pytest.raises(ArenaRefused, match="allocated"):
+    with pytest.raises(ArenaError, match="allocated"):
         arena.region(0, 64)
     arena.close()
 
@@ -76,5 +76,5 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path: Path, path: Path) -> None:
     link.symlink_to(path)
     empty.touch()
     for wrong in (link, empty, tmp_path / "missing"):
-        with pytest.raises(ArenaRefused):
+        with pytest.raises(ArenaError):
             MappedArena(str(wrong))

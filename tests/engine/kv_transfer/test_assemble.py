@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_transfer.cache_spec import CacheForm
-from engine.kv_transfer.params import Piece, Place, Seen
-from engine.kv_transfer.worker.assemble import Composer
+from engine.kv_transfer.cache_spec import CacheLayout
+from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
+from engine.kv_transfer.worker.assemble import SpanAssembler
 from engine.kv_transfer.worker.exports import Exports
 from kernels.kv_predict.predict import Observation
-from kernels.rope_shift.rope_params import Rotary, rotary_of
+from kernels.rope_shift.rope_params import RotaryParams, parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
-from tests.kernels.kv_predict_reference import slow_predicted, slow_weights
+from tests.kernels.kv_predict_reference import slow_predict, slow_weights
 
 LAYERS, HEADS, HEAD_DIM, NUM_TOKENS = 3, 2, 16, 12
 ROPES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ class Written:
         name = str(dtype).removeprefix("torch.")
         known = kv_format(HEADS, num_layers=LAYERS, head_dim=HEAD_DIM, dtype=name)
         self._arena, self._dtype = TestArena(path, known, num_bytes=2**18), dtype
-        self.form = CacheForm(
+        self.layout = CacheLayout(
             group=0,
             layers=tuple(map(str, range(LAYERS))),
             num_kv_heads=HEADS,
@@ -46,9 +46,9 @@ class Written:
             block_size=16,
             num_ranks=1,
         )
-        self.values: dict[Place, torch.Tensor] = {}
+        self.values: dict[ExportSlotParams, torch.Tensor] = {}
 
-    def place(self, *, like: Place | None = None) -> Place:
+    def place(self, *, like: ExportSlotParams | None = None) -> ExportSlotParams:
         """Nearly the same tokens as there: their distance is a token's, not all or nothing."""
         chance = torch.Generator().manual_seed(len(self.values))
         shape = (LAYERS, 2, HEADS, NUM_TOKENS, HEAD_DIM)
@@ -56,19 +56,19 @@ class Written:
         if like is not None:
             values = self.values[like].float() + 0.1 * values
         slot = self._arena.slot(NUM_TOKENS)
-        place = Place(**{**asdict(slot), "arena": str(slot.arena)})
+        place = ExportSlotParams(**{**asdict(slot), "arena": str(slot.arena)})
         self.values[place] = values.to(self._dtype)
         end = slot.offset + self._arena.num_bytes(NUM_TOKENS)
         self._arena.bytes[slot.offset : end] = self.values[place].view(torch.uint8).flatten()
         return place
 
-    def of(self, place: Place, skip: int, num_tokens: int) -> torch.Tensor:
-        return self.values[place][:, :, :, skip : skip + num_tokens].float()
+    def of(self, place: ExportSlotParams, token_offset: int, num_tokens: int) -> torch.Tensor:
+        return self.values[place][:, :, :, token_offset : token_offset + num_tokens].float()
 
 
-def together(written: Written, run: list[Piece], rotary: Rotary) -> torch.Tensor:
-    exports = Exports(written.form)
-    found = Composer(written.form, exports, range(HEADS)).together(run, rotary)
+def assemble(written: Written, run: list[LoadPieceParams], rotary: RotaryParams) -> torch.Tensor:
+    exports = Exports(written.layout)
+    found = SpanAssembler(written.layout, exports, range(HEADS)).assemble(run, rotary)
     exports.close()
     return found
 
@@ -79,28 +79,48 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Written]
 
 
 @pytest.fixture(params=ROPES)
-def rotary(request: pytest.FixtureRequest) -> Rotary:
-    return rotary_of(ROPES[request.param], HEAD_DIM)
+def rotary(request: pytest.FixtureRequest) -> RotaryParams:
+    return parse_rotary(ROPES[request.param], HEAD_DIM)
 
 
 @pytest.fixture
-def run(written: Written) -> list[Piece]:
+def run(written: Written) -> list[LoadPieceParams]:
     """Placed, predicted with bases, and predicted from what stands between."""
     source = written.place()
     bases = [written.place(like=source) for _ in range(3)]
     based = tuple(
-        Seen(real=written.place(), skip=3, shift=5 - i, base=base, base_skip=1, weight=1.0)
+        ObservedKvParams(
+            real=written.place(),
+            token_offset=3,
+            shift=5 - i,
+            base=base,
+            base_token_offset=1,
+            weight=1.0,
+        )
         for i, base in enumerate(bases)
     )
     flat = tuple(
-        Seen(real=written.place(), skip=i, shift=2 * i, base=None, base_skip=0, weight=weight)
+        ObservedKvParams(
+            real=written.place(),
+            token_offset=i,
+            shift=2 * i,
+            base=None,
+            base_token_offset=0,
+            weight=weight,
+        )
         for i, weight in enumerate((0.7, 0.3))
     )
-    plain = Piece(source=written.place(), skip=4, num_tokens=5, start=32, shift=28)
+    plain = LoadPieceParams(
+        source=written.place(), token_offset=4, num_tokens=5, start=32, shift=28
+    )
     return [
         plain,
-        Piece(source=source, skip=1, num_tokens=9, start=37, shift=36, observed=based),
-        Piece(source=flat[0].real, skip=0, num_tokens=4, start=46, shift=0, observed=flat),
+        LoadPieceParams(
+            source=source, token_offset=1, num_tokens=9, start=37, shift=36, observations=based
+        ),
+        LoadPieceParams(
+            source=flat[0].real, token_offset=0, num_tokens=4, start=46, shift=0, observations=flat
+        ),
     ]
 
 
@@ -113,38 +133,45 @@ def other_default() -> Iterator[None]:
     torch.set_default_dtype(usual)
 
 
-def meant(written: Written, piece: Piece, rotary: Rotary) -> torch.Tensor:
+def expected_kv(written: Written, piece: LoadPieceParams, rotary: RotaryParams) -> torch.Tensor:
     num = piece.num_tokens
-    source = written.of(piece.source, piece.skip, num)
+    source = written.of(piece.source, piece.token_offset, num)
     bases = [
-        None if seen.base is None else written.of(seen.base, seen.base_skip, num)
-        for seen in piece.observed
+        None if seen.base is None else written.of(seen.base, seen.base_token_offset, num)
+        for seen in piece.observations
     ]
     there = [base for base in bases if base is not None]
-    flat = torch.tensor([seen.weight for seen in piece.observed])[:, None, None].expand(-1, 2, num)
-    observed = [
+    flat = torch.tensor([seen.weight for seen in piece.observations])[:, None, None].expand(
+        -1, 2, num
+    )
+    observations = [
         Observation(
-            real=written.of(seen.real, seen.skip, num), shift=seen.shift, base=base, weights=weights
+            real=written.of(seen.real, seen.token_offset, num),
+            shift=seen.shift,
+            base=base,
+            weights=weights,
         )
         for seen, base, weights in zip(
-            piece.observed, bases, slow_weights(source, there) if there else flat, strict=True
+            piece.observations, bases, slow_weights(source, there) if there else flat, strict=True
         )
     ]
-    return slow_predicted(source, piece.shift, observed, rotary)
+    return slow_predict(source, piece.shift, observations, rotary)
 
 
-def test_a_run_is_that_of_the_slow_way(written: Written, rotary: Rotary, run: list[Piece]) -> None:
-    found = together(written, run, rotary)
-    expected = torch.cat([meant(written, piece, rotary) for piece in run], dim=3)
-    assert found.dtype == written.form.dtype
+def test_a_run_is_that_of_the_slow_way(
+    written: Written, rotary: RotaryParams, run: list[LoadPieceParams]
+) -> None:
+    found = assemble(written, run, rotary)
+    expected = torch.cat([expected_kv(written, piece, rotary) for piece in run], dim=3)
+    assert found.dtype == written.layout.dtype
     bound = 1e-5 if found.dtype == torch.float32 else 2**-5
     assert (found - expected).abs().max() < bound
 
 
 def test_it_is_computed_in_float32_whatever_the_default(
-    written: Written, run: list[Piece], other_default: None
+    written: Written, run: list[LoadPieceParams], other_default: None
 ) -> None:
-    rotary = rotary_of(ROPES["default"], HEAD_DIM)
-    found = together(written, run, rotary)
+    rotary = parse_rotary(ROPES["default"], HEAD_DIM)
+    found = assemble(written, run, rotary)
     torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, together(written, run, rotary))
+    assert torch.equal(found, assemble(written, run, rotary))

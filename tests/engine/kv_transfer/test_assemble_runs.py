@@ -8,28 +8,35 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_transfer.params import Piece, Place, Seen
-from engine.kv_transfer.worker.assemble import MOST_TOKENS, Composer, runs_of
+from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
+from engine.kv_transfer.worker.assemble import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
 from engine.kv_transfer.worker.exports import Exports
 from engine.kv_types import ExportSlot
-from kernels.rope_shift.rope_params import rotary_of
+from kernels.rope_shift.rope_params import parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
 from tests.engine.kv_transfer.test_loader_step import FORM
 
-SOURCE = Place(arena="/arena", offset=0, words_offset=0, num_tokens=10_000)
-SEEN = Seen(real=SOURCE, skip=5, shift=0, base=SOURCE, base_skip=0, weight=1.0)
+SOURCE = ExportSlotParams(arena="/arena", offset=0, status_offset=0, num_tokens=10_000)
+SEEN = ObservedKvParams(
+    real=SOURCE, token_offset=5, shift=0, base=SOURCE, base_token_offset=0, weight=1.0
+)
 
 
-def piece(start: int, num_tokens: int, *, predicted: bool = False) -> Piece:
-    observed = (SEEN,) if predicted else ()
-    return Piece(
-        source=SOURCE, skip=0, num_tokens=num_tokens, start=start, shift=0, observed=observed
+def piece(start: int, num_tokens: int, *, predicted: bool = False) -> LoadPieceParams:
+    observations = (SEEN,) if predicted else ()
+    return LoadPieceParams(
+        source=SOURCE,
+        token_offset=0,
+        num_tokens=num_tokens,
+        start=start,
+        shift=0,
+        observations=observations,
     )
 
 
-def spans(*pieces: Piece) -> list[list[tuple[int, int]]]:
-    return [[(part.start, part.end) for part in run] for run in runs_of(pieces, 32)]
+def spans(*pieces: LoadPieceParams) -> list[list[tuple[int, int]]]:
+    return [[(part.start, part.end) for part in run] for run in group_runs(pieces, 32)]
 
 
 def test_pieces_that_begin_with_a_block_are_written_alone() -> None:
@@ -65,27 +72,27 @@ def test_pieces_of_any_lengths_come_in_short_runs_or_alone(block: int) -> None:
                 piece(at, draw.choice([1, 7, 40, 300, 1500]), predicted=draw.random() < 0.5)
             )
             at = pieces[-1].end
-        runs = list(runs_of(pieces, block))
+        runs = list(group_runs(pieces, block))
         parts = [part for run in runs for part in run]
         assert [part.start for part in parts] == [begin, *(part.end for part in parts[:-1])]
         assert parts[-1].end == at
         assert all(run[0].start % block == 0 for run in runs)
         for run in runs:
-            if len(run) > 1 or run[0].observed:
-                assert run[-1].end - run[0].start <= max(MOST_TOKENS, block)
+            if len(run) > 1 or run[0].observations:
+                assert run[-1].end - run[0].start <= max(MAX_PREDICTED_TOKENS, block)
 
 
 def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
-    found = list(runs_of([piece(40, 1200, predicted=True)], 32))
+    found = list(group_runs([piece(40, 1200, predicted=True)], 32))
     cuts = [part.start for [part] in found]
-    assert cuts == [40, *range(MOST_TOKENS, 1240, MOST_TOKENS)]
+    assert cuts == [40, *range(MAX_PREDICTED_TOKENS, 1240, MAX_PREDICTED_TOKENS)]
     assert all(cut % 32 == 0 for cut in cuts[1:])
-    assert [run[0].observed[0].skip for run in found] == [5 + cut - 40 for cut in cuts]
+    assert [run[0].observations[0].token_offset for run in found] == [5 + cut - 40 for cut in cuts]
     assert found[-1][0].end == 1240
 
 
 def test_what_is_moved_whole_is_not_cut() -> None:
-    assert spans(piece(0, 4 * MOST_TOKENS)) == [[(0, 4 * MOST_TOKENS)]]
+    assert spans(piece(0, 4 * MAX_PREDICTED_TOKENS)) == [[(0, 4 * MAX_PREDICTED_TOKENS)]]
 
 
 def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None:
@@ -93,12 +100,12 @@ def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None
     arena = TestArena(tmp_path / "arena", kv_format(4))
     whole = replace(FORM, layers=("0", "1"), num_kv_heads=4, head_dim=arena.form.head_dim)
     run = a_run(arena)
-    rotary = rotary_of({"rope_theta": 10_000.0}, whole.head_dim)
+    rotary = parse_rotary({"rope_theta": 10_000.0}, whole.head_dim)
 
     def composed(num_ranks: int, rank: int) -> torch.Tensor:
         form = replace(whole, num_ranks=num_ranks)
         exports = Exports(form)
-        found = Composer(form, exports, form.heads_held_by(rank)).together(run, rotary)
+        found = SpanAssembler(form, exports, form.local_heads(rank)).assemble(run, rotary)
         exports.close()
         return found
 
@@ -107,7 +114,7 @@ def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None
     assert torch.equal(torch.cat([composed(2, rank) for rank in range(2)], dim=2), alone)
 
 
-def a_run(arena: TestArena) -> list[Piece]:
+def a_run(arena: TestArena) -> list[LoadPieceParams]:
     """A text that moves, one predicted from two others, and one from what was seen alone."""
     slots = [arena.slot(20) for _ in range(5)]
     draw = np.random.default_rng(0)
@@ -116,9 +123,11 @@ def a_run(arena: TestArena) -> list[Piece]:
         values = draw.standard_normal(num_bytes // 4).astype("<f4")
         arena.bytes[slot.offset : slot.offset + num_bytes] = values.view(np.uint8)
     base, *others = map(place_of, slots)
-    first = Piece(source=base, skip=2, num_tokens=10, start=0, shift=3)
+    first = LoadPieceParams(source=base, token_offset=2, num_tokens=10, start=0, shift=3)
     seen = [
-        Seen(real=real, skip=i, shift=7 * i, base=other, base_skip=i, weight=1.0)
+        ObservedKvParams(
+            real=real, token_offset=i, shift=7 * i, base=other, base_token_offset=i, weight=1.0
+        )
         for i, (real, other) in enumerate(zip(others[:2], others[2:], strict=True))
     ]
     alike = [
@@ -126,15 +135,15 @@ def a_run(arena: TestArena) -> list[Piece]:
     ]
     return [
         first,
-        replace(first, start=10, num_tokens=9, observed=tuple(seen)),
-        replace(first, start=19, num_tokens=5, observed=tuple(alike)),
+        replace(first, start=10, num_tokens=9, observations=tuple(seen)),
+        replace(first, start=19, num_tokens=5, observations=tuple(alike)),
     ]
 
 
-def place_of(slot: ExportSlot) -> Place:
-    return Place(
+def place_of(slot: ExportSlot) -> ExportSlotParams:
+    return ExportSlotParams(
         arena=str(slot.arena),
         offset=slot.offset,
-        words_offset=slot.words_offset,
+        status_offset=slot.status_offset,
         num_tokens=slot.num_tokens,
     )

@@ -41,59 +41,59 @@ def caches(*groups: tuple[list[str], Any]) -> Any:
 
 
 def test_plain_attention_is_exported_in_layer_order() -> None:
-    from engine.kv_transfer.cache_spec import cache_form
+    from engine.kv_transfer.cache_spec import cache_layout
 
-    form = cache_form(config(), caches((NAMES[::-1], plain())))
-    assert form.layers == tuple(NAMES)
-    assert (form.group, form.num_kv_heads, form.head_dim) == (0, 2, 64)
-    assert form.num_bytes(10) == NUM_LAYERS * 2 * 2 * 10 * 64 * 2
+    layout = cache_layout(config(), caches((NAMES[::-1], plain())))
+    assert layout.layers == tuple(NAMES)
+    assert (layout.group, layout.num_kv_heads, layout.head_dim) == (0, 2, 64)
+    assert layout.num_bytes(10) == NUM_LAYERS * 2 * 2 * 10 * 64 * 2
 
 
 def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
-    from engine.kv_transfer.cache_spec import cache_form
+    from engine.kv_transfer.cache_spec import cache_layout
 
-    form = cache_form(config(), caches((NAMES, plain())))
+    layout = cache_layout(config(), caches((NAMES, plain())))
     told = KvFormat(
-        num_layers=len(form.layers),
-        num_kv_heads=form.num_kv_heads,
-        head_dim=form.head_dim,
+        num_layers=len(layout.layers),
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
         dtype="bfloat16",
         rope={},
     )
-    assert LayoutFactory("model", told).of([0] * 77, "v1").data_bytes == form.num_bytes(77)
+    assert LayoutFactory("model", told).of([0] * 77, "v1").data_bytes == layout.num_bytes(77)
 
 
 def test_layers_of_a_draft_model_are_left_out() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    from engine.kv_transfer.cache_spec import cache_form
+    from engine.kv_transfer.cache_spec import cache_layout
 
     drafts = [f"draft_model.{name}" for name in NAMES[:1]]
     beside = caches((drafts, plain(head_size=32)), (NAMES, plain()))
-    assert cache_form(config(), beside).group == 1
+    assert cache_layout(config(), beside).group == 1
     specs = dict.fromkeys(NAMES, plain()) | dict.fromkeys(drafts, plain(num_kv_heads=4))
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
-    form = cache_form(config(), caches(([*drafts, *NAMES], uniform)))
-    assert form.layers == tuple(NAMES)
+    layout = cache_layout(config(), caches(([*drafts, *NAMES], uniform)))
+    assert layout.layers == tuple(NAMES)
     beyond = [*NAMES, f"model.layers.{NUM_LAYERS}.self_attn.attn"]
-    assert cache_form(config(), caches((beyond, plain()))).layers == tuple(NAMES)
+    assert cache_layout(config(), caches((beyond, plain()))).layers == tuple(NAMES)
 
 
 def test_heads_are_dealt_to_ranks_and_a_replica_writes_none() -> None:
-    from engine.kv_transfer.cache_spec import cache_form
+    from engine.kv_transfer.cache_spec import cache_layout
 
-    two = cache_form(config(tensor=2), caches((NAMES, plain(num_kv_heads=1))))
-    assert [list(two.heads_of(rank)) for rank in range(2)] == [[0], [1]]
-    four = cache_form(config(tensor=4), caches((NAMES, plain(num_kv_heads=1))))
-    assert [list(four.heads_of(rank)) for rank in range(4)] == [[0], [], [1], []]
+    two = cache_layout(config(tensor=2), caches((NAMES, plain(num_kv_heads=1))))
+    assert [list(two.heads_to_write(rank)) for rank in range(2)] == [[0], [1]]
+    four = cache_layout(config(tensor=4), caches((NAMES, plain(num_kv_heads=1))))
+    assert [list(four.heads_to_write(rank)) for rank in range(4)] == [[0], [], [1], []]
 
 
 @pytest.mark.parametrize("name", ["pipeline", "decode_context", "prefill_context"])
 def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match=name.replace("_", " ")):
-        cache_form(config(**{name: 2}), caches((NAMES, plain())))
+        cache_layout(config(**{name: 2}), caches((NAMES, plain())))
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
 def test_a_cache_that_is_more_than_keys_and_values_is_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match=reason):
-        cache_form(config(), caches((NAMES, plain(**changes))))
+        cache_layout(config(), caches((NAMES, plain(**changes))))
 
 
 def test_special_attention_is_refused_by_its_name() -> None:
     from vllm.v1 import kv_cache_interface as known
 
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
 
     common = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     for spec in (
@@ -132,15 +132,15 @@ def test_special_attention_is_refused_by_its_name() -> None:
         known.SinkFullAttentionSpec(**common, sink_len=4),
     ):
         with pytest.raises(UnsupportedCache, match=type(spec).__name__):
-            cache_form(config(), caches((NAMES, spec)))
+            cache_layout(config(), caches((NAMES, spec)))
 
 
 def test_layers_of_two_kinds_or_too_few_are_refused() -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_form
+    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match="several kinds"):
-        cache_form(config(), caches((NAMES[:1], plain()), (NAMES[1:], plain())))
+        cache_layout(config(), caches((NAMES[:1], plain()), (NAMES[1:], plain())))
     with pytest.raises(UnsupportedCache, match="2 of 3"):
-        cache_form(config(), caches((NAMES[:2], plain())))
+        cache_layout(config(), caches((NAMES[:2], plain())))
     with pytest.raises(UnsupportedCache, match="two caches"):
-        cache_form(config(), caches(([*NAMES, f"vision.{NAMES[0]}"], plain())))
+        cache_layout(config(), caches(([*NAMES, f"vision.{NAMES[0]}"], plain())))

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from engine.kv_transfer.worker.d2h_copy import Landing
+from engine.kv_transfer.worker.d2h_copy import CopyThread
 from engine.runtime.guard import Failure
 
 
@@ -22,11 +22,11 @@ class Transfer:
 
 
 def test_bytes_land_in_order_after_their_transfer_and_settle_waits() -> None:
-    landing, said = Landing(), list[Failure | None]()
+    copy_thread, said = CopyThread(), list[Failure | None]()
     transfers, outs = [Transfer(), Transfer()], [torch.zeros(3), torch.zeros(3)]
     for i, (transfer, out) in enumerate(zip(transfers, outs, strict=True)):
-        landing.land(torch.full((3,), i + 1.0), transfer, out, said.append)
-    waiting = threading.Thread(target=landing.settle)
+        copy_thread.submit(torch.full((3,), i + 1.0), transfer, out, said.append)
+    waiting = threading.Thread(target=copy_thread.flush)
     waiting.start()
     transfers[1].over.set()
     waiting.join(0.1)
@@ -39,15 +39,15 @@ def test_bytes_land_in_order_after_their_transfer_and_settle_waits() -> None:
 
 
 def test_a_transfer_that_fails_is_said_and_the_next_one_lands() -> None:
-    landing, said = Landing(), list[Failure | None]()
+    copy_thread, said = CopyThread(), list[Failure | None]()
     broken, whole, out = Transfer("lost"), Transfer(), torch.zeros(3)
     for transfer in (broken, whole):
         transfer.over.set()
-        landing.land(torch.ones(3), transfer, out, said.append)
-    landing.settle()
+        copy_thread.submit(torch.ones(3), transfer, out, said.append)
+    copy_thread.flush()
     assert said == [Failure("RuntimeError: lost"), None]
     assert out.tolist() == [1.0] * 3
 
 
 def test_nothing_under_way_settles_at_once() -> None:
-    Landing().settle()
+    CopyThread().flush()

@@ -16,10 +16,10 @@ from tests.engine.kv_transfer.export_models import (
     exported,
     exporting,
     kv_format,
+    max_error,
     reference,
+    reference_kv,
     save_model,
-    true_kv,
-    worst,
 )
 from tests.engine.seedling import MODEL as SEEDLING
 from tests.engine.upstream_defects import SPECULATION
@@ -53,7 +53,7 @@ def test_exports_equal_hugging_face(family: Family, num_kv_heads: int, tmp_path:
     truth = reference(model)
     for prompt, slot in zip(PROMPTS, slots, strict=True):
         assert arena.words(slot) == COMMITTED
-        assert worst(arena, slot, true_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
+        assert max_error(arena, slot, reference_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
     assert answers[-1].num_cached_tokens == 160
     arena.check()
 
@@ -76,26 +76,26 @@ def test_exports_equal_hugging_face_beside_drafts(tmp_path: Path) -> None:
     truth = reference(model)
     for prompt, slot in zip(prompts, slots, strict=True):
         assert arena.words(slot) == COMMITTED
-        assert worst(arena, slot, true_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
+        assert max_error(arena, slot, reference_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
     arena.check()
 
 
 def test_in_bfloat16_exports_are_as_near_as_hugging_face(tmp_path: Path) -> None:
     """Both round on their way; docs/models.md has the figures that this prints."""
     config = AutoConfig.from_pretrained(SEEDLING)
-    form = kv_format(
+    layout = kv_format(
         config.num_key_value_heads,
         num_layers=config.num_hidden_layers,
         head_dim=config.head_dim,
         dtype="bfloat16",
     )
-    arena, prompt = TestArena(tmp_path / "arena", form), [5 + i % 200 for i in range(300)]
+    arena, prompt = TestArena(tmp_path / "arena", layout), [5 + i % 200 for i in range(300)]
     slot = arena.slot(len(prompt) - 1)
     engine = exporting(SEEDLING, dtype="bfloat16")
     engine.finish(engine.submit(prompt, export=slot, max_tokens=2))
     engine.close()
-    truth = true_kv(reference(SEEDLING), prompt, len(prompt) - 1)
-    rounded = true_kv(reference(SEEDLING, torch.bfloat16), prompt, len(prompt) - 1)
+    truth = reference_kv(reference(SEEDLING), prompt, len(prompt) - 1)
+    rounded = reference_kv(reference(SEEDLING, torch.bfloat16), prompt, len(prompt) - 1)
     ours, theirs = exported(arena, slot).float() - truth, rounded - truth
     print(f"scale {truth.abs().max():.2f}")
     for name, error in {"exported": ours, "Hugging Face": theirs}.items():
@@ -122,9 +122,9 @@ def test_two_ranks_write_what_one_would(split: tuple[Path, Any, TestArena]) -> N
         for prompt, slot in zip(PROMPTS, slots, strict=True)
     ]
     engine.finish(*names)
-    assert engine.rpc("coppice_settle_exports") == [True, True]
+    assert engine.rpc("coppice_flush_exports") == [True, True]
     truth = reference(model)
     for prompt, slot in zip(PROMPTS, slots, strict=True):
         assert arena.words(slot) == COMMITTED * 2
-        assert worst(arena, slot, true_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
+        assert max_error(arena, slot, reference_kv(truth, prompt, len(prompt) - 1)) < TOLERANCE
     arena.check()

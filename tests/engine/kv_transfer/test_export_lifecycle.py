@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportSlot, ExportWord
+from engine.kv_types import ExportSlot, ExportStatus
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,
     PENDING,
     exporting,
     kv_format,
+    max_error,
     reference,
-    true_kv,
-    worst,
+    reference_kv,
 )
 from tests.engine.random_models import make_models
 from tests.engine.stepped_engine import LiveEngine
@@ -30,7 +30,7 @@ PROMPT = [(11 * i) % 500 for i in range(150)]  # three chunks
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     engine: LiveEngine
     arena: TestArena
     models: dict[str, Path]
@@ -40,8 +40,10 @@ class Scene:
         slot = self.arena.slot(len(prompt) - 1)
         return self.engine.submit(prompt, export=slot, **sampling), slot
 
-    def worst(self, slot: ExportSlot, prompt: list[int], version: str) -> float:
-        return worst(self.arena, slot, true_kv(self.truth[version], prompt, len(prompt) - 1))
+    def max_error(self, slot: ExportSlot, prompt: list[int], version: str) -> float:
+        return max_error(
+            self.arena, slot, reference_kv(self.truth[version], prompt, len(prompt) - 1)
+        )
 
     def request(self, name: str) -> Any:
         found = self.engine.core.scheduler.requests.values()
@@ -68,13 +70,13 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def scene(
+def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
-) -> Iterator[Scene]:
+) -> Iterator[Scenario]:
     """Serves v7 with nothing cached; every test leaves nothing tracked and a whole pool."""
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2))
-    yield Scene(shared, arena, models, truth)
+    yield Scenario(shared, arena, models, truth)
     arena.check()
     assert shared.core.scheduler.connector.planner.num_tracked == 0
     pool = shared.core.coppice_check_pool()
@@ -82,93 +84,93 @@ def scene(
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
 
 
-def test_it_is_whole_while_its_sample_still_decodes(scene: Scene) -> None:
-    name, slot = scene.submit(PROMPT, max_tokens=20)
-    scene.engine.step(2)
-    assert scene.arena.words(slot) == PENDING
-    scene.engine.step()
-    assert scene.arena.words(slot) == COMMITTED
-    assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
-    whole = scene.arena.data(slot)
-    scene.engine.finish(name)
-    assert (scene.arena.data(slot) == whole).all()
+def test_it_is_whole_while_its_sample_still_decodes(scenario: Scenario) -> None:
+    name, slot = scenario.submit(PROMPT, max_tokens=20)
+    scenario.engine.step(2)
+    assert scenario.arena.words(slot) == PENDING
+    scenario.engine.step()
+    assert scenario.arena.words(slot) == COMMITTED
+    assert scenario.max_error(slot, PROMPT, "v7") < TOLERANCE
+    whole = scenario.arena.data(slot)
+    scenario.engine.finish(name)
+    assert (scenario.arena.data(slot) == whole).all()
 
 
-def test_the_last_token_alone_is_not_waited_for(scene: Scene) -> None:
+def test_the_last_token_alone_is_not_waited_for(scenario: Scenario) -> None:
     """After two chunks of 64 only the token is missing that is not exported."""
     prompt = PROMPT[:129]
-    name, slot = scene.submit(prompt, max_tokens=2)
-    scene.engine.step(2)
-    assert scene.arena.words(slot) == COMMITTED
-    assert scene.worst(slot, prompt, "v7") < TOLERANCE
-    scene.engine.finish(name)
+    name, slot = scenario.submit(prompt, max_tokens=2)
+    scenario.engine.step(2)
+    assert scenario.arena.words(slot) == COMMITTED
+    assert scenario.max_error(slot, prompt, "v7") < TOLERANCE
+    scenario.engine.finish(name)
 
 
-def test_two_groups_with_one_prompt_each_get_it(scene: Scene) -> None:
-    (one, first), (other, second) = (scene.submit(PROMPT, max_tokens=3) for _ in "ab")
-    scene.engine.finish(one, other)
+def test_two_groups_with_one_prompt_each_get_it(scenario: Scenario) -> None:
+    (one, first), (other, second) = (scenario.submit(PROMPT, max_tokens=3) for _ in "ab")
+    scenario.engine.finish(one, other)
     for slot in (first, second):
-        assert scene.arena.words(slot) == COMMITTED
-        assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
+        assert scenario.arena.words(slot) == COMMITTED
+        assert scenario.max_error(slot, PROMPT, "v7") < TOLERANCE
 
 
-def test_a_preempted_prompt_is_exported_when_it_is_computed_anew(scene: Scene) -> None:
+def test_a_preempted_prompt_is_exported_when_it_is_computed_anew(scenario: Scenario) -> None:
     """Six others need a second block each while it is half computed: all twelve that there are."""
-    others = [scene.engine.submit([20 + i] * 30, max_tokens=30) for i in range(6)]
-    scene.engine.step(2)
-    name, slot = scene.submit(PROMPT, max_tokens=3)
-    request = scene.request(name)
+    others = [scenario.engine.submit([20 + i] * 30, max_tokens=30) for i in range(6)]
+    scenario.engine.step(2)
+    name, slot = scenario.submit(PROMPT, max_tokens=3)
+    request = scenario.request(name)
     while request.num_preemptions == 0:
-        scene.engine.step()
-        assert scene.arena.words(slot) == PENDING
-    scene.engine.finish(name, *others)
-    assert scene.arena.words(slot) == COMMITTED
-    assert scene.worst(slot, PROMPT, "v7") < TOLERANCE
+        scenario.engine.step()
+        assert scenario.arena.words(slot) == PENDING
+    scenario.engine.finish(name, *others)
+    assert scenario.arena.words(slot) == COMMITTED
+    assert scenario.max_error(slot, PROMPT, "v7") < TOLERANCE
 
 
-def test_a_prompt_aborted_half_way_is_never_exported(scene: Scene) -> None:
-    name, slot = scene.submit(PROMPT, max_tokens=3)
-    scene.engine.step()
-    scene.engine.abort(name)
-    assert scene.engine.rpc("coppice_settle_exports") == [True]
-    scene.engine.finish(scene.engine.submit(PROMPT, max_tokens=3))
-    assert scene.arena.words(slot) == PENDING
-    assert scene.arena.untouched(slot)
+def test_a_prompt_aborted_half_way_is_never_exported(scenario: Scenario) -> None:
+    name, slot = scenario.submit(PROMPT, max_tokens=3)
+    scenario.engine.step()
+    scenario.engine.abort(name)
+    assert scenario.engine.rpc("coppice_flush_exports") == [True]
+    scenario.engine.finish(scenario.engine.submit(PROMPT, max_tokens=3))
+    assert scenario.arena.words(slot) == PENDING
+    assert scenario.arena.untouched(slot)
 
 
-def test_a_prompt_that_two_versions_computed_is_refused(scene: Scene) -> None:
-    name, slot = scene.submit(PROMPT, max_tokens=3)
-    scene.engine.step()
-    scene.engine.swap(scene.models["v8"])
-    scene.engine.finish(name)
-    assert scene.arena.words(slot) == [ExportWord.MIXED_VERSION]
-    assert scene.arena.untouched(slot)
-    again, after = scene.submit(PROMPT, max_tokens=3)
-    scene.engine.finish(again)
-    assert scene.arena.words(after) == COMMITTED
-    assert scene.worst(after, PROMPT, "v8") < TOLERANCE
+def test_a_prompt_that_two_versions_computed_is_refused(scenario: Scenario) -> None:
+    name, slot = scenario.submit(PROMPT, max_tokens=3)
+    scenario.engine.step()
+    scenario.engine.swap(scenario.models["v8"])
+    scenario.engine.finish(name)
+    assert scenario.arena.words(slot) == [ExportStatus.MIXED_VERSION]
+    assert scenario.arena.untouched(slot)
+    again, after = scenario.submit(PROMPT, max_tokens=3)
+    scenario.engine.finish(again)
+    assert scenario.arena.words(after) == COMMITTED
+    assert scenario.max_error(after, PROMPT, "v8") < TOLERANCE
 
 
-def test_a_prompt_that_waited_for_the_new_weights_is_theirs(scene: Scene) -> None:
+def test_a_prompt_that_waited_for_the_new_weights_is_theirs(scenario: Scenario) -> None:
     """Computed before under the old ones, and found in no cache."""
-    scene.engine.ask(PROMPT, max_tokens=2)
-    name, slot = scene.submit(PROMPT, max_tokens=3)
-    scene.engine.swap(scene.models["v8"])
-    scene.engine.finish(name)
-    assert scene.arena.words(slot) == COMMITTED
-    assert scene.worst(slot, PROMPT, "v8") < TOLERANCE
+    scenario.engine.ask(PROMPT, max_tokens=2)
+    name, slot = scenario.submit(PROMPT, max_tokens=3)
+    scenario.engine.swap(scenario.models["v8"])
+    scenario.engine.finish(name)
+    assert scenario.arena.words(slot) == COMMITTED
+    assert scenario.max_error(slot, PROMPT, "v8") < TOLERANCE
 
 
 @pytest.mark.parametrize(("num_steps", "version"), [(1, "v8"), (3, "v7")])
 def test_a_prompt_that_is_computed_twice_is_exported_once(
-    scene: Scene, num_steps: int, version: str
+    scenario: Scenario, num_steps: int, version: str
 ) -> None:
     """Recomputed half-way it is the new weights', complete before it stays the old ones'."""
-    name, slot = scene.submit(PROMPT, max_tokens=30)
-    scene.engine.step(num_steps)
-    written = scene.arena.words(slot)
-    assert written == (COMMITTED if version == "v7" else PENDING)
-    scene.engine.swap(scene.models["v8"], recompute=True)
-    scene.engine.finish(name)
-    assert scene.arena.words(slot) == COMMITTED
-    assert scene.worst(slot, PROMPT, version) < TOLERANCE
+    name, slot = scenario.submit(PROMPT, max_tokens=30)
+    scenario.engine.step(num_steps)
+    on_exported = scenario.arena.words(slot)
+    assert on_exported == (COMMITTED if version == "v7" else PENDING)
+    scenario.engine.swap(scenario.models["v8"], recompute=True)
+    scenario.engine.finish(name)
+    assert scenario.arena.words(slot) == COMMITTED
+    assert scenario.max_error(slot, PROMPT, version) < TOLERANCE

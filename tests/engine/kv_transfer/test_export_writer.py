@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_transfer.params import Place, carrying
-from engine.kv_types import ExportSlot, ExportWord
+from engine.kv_transfer.params import ExportSlotParams, to_params
+from engine.kv_types import ExportSlot, ExportStatus
 from engine.runtime.guard import Feature
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED, exported
@@ -18,7 +18,7 @@ from tests.fake_export import FORMAT
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BLOCK, NUM_BLOCKS, NUM_TOKENS = 32, 4, 40
-FAILED = [ExportWord.FAILED]
+FAILED = [ExportStatus.FAILED]
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def arena(tmp_path: Path) -> TestArena:
     return TestArena(tmp_path / "arena", FORMAT)
 
 
-def cache_form() -> Any:
-    from engine.kv_transfer.cache_spec import CacheForm
+def cache_layout() -> Any:
+    from engine.kv_transfer.cache_spec import CacheLayout
 
-    return CacheForm(
+    return CacheLayout(
         group=0,
         layers=("layers.0", "layers.1"),
         num_kv_heads=FORMAT.num_kv_heads,
@@ -44,24 +44,24 @@ def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
     """Ready to write what is in a cache of ones, but for the first block's zeros."""
     from engine.kv_transfer.worker.export_writer import ExportWriter
 
-    form = cache_form()
+    layout = cache_layout()
     split = BLOCK // kernel_block
-    shape = (NUM_BLOCKS * split, form.num_kv_heads, kernel_block, 2 * form.head_dim)
-    caches = {name: torch.ones(shape) for name in form.layers}
+    shape = (NUM_BLOCKS * split, layout.num_kv_heads, kernel_block, 2 * layout.head_dim)
+    caches = {name: torch.ones(shape) for name in layout.layers}
     for cache in caches.values():
         cache[:split] = 0
-    made = ExportWriter(form, 0, guard)
+    made = ExportWriter(layout, 0, guard)
     made.register(caches)
     made.prepare({"layers.0": SimpleNamespace(isa="vec16" if kernel_block % 32 else "vec")})
     return made
 
 
-def job(slot: ExportSlot, *block_ids: int, word: ExportWord = ExportWord.COMMITTED) -> Any:
+def job(slot: ExportSlot, *block_ids: int, status: ExportStatus = ExportStatus.COMMITTED) -> Any:
     from engine.kv_transfer.jobs import ExportJob
 
-    place = Place.carried(carrying(slot))
-    assert place is not None
-    return ExportJob(place=place, block_ids=block_ids, word=word)
+    target_slot = ExportSlotParams.from_params(to_params(slot))
+    assert target_slot is not None
+    return ExportJob(target_slot=target_slot, block_ids=block_ids, status=status)
 
 
 @pytest.mark.parametrize("kernel_block", [32, 16])
@@ -70,8 +70,8 @@ def test_blocks_are_written_in_the_prompts_order(arena: TestArena, kernel_block:
     slot = arena.slot(NUM_TOKENS)
     made = writer(Feature("kv"), kernel_block=kernel_block)
     made.export(job(slot, 2, 0))
-    written = exported(arena, slot)
-    assert (written[:, :, :, :BLOCK] == 1).all() and (written[:, :, :, BLOCK:] == 0).all()
+    on_exported = exported(arena, slot)
+    assert (on_exported[:, :, :, :BLOCK] == 1).all() and (on_exported[:, :, :, BLOCK:] == 0).all()
     assert arena.words(slot) == COMMITTED
     made.close()
     arena.check()
@@ -79,8 +79,8 @@ def test_blocks_are_written_in_the_prompts_order(arena: TestArena, kernel_block:
 
 def test_a_mixed_prompt_gets_its_word_and_no_bytes(arena: TestArena) -> None:
     slot = arena.slot(NUM_TOKENS)
-    writer(Feature("kv")).export(job(slot, 1, 2, word=ExportWord.MIXED_VERSION))
-    assert arena.words(slot) == [ExportWord.MIXED_VERSION]
+    writer(Feature("kv")).export(job(slot, 1, 2, status=ExportStatus.MIXED_VERSION))
+    assert arena.words(slot) == [ExportStatus.MIXED_VERSION]
     assert arena.untouched(slot)
 
 

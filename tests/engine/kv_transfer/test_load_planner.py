@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.kv_transfer.core.load_planner import LONGEST_WAIT_SECONDS, LoadPlanner
-from engine.kv_transfer.params import carrying
-from engine.kv_types import ExportSlot, Load, LoadPiece, Observed
+from engine.kv_transfer.core.load_planner import MAX_WAIT_SECONDS, LoadPlanner
+from engine.kv_transfer.params import to_params
+from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from tests.engine.kv_transfer.test_loader_step import FORM
 
 BLOCK = FORM.block_size
@@ -26,10 +26,10 @@ class Clock:
 class Request:
     """As much of vLLM's as is looked at; a block's hash tells its number."""
 
-    def __init__(self, name: str, num_tokens: int, load: Load) -> None:
+    def __init__(self, name: str, num_tokens: int, load: KvLoad) -> None:
         self.request_id, self.num_tokens = name, num_tokens
         self.num_computed_tokens = 0
-        self.kv_transfer_params = carrying(None, load)
+        self.kv_transfer_params = to_params(None, load)
         self.block_hashes: list[bytes] = []
         self._block_hasher = _numbers
         self.update_block_hashes()
@@ -44,12 +44,12 @@ def _numbers(request: Request) -> list[bytes]:
 
 def piece(name: str, start: int, num_tokens: int) -> LoadPiece:
     source = ExportSlot(
-        arena=Path("/arena"), offset=0, words_offset=0, num_tokens=num_tokens, name=name
+        arena=Path("/arena"), offset=0, status_offset=0, num_tokens=num_tokens, name=name
     )
-    return LoadPiece(source=source, skip=0, num_tokens=num_tokens, start=start, shift=start)
+    return LoadPiece(source=source, token_offset=0, num_tokens=num_tokens, start=start, shift=start)
 
 
-LOAD = Load(
+LOAD = KvLoad(
     chain="chain",
     num_requests=1,
     exact_tokens=32,
@@ -66,96 +66,105 @@ def clock() -> Clock:
 def planner(clock: Clock) -> Iterator[LoadPlanner]:
     planner = LoadPlanner(FORM, clock=clock)
     for name in "abc":
-        planner.written(name)
+        planner.on_exported(name)
     yield planner
 
 
-def added(planner: LoadPlanner, name: str, num_tokens: int, load: Load = LOAD) -> Any:
+def added(planner: LoadPlanner, name: str, num_tokens: int, load: KvLoad = LOAD) -> Any:
     request = Request(name, num_tokens, load)
     planner.add(request)
     return request
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "claimed"),
+    ("num_cached", "matched"),
     [(0, 0), (16, 0), (32, 20), (48, 4), (64, 25), (80, 9), (96, 0)],
 )
 def test_what_is_placed_right_behind_what_is_cached_is_claimed(
-    planner: LoadPlanner, num_cached: int, claimed: int
+    planner: LoadPlanner, num_cached: int, matched: int
 ) -> None:
-    assert planner.claim(added(planner, "r", 100), num_cached) == claimed
+    assert planner.match(added(planner, "r", 100), num_cached) == matched
 
 
 def test_pieces_that_touch_are_loaded_together(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     blocks = SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),))
-    planner.claim(request, 64)
-    planner.allocated(request, blocks, 25)
-    [job] = planner.take()
+    planner.match(request, 64)
+    planner.on_allocated(request, blocks, 25)
+    [job] = planner.take_jobs()
     assert [piece.source.name for piece in job.pieces] == ["b", "c"]
     assert job.block_ids == (14, 15)
-    assert planner.take() == ()
+    assert planner.take_jobs() == ()
     planner.forget("r")
-    assert planner.num_asked == 0
+    assert planner.num_pending == 0
 
 
 def test_pieces_may_touch_within_a_block(planner: LoadPlanner) -> None:
     load = replace(LOAD, pieces=(piece("a", 32, 20), piece("b", 52, 20)))
-    assert planner.claim(added(planner, "r", 100, load), 32) == 40
+    assert planner.match(added(planner, "r", 100, load), 32) == 40
 
 
 def test_what_is_predicted_is_claimed_only_if_all_it_is_made_from_is_known(
     planner: LoadPlanner,
 ) -> None:
-    seen = Observed(
-        real=piece("b", 0, 40).source, skip=7, shift=3, base=piece("d", 0, 40).source, base_skip=2
+    seen = ObservedKv(
+        real=piece("b", 0, 40).source,
+        token_offset=7,
+        shift=3,
+        base=piece("d", 0, 40).source,
+        base_token_offset=2,
     )
-    load = replace(LOAD, pieces=(replace(piece("a", 32, 20), observed=(seen,)),))
+    load = replace(LOAD, pieces=(replace(piece("a", 32, 20), observations=(seen,)),))
     request = added(planner, "r", 100, load)
-    assert planner.claim(request, 32) == 0
-    planner.written("d")
-    assert planner.claim(request, 48) == 4
-    planner.allocated(request, SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),)), 4)
-    [job] = planner.take()
+    assert planner.match(request, 32) == 0
+    planner.on_exported("d")
+    assert planner.match(request, 48) == 4
+    planner.on_allocated(request, SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),)), 4)
+    [job] = planner.take_jobs()
     [taken] = job.pieces
-    [moved] = taken.observed
-    assert (taken.skip, moved.skip, moved.base_skip, moved.shift) == (16, 23, 18, 3)
-    assert taken.before(50).num_tokens == 2
+    [moved] = taken.observations
+    assert (taken.token_offset, moved.token_offset, moved.base_token_offset, moved.shift) == (
+        16,
+        23,
+        18,
+        3,
+    )
+    assert taken.prefix_until(50).num_tokens == 2
 
 
 def test_a_token_is_left_to_compute(planner: LoadPlanner) -> None:
-    assert planner.claim(added(planner, "r", 89), 64) == 16
+    assert planner.match(added(planner, "r", 89), 64) == 16
 
 
 def test_what_other_weights_have_written_is_not_claimed(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     planner.start_epoch()
-    assert planner.claim(request, 32) == 0
-    planner.written("b")
-    assert planner.claim(request, 64) == 16
+    assert planner.match(request, 32) == 0
+    planner.on_exported("b")
+    assert planner.match(request, 64) == 16
 
 
 def test_a_chain_waits_until_all_of_it_has_come(planner: LoadPlanner) -> None:
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 32, load)
     second = added(planner, "second", 64, load)
-    assert [planner.claim(r, n) for r, n in ((first, 0), (second, 32))] == [None, None]
+    assert [planner.match(r, n) for r, n in ((first, 0), (second, 32))] == [None, None]
     added(planner, "third", 100, load)
-    assert [planner.claim(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
+    assert [planner.match(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
 
 
 def test_nobody_waits_for_what_never_comes(planner: LoadPlanner, clock: Clock) -> None:
     """Nor when a part of it has been aborted, and the rest comes then."""
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 64, load)
-    clock.now = LONGEST_WAIT_SECONDS
-    assert planner.claim(first, 32) == 20
+    clock.now = MAX_WAIT_SECONDS
+    assert planner.match(first, 32) == 20
     planner.forget("first")
-    assert planner.num_asked == 0
+    assert planner.num_pending == 0
     second = added(planner, "second", 64, load)
-    assert planner.claim(second, 32) is None
+    assert planner.match(second, 32) is None
     clock.now *= 2
-    assert planner.claim(second, 32) == 20
+    assert planner.match(second, 32) == 20
 
 
 def test_time_is_up_for_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock) -> None:
@@ -163,10 +172,10 @@ def test_time_is_up_for_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 32, load)
     second = added(planner, "second", 64, load)
-    assert planner.claim(first, 0) is None
-    clock.now = LONGEST_WAIT_SECONDS
-    assert planner.claim(second, 0) is None
-    assert [planner.claim(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
+    assert planner.match(first, 0) is None
+    clock.now = MAX_WAIT_SECONDS
+    assert planner.match(second, 0) is None
+    assert [planner.match(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
 
 
 def test_blocks_in_front_of_what_is_placed_are_everybodys(planner: LoadPlanner) -> None:
@@ -190,10 +199,10 @@ def test_what_is_exact_and_loaded_is_the_chains_too(planner: LoadPlanner) -> Non
     runs.num_computed_tokens = 112
     plain = [bytes([i]) for i in range(7)]
     assert all(request.block_hashes[:6] == plain[:6] for request in (runs, first, second))
-    assert planner.claim(first, 64) == 25
+    assert planner.match(first, 64) == 25
     assert runs.block_hashes[:6] == plain[:6]
     assert first.block_hashes == second.block_hashes
     assert first.block_hashes[:4] == plain[:4]
     assert not set(first.block_hashes[4:]) & set(plain)
-    before = list(second.block_hashes)
-    assert planner.claim(second, 96) == 0 and second.block_hashes == before
+    prefix_until = list(second.block_hashes)
+    assert planner.match(second, 96) == 0 and second.block_hashes == prefix_until

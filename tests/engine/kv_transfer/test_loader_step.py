@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_transfer.cache_spec import CacheForm
+from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.params import Piece, Place
+from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams
 from engine.kv_transfer.worker.loader import Loader
 from engine.runtime.guard import feature
 
-FORM = CacheForm(
+FORM = CacheLayout(
     group=0,
     layers=("layer",),
     num_kv_heads=1,
@@ -24,11 +24,11 @@ FORM = CacheForm(
 def test_a_step_whose_load_failed_says_so_once(tmp_path: Path) -> None:
     loader = Loader(FORM, 0, feature("a test's segments"))
     loader.register({"layer": torch.zeros(4, 1, 16, 32)})
-    gone = Place(arena=str(tmp_path / "gone"), offset=0, words_offset=0, num_tokens=20)
-    piece = Piece(source=gone, skip=0, num_tokens=20, start=16, shift=0)
+    gone = ExportSlotParams(arena=str(tmp_path / "gone"), offset=0, status_offset=0, num_tokens=20)
+    piece = LoadPieceParams(source=gone, token_offset=0, num_tokens=20, start=16, shift=0)
     job = LoadJob(pieces=(piece,), block_ids=(1, 2))
     assert not loader.take_step_failed()
     loader.load(job)
-    assert loader.take_failed() == {1, 2}
+    assert loader.take_failed_blocks() == {1, 2}
     assert loader.take_step_failed()
     assert not loader.take_step_failed()

@@ -19,10 +19,10 @@ from tests.engine.kv_transfer.export_models import (
     COMMITTED,
     EXPORTING,
     kv_format,
+    max_error,
     reference,
+    reference_kv,
     save_model,
-    true_kv,
-    worst,
 )
 from tests.engine.kv_transfer.load_chains import Chains, spans
 from tests.engine.stepped_engine import Answer, LiveEngine
@@ -71,7 +71,7 @@ PROMPTS = {
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     engine: LiveEngine
     chains: Chains
     models: dict[str, Path]
@@ -99,7 +99,7 @@ def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
         kv_cache_memory_bytes=NUM_BLOCKS * BLOCK_BYTES,
         **EXPORTING,
     )
-    for answer in engine.rpc("coppice_prepare_exports"):
+    for answer in engine.rpc("coppice_prepare_kv_export"):
         assert answer["not_movable"] is None
     yield engine
     engine.close()
@@ -111,16 +111,16 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def scene(
+def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
-) -> Iterator[Scene]:
+) -> Iterator[Scenario]:
     """Serves v7 with nothing cached; every test leaves nothing tracked and a whole pool."""
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2, num_layers=1))
-    yield Scene(shared, Chains(shared, arena), models, truth)
+    yield Scenario(shared, Chains(shared, arena), models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
-    assert (connector.planner.num_tracked, connector.loads.num_asked) == (0, 0)
+    assert (connector.planner.num_tracked, connector.loads.num_pending) == (0, 0)
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
@@ -137,212 +137,214 @@ def assert_as_computed(model: Any, prompt: Sequence[int], answer: Answer) -> Non
 @pytest.mark.parametrize("first_tokens", [0, 1, 16, 40, 100])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_chain_equals_the_prompt_that_is_computed(
-    scene: Scene, prompt: str, first_tokens: int
+    scenario: Scenario, prompt: str, first_tokens: int
 ) -> None:
     parts = PROMPTS[prompt]
-    scene.chains.keep(*(part.token_ids for part in parts if part.name))
-    answers = scene.chains.sample(parts, first_tokens=first_tokens, n=3)
+    scenario.chains.keep(*(part.token_ids for part in parts if part.name))
+    answers = scenario.chains.sample(parts, first_tokens=first_tokens, n=3)
     for answer in answers:
-        assert_as_computed(scene.truth["v7"], joined(parts), answer)
+        assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
 @pytest.mark.parametrize("first_tokens", [0, 8])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_all_that_is_placed_is_loaded_and_the_rest_computed(
-    scene: Scene, prompt: str, first_tokens: int
+    scenario: Scenario, prompt: str, first_tokens: int
 ) -> None:
     """Though the step's budget cuts it into several."""
     parts = PROMPTS[prompt]
-    scene.chains.keep(*(part.token_ids for part in parts if part.name))
+    scenario.chains.keep(*(part.token_ids for part in parts if part.name))
     last = spans(parts, first_tokens=first_tokens)[-1]
-    [answer] = scene.chains.sample(parts, first_tokens=first_tokens)
+    [answer] = scenario.chains.sample(parts, first_tokens=first_tokens)
     assert answer.num_cached_tokens == last.start
 
 
-def test_a_chain_is_one_step(scene: Scene) -> None:
+def test_a_chain_is_one_step(scenario: Scenario) -> None:
     """What precedes it is cached: every link, and the first tokens of the samples behind them."""
     parts = PROMPTS["one hole"]
-    scene.chains.keep(A)
-    scene.engine.ask(OWN, max_tokens=1)
-    load = scene.chains.load(parts, chain="one step", first_tokens=8, n=2)
-    names = scene.chains.submit(parts, load, first_tokens=8, n=2, max_tokens=1)
-    scene.engine.step()
-    requests = scene.engine.core.scheduler.requests
+    scenario.chains.keep(A)
+    scenario.engine.ask(OWN, max_tokens=1)
+    load = scenario.chains.load(parts, chain="one step", first_tokens=8, n=2)
+    names = scenario.chains.submit(parts, load, first_tokens=8, n=2, max_tokens=1)
+    scenario.engine.step()
+    requests = scenario.engine.core.scheduler.requests
     assert not requests, "all had their one token"
-    for answer in scene.engine.finish(*names):
-        assert_as_computed(scene.truth["v7"], joined(parts), answer)
+    for answer in scenario.engine.finish(*names):
+        assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_a_chain_that_does_not_come_whole_goes_on(scene: Scene) -> None:
+def test_a_chain_that_does_not_come_whole_goes_on(scenario: Scenario) -> None:
     """A link without the one before it computes what it does not find."""
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, chain="torn", first_tokens=8)
-    name = scene.engine.submit(joined(parts), load=load, max_tokens=20)
-    [answer] = scene.engine.finish(name)
+    scenario.chains.keep(A, B, C)
+    load = scenario.chains.load(parts, chain="torn", first_tokens=8)
+    name = scenario.engine.submit(joined(parts), load=load, max_tokens=20)
+    [answer] = scenario.engine.finish(name)
     assert answer.num_cached_tokens == 0
-    assert_as_computed(scene.truth["v7"], joined(parts), answer)
+    assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_a_moved_segment_is_really_moved(scene: Scene) -> None:
+def test_a_moved_segment_is_really_moved(scenario: Scenario) -> None:
     """Without the turn of its keys the same chain is far off, so the tests above see it."""
     parts = PROMPTS["one hole"]
-    scene.chains.keep(A)
-    load = scene.chains.load(parts, chain="unmoved", first_tokens=8)
+    scenario.chains.keep(A)
+    load = scenario.chains.load(parts, chain="unmoved", first_tokens=8)
     assert load is not None and load.pieces[0].shift == len(OWN)
     unmoved = replace(load, pieces=(replace(load.pieces[0], shift=0),))
-    [answer] = scene.engine.finish(*scene.chains.submit(parts, unmoved, first_tokens=8))
+    [answer] = scenario.engine.finish(*scenario.chains.submit(parts, unmoved, first_tokens=8))
     with pytest.raises(AssertionError):
-        assert_as_computed(scene.truth["v7"], joined(parts), answer)
+        assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scene: Scene) -> None:
+def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scenario: Scenario) -> None:
     """At any temperature; one sample draws, and all are of the prompt that is computed."""
     one, other = PROMPTS["one hole"], PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
+    scenario.chains.keep(A, B, C)
     names = []
     for parts, temperature in ((one, 1.0), (other, 0.0)):
-        load = scene.chains.load(parts, chain=str(temperature), first_tokens=8)
-        names += scene.chains.submit(
+        load = scenario.chains.load(parts, chain=str(temperature), first_tokens=8)
+        names += scenario.chains.submit(
             parts, load, first_tokens=8, max_tokens=12, temperature=temperature, seed=3
         )
-    names.append(scene.engine.submit(joined(other), max_tokens=12))
-    drawn, placed, plain = scene.engine.finish(*names)
-    assert_as_computed(scene.truth["v7"], joined(one), drawn)
-    assert_as_computed(scene.truth["v7"], joined(other), placed)
-    assert_as_computed(scene.truth["v7"], joined(other), plain)
+    names.append(scenario.engine.submit(joined(other), max_tokens=12))
+    drawn, placed, plain = scenario.engine.finish(*names)
+    assert_as_computed(scenario.truth["v7"], joined(one), drawn)
+    assert_as_computed(scenario.truth["v7"], joined(other), placed)
+    assert_as_computed(scenario.truth["v7"], joined(other), plain)
 
 
-def test_what_a_chain_places_is_found_by_nobody_else(scene: Scene) -> None:
+def test_what_a_chain_places_is_found_by_nobody_else(scenario: Scenario) -> None:
     """Not without a chain, nor with another, nor what its response adds to a prompt."""
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    [placed] = scene.chains.sample(parts, first_tokens=0, chain="mine")
+    scenario.chains.keep(A, B, C)
+    [placed] = scenario.chains.sample(parts, first_tokens=0, chain="mine")
     before = spans(parts, first_tokens=0)[0].end
     longer = [*joined(parts), *placed.token_ids, 3]
-    load = scene.chains.load(parts, chain="another", first_tokens=0)
+    load = scenario.chains.load(parts, chain="another", first_tokens=0)
     names = [
-        scene.engine.submit(longer, max_tokens=1),
-        scene.engine.submit(longer, max_tokens=1, load=load),
-        scene.engine.submit(longer, max_tokens=1, salt="salted"),
+        scenario.engine.submit(longer, max_tokens=1),
+        scenario.engine.submit(longer, max_tokens=1, load=load),
+        scenario.engine.submit(longer, max_tokens=1, salt="salted"),
     ]
-    plain, another, salted = scene.engine.finish(*names)
+    plain, another, salted = scenario.engine.finish(*names)
     assert plain.num_cached_tokens == before  # the first link's, which is exact
     assert another.num_cached_tokens == spans(parts, first_tokens=0)[1].end
     assert salted.num_cached_tokens == 0
 
 
-def test_segments_of_other_weights_are_computed_instead(scene: Scene) -> None:
+def test_segments_of_other_weights_are_computed_instead(scenario: Scenario) -> None:
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, chain="old", first_tokens=8)
-    scene.engine.swap(scene.models["v8"])
-    [answer] = scene.engine.finish(*scene.chains.submit(parts, load, first_tokens=8))
-    assert_as_computed(scene.truth["v8"], joined(parts), answer)
+    scenario.chains.keep(A, B, C)
+    load = scenario.chains.load(parts, chain="old", first_tokens=8)
+    scenario.engine.swap(scenario.models["v8"])
+    [answer] = scenario.engine.finish(*scenario.chains.submit(parts, load, first_tokens=8))
+    assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
-def test_a_chain_that_waited_for_the_new_weights_computes_its_prompt(scene: Scene) -> None:
+def test_a_chain_that_waited_for_the_new_weights_computes_its_prompt(scenario: Scenario) -> None:
     parts = PROMPTS["one hole"]
-    scene.chains.keep(A)
-    load = scene.chains.load(parts, chain="waits", first_tokens=8)
-    names = scene.chains.submit(parts, load, first_tokens=8)
-    scene.engine.swap(scene.models["v8"])
-    [answer] = scene.engine.finish(*names)
-    assert_as_computed(scene.truth["v8"], joined(parts), answer)
+    scenario.chains.keep(A)
+    load = scenario.chains.load(parts, chain="waits", first_tokens=8)
+    names = scenario.chains.submit(parts, load, first_tokens=8)
+    scenario.engine.swap(scenario.models["v8"])
+    [answer] = scenario.engine.finish(*names)
+    assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
 def test_weights_that_change_within_a_chain_leave_none_of_the_old_in_its_samples(
-    scene: Scene,
+    scenario: Scenario,
 ) -> None:
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, chain="torn by weights", first_tokens=8)
+    scenario.chains.keep(A, B, C)
+    load = scenario.chains.load(parts, chain="torn by weights", first_tokens=8)
     assert load is not None
     links = [joined(parts)[:end] for end in prefill_lengths(spans(parts, first_tokens=8))]
     alone = replace(load, num_requests=1)
-    scene.engine.finish(*[scene.engine.submit(p, load=alone, max_tokens=1) for p in links[:2]])
-    scene.engine.swap(scene.models["v8"])
+    scenario.engine.finish(
+        *[scenario.engine.submit(p, load=alone, max_tokens=1) for p in links[:2]]
+    )
+    scenario.engine.swap(scenario.models["v8"])
     for link in links[2:]:
-        scene.engine.submit(link, load=alone, max_tokens=1)
-    name = scene.engine.submit(joined(parts), load=alone, max_tokens=20)
-    [answer] = scene.engine.finish(name)
-    assert_as_computed(scene.truth["v8"], joined(parts), answer)
+        scenario.engine.submit(link, load=alone, max_tokens=1)
+    name = scenario.engine.submit(joined(parts), load=alone, max_tokens=20)
+    [answer] = scenario.engine.finish(name)
+    assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
-def test_a_preempted_sample_loads_again(scene: Scene) -> None:
+def test_a_preempted_sample_loads_again(scenario: Scenario) -> None:
     """Others grow until it has to leave the cache in the middle of its response."""
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, chain="preempted", first_tokens=8)
-    others = [scene.engine.submit(tokens(20 + i, 30), max_tokens=140) for i in range(6)]
-    scene.engine.step(2)
-    [name] = scene.chains.submit(parts, load, first_tokens=8, max_tokens=100)
-    request = scene.request(name)
-    [answer, *_] = scene.engine.finish(name, *others)
+    scenario.chains.keep(A, B, C)
+    load = scenario.chains.load(parts, chain="preempted", first_tokens=8)
+    others = [scenario.engine.submit(tokens(20 + i, 30), max_tokens=140) for i in range(6)]
+    scenario.engine.step(2)
+    [name] = scenario.chains.submit(parts, load, first_tokens=8, max_tokens=100)
+    request = scenario.request(name)
+    [answer, *_] = scenario.engine.finish(name, *others)
     assert request.num_preemptions > 0
-    assert_as_computed(scene.truth["v7"], joined(parts), answer)
+    assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_an_aborted_chain_leaves_nothing(scene: Scene) -> None:
+def test_an_aborted_chain_leaves_nothing(scenario: Scenario) -> None:
     """Before it is whole, before it is scheduled, and in the middle of what it computes."""
     parts = [*PROMPTS["one hole"], PromptSpan(token_ids=tokens(9, 100))]
-    scene.chains.keep(A)
-    load = scene.chains.load(parts, chain="aborted", first_tokens=8)
-    name = scene.engine.submit(joined(parts), load=load, max_tokens=20)
-    scene.engine.step()
-    scene.engine.abort(name)
+    scenario.chains.keep(A)
+    load = scenario.chains.load(parts, chain="aborted", first_tokens=8)
+    name = scenario.engine.submit(joined(parts), load=load, max_tokens=20)
+    scenario.engine.step()
+    scenario.engine.abort(name)
     for num_steps in (0, 1, 2):
-        load = scene.chains.load(parts, chain=f"aborted-{num_steps}", first_tokens=8)
-        [name] = scene.chains.submit(parts, load, first_tokens=8)
-        scene.engine.step(num_steps)
-        for request in list(scene.engine.core.scheduler.requests.values()):
-            scene.engine.abort(request.request_id.rpartition("-")[0])
-    scene.engine.ask(MIDDLE, max_tokens=2)
+        load = scenario.chains.load(parts, chain=f"aborted-{num_steps}", first_tokens=8)
+        [name] = scenario.chains.submit(parts, load, first_tokens=8)
+        scenario.engine.step(num_steps)
+        for request in list(scenario.engine.core.scheduler.requests.values()):
+            scenario.engine.abort(request.request_id.rpartition("-")[0])
+    scenario.engine.ask(MIDDLE, max_tokens=2)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_place_that_is_not_there_is_computed_and_the_next_load_is_taken(
-    scene: Scene, which: int
+    scenario: Scenario, which: int
 ) -> None:
     """Whoever shares the blocks that could not be filled is right too."""
     parts = PROMPTS["three holes"]
-    scene.chains.keep(A, B, C)
-    load = scene.chains.load(parts, chain="gone", first_tokens=8, n=2)
+    scenario.chains.keep(A, B, C)
+    load = scenario.chains.load(parts, chain="gone", first_tokens=8, n=2)
     assert load is not None
     pieces = list(load.pieces)
     pieces[which] = replace(pieces[which], source=replace(pieces[which].source, offset=2**40))
     gone = replace(load, pieces=tuple(pieces))
-    for answer in scene.engine.finish(*scene.chains.submit(parts, gone, first_tokens=8, n=2)):
-        assert_as_computed(scene.truth["v7"], joined(parts), answer)
-    [again] = scene.chains.sample(parts, first_tokens=8, chain="again")
+    for answer in scenario.engine.finish(*scenario.chains.submit(parts, gone, first_tokens=8, n=2)):
+        assert_as_computed(scenario.truth["v7"], joined(parts), answer)
+    [again] = scenario.chains.sample(parts, first_tokens=8, chain="again")
     assert again.num_cached_tokens > 0
-    assert_as_computed(scene.truth["v7"], joined(parts), again)
+    assert_as_computed(scenario.truth["v7"], joined(parts), again)
 
 
-def test_segments_in_one_order_are_a_prefix_that_is_cached(scene: Scene) -> None:
+def test_segments_in_one_order_are_a_prefix_that_is_cached(scenario: Scenario) -> None:
     """What the mode `order` lives from, on vLLM's own count."""
     first, second = [*A, *B, *OWN], [*A, *B, *END]
-    scene.engine.ask(first, max_tokens=1)
-    [apart] = scene.engine.ask([*OWN, *B, *A], max_tokens=1)
-    [ordered] = scene.engine.ask(second, max_tokens=1)
+    scenario.engine.ask(first, max_tokens=1)
+    [apart] = scenario.engine.ask([*OWN, *B, *A], max_tokens=1)
+    [ordered] = scenario.engine.ask(second, max_tokens=1)
     assert ordered.num_cached_tokens == (len(A) + len(B)) // 32 * 32
     assert apart.num_cached_tokens == 0
 
 
-def test_a_load_and_an_export_share_a_step(scene: Scene) -> None:
+def test_a_load_and_an_export_share_a_step(scenario: Scenario) -> None:
     parts = PROMPTS["one hole"]
-    scene.chains.keep(A)
-    scene.engine.ask(OWN, max_tokens=1)
-    load = scene.chains.load(parts, chain="step", first_tokens=0)
+    scenario.chains.keep(A)
+    scenario.engine.ask(OWN, max_tokens=1)
+    load = scenario.chains.load(parts, chain="step", first_tokens=0)
     prompt = MIDDLE * 4
-    slot = scene.chains.slot(len(prompt) - 1)
-    [name] = scene.chains.submit(parts, load, first_tokens=0, max_tokens=9)
-    other = scene.engine.submit(prompt, export=slot, max_tokens=9)
-    scene.engine.step()
-    assert scene.chains.arena.words(slot) == COMMITTED
-    placed, exported = scene.engine.finish(name, other)
+    slot = scenario.chains.slot(len(prompt) - 1)
+    [name] = scenario.chains.submit(parts, load, first_tokens=0, max_tokens=9)
+    other = scenario.engine.submit(prompt, export=slot, max_tokens=9)
+    scenario.engine.step()
+    assert scenario.chains.arena.words(slot) == COMMITTED
+    placed, exported = scenario.engine.finish(name, other)
     assert placed.num_cached_tokens == len(OWN) + len(A)
-    assert_as_computed(scene.truth["v7"], joined(parts), placed)
-    assert_as_computed(scene.truth["v7"], prompt, exported)
-    truth = true_kv(scene.truth["v7"], prompt, len(prompt) - 1)
-    assert worst(scene.chains.arena, slot, truth) < CLOSE
+    assert_as_computed(scenario.truth["v7"], joined(parts), placed)
+    assert_as_computed(scenario.truth["v7"], prompt, exported)
+    truth = reference_kv(scenario.truth["v7"], prompt, len(prompt) - 1)
+    assert max_error(scenario.chains.arena, slot, truth) < CLOSE

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.hf_prediction import Foreseen
-from bench.harness.hf_splice import Placed
-from engine.kv_transfer.params import Piece, Pieces, carrying
-from engine.kv_transfer.worker.assemble import runs_of
-from engine.kv_types import Load
+from bench.harness.hf_prediction import HfPredictor
+from bench.harness.hf_splice import HfAssembler
+from engine.kv_transfer.params import KvLoadParams, LoadPieceParams, to_params
+from engine.kv_transfer.worker.assemble import group_runs
+from engine.kv_types import KvLoad
 from engine.runtime.guard import features
 from service.kv_reuse.layout import PromptSpan, joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,
     kv_format,
+    max_error,
     reference,
+    reference_kv,
     save_model,
-    true_kv,
-    worst,
 )
-from tests.engine.kv_transfer.predicted_loads import Predicting
+from tests.engine.kv_transfer.predicted_loads import PredictedLoads
 from tests.engine.kv_transfer.test_loads import END, MIDDLE, OWN, tokens
 from tests.engine.stepped_engine import Answer, LiveEngine
 
@@ -54,32 +54,32 @@ NUM_TOKENS = len(joined(THIRD))
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     engine: LiveEngine
-    predicting: Predicting
+    predicting: PredictedLoads
     models: dict[str, Path]
     truth: dict[str, Any]
 
-    def meant(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
+    def expected_kv(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
         """What the prediction says of the answer's tokens."""
-        foreseen = Foreseen(self.truth["v7"])
+        foreseen = HfPredictor(self.truth["v7"])
         anchors = [foreseen.anchor(known) for known in (FIRST, SECOND)]
-        found = foreseen.put_together(parts, anchors, answer.token_ids, threshold=1.0)
+        found = foreseen.assemble(parts, anchors, answer.token_ids, threshold=1.0)
         assert found is not None
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
     def computed(
         self, parts: Sequence[PromptSpan], answer: Answer, model: str = "v7"
     ) -> torch.Tensor:
-        found = Placed(self.truth[model]).dense(joined(parts), answer.token_ids)
+        found = HfAssembler(self.truth[model]).dense(joined(parts), answer.token_ids)
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
-def runs(load: Load) -> list[list[Piece]]:
+def runs(load: KvLoad) -> list[list[LoadPieceParams]]:
     """What is written together."""
-    asked = Pieces.carried(carrying(None, load))
+    asked = KvLoadParams.from_params(to_params(None, load))
     assert asked is not None
-    return list(runs_of(asked.pieces, 32))
+    return list(group_runs(asked.pieces, 32))
 
 
 def assert_close(answer: Answer, expected: torch.Tensor) -> None:
@@ -104,25 +104,25 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
     """Its steps are shorter than a prompt."""
     engine = LiveEngine(models["v7"], max_model_len=448, **EXPORTING)
-    for answer in engine.rpc("coppice_prepare_exports"):
+    for answer in engine.rpc("coppice_prepare_kv_export"):
         assert answer["not_movable"] is None
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def scene(
+def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
-) -> Iterator[Scene]:
+) -> Iterator[Scenario]:
     """Serves v7 with nothing cached and two anchors; every test leaves nothing tracked."""
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2), num_bytes=2**23)
-    predicting = Predicting(shared, arena)
+    predicting = PredictedLoads(shared, arena)
     predicting.keep(FIRST, SECOND)
-    yield Scene(shared, predicting, models, truth)
+    yield Scenario(shared, predicting, models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
-    assert (connector.planner.num_tracked, connector.loads.num_asked) == (0, 0)
+    assert (connector.planner.num_tracked, connector.loads.num_pending) == (0, 0)
     assert features()["segments"].on, "a load broke off"
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
@@ -130,89 +130,91 @@ def scene(
 
 @pytest.mark.parametrize(("parts", "taken"), [(FIRST, True), (SECOND, True), (FIRST, False)])
 def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
-    scene: Scene, parts: list[PromptSpan], taken: bool
+    scenario: Scenario, parts: list[PromptSpan], taken: bool
 ) -> None:
     """In one request, all but the last token: taken from that anchor, or predicted from both, where
     the other counts nothing. Nothing is cached under the salt."""
-    load = scene.predicting.load(parts, chain="same", taken=taken)
-    assert any(piece.observed for piece in load.pieces) is not taken
-    [answer] = scene.engine.finish(*scene.predicting.submit(parts, load, salt="fresh"))
+    load = scenario.predicting.load(parts, chain="same", taken=taken)
+    assert any(piece.observations for piece in load.pieces) is not taken
+    [answer] = scenario.engine.finish(*scenario.predicting.submit(parts, load, salt="fresh"))
     assert answer.num_cached_tokens == len(joined(parts)) - 1
-    assert_close(answer, scene.computed(parts, answer))
+    assert_close(answer, scenario.computed(parts, answer))
 
 
-def test_other_texts_are_predicted_as_meant(scene: Scene) -> None:
+def test_other_texts_are_predicted_as_meant(scenario: Scenario) -> None:
     """At any temperature; the first to come loads, and the others find most of it."""
-    load = scene.predicting.load(THIRD, chain="third", n=3)
+    load = scenario.predicting.load(THIRD, chain="third", n=3)
     assert [run[0].start for run in runs(load)] == [0, 32, 256]
-    names = scene.predicting.submit(THIRD, load, n=3, temperature=1.0)
-    for answer in scene.engine.finish(*names):
+    names = scenario.predicting.submit(THIRD, load, n=3, temperature=1.0)
+    for answer in scenario.engine.finish(*names):
         assert answer.num_cached_tokens == NUM_TOKENS - 1
-        assert_close(answer, scene.meant(THIRD, answer))
-        far = (scene.computed(THIRD, answer) - torch.tensor(answer.logprobs)).abs().max()
+        assert_close(answer, scenario.expected_kv(THIRD, answer))
+        far = (scenario.computed(THIRD, answer) - torch.tensor(answer.logprobs)).abs().max()
         assert far > 10 * CLOSE, "the test would not see a difference"
 
 
-def test_a_prompt_that_is_cached_in_front_is_predicted_behind(scene: Scene) -> None:
+def test_a_prompt_that_is_cached_in_front_is_predicted_behind(scenario: Scenario) -> None:
     """Its own text is any prompt's, up to the block with the first predicted token."""
-    scene.engine.ask(OWN, max_tokens=1)
-    [first] = scene.predicting.sample(THIRD, chain="one")
-    [plain, salted] = scene.engine.finish(
-        scene.engine.submit(joined(THIRD), max_tokens=1),
-        scene.engine.submit(joined(THIRD), max_tokens=1, salt="salted"),
+    scenario.engine.ask(OWN, max_tokens=1)
+    [first] = scenario.predicting.sample(THIRD, chain="one")
+    [plain, salted] = scenario.engine.finish(
+        scenario.engine.submit(joined(THIRD), max_tokens=1),
+        scenario.engine.submit(joined(THIRD), max_tokens=1, salt="salted"),
     )
-    assert_close(first, scene.meant(THIRD, first))
+    assert_close(first, scenario.expected_kv(THIRD, first))
     assert plain.num_cached_tokens == len(OWN) // 32 * 32
     assert salted.num_cached_tokens == 0
 
 
-def test_what_is_loaded_is_found_by_its_group_alone(scene: Scene) -> None:
+def test_what_is_loaded_is_found_by_its_group_alone(scenario: Scenario) -> None:
     """Not even what is exact: a load may fail after its blocks were named."""
-    load = scene.predicting.load(FIRST, chain="exact", n=2)
+    load = scenario.predicting.load(FIRST, chain="exact", n=2)
     assert load.exact_tokens == len(joined(FIRST)) - 1
-    names = scene.predicting.submit(FIRST, load, n=2, salt="fresh")
-    for answer in scene.engine.finish(*names):
+    names = scenario.predicting.submit(FIRST, load, n=2, salt="fresh")
+    for answer in scenario.engine.finish(*names):
         assert answer.num_cached_tokens == len(joined(FIRST)) - 1
-        assert_close(answer, scene.computed(FIRST, answer))
-    [plain] = scene.engine.finish(scene.engine.submit(joined(FIRST), max_tokens=4, salt="fresh"))
+        assert_close(answer, scenario.computed(FIRST, answer))
+    [plain] = scenario.engine.finish(
+        scenario.engine.submit(joined(FIRST), max_tokens=4, salt="fresh")
+    )
     assert plain.num_cached_tokens == 0
-    assert_close(plain, scene.computed(FIRST, plain))
+    assert_close(plain, scenario.computed(FIRST, plain))
 
 
-def test_two_groups_and_an_export_run_side_by_side(scene: Scene) -> None:
+def test_two_groups_and_an_export_run_side_by_side(scenario: Scenario) -> None:
     """A load and an export share a step."""
     other = prompt_of(NEW["a"][:60], TEXTS["b"][0])
     names = []
     for chain, parts in (("one", THIRD), ("two", other)):
-        load = scene.predicting.load(parts, chain=chain, n=2)
-        names += scene.predicting.submit(parts, load, n=2, temperature=1.0)
+        load = scenario.predicting.load(parts, chain=chain, n=2)
+        names += scenario.predicting.submit(parts, load, n=2, temperature=1.0)
     prompt = MIDDLE * 4
-    slot = scene.predicting.slot(len(prompt) - 1)
-    names.append(scene.engine.submit(prompt, export=slot, max_tokens=4))
-    *predicted, exported = scene.engine.finish(*names)
+    slot = scenario.predicting.slot(len(prompt) - 1)
+    names.append(scenario.engine.submit(prompt, export=slot, max_tokens=4))
+    *predicted, exported = scenario.engine.finish(*names)
     for parts, answers in ((THIRD, predicted[:2]), (other, predicted[2:])):
         for answer in answers:
-            assert_close(answer, scene.meant(parts, answer))
-    assert_close(exported, scene.computed([PromptSpan(token_ids=prompt)], exported))
-    truth = true_kv(scene.truth["v7"], prompt, len(prompt) - 1)
-    assert worst(scene.predicting.arena, slot, truth) < CLOSE
+            assert_close(answer, scenario.expected_kv(parts, answer))
+    assert_close(exported, scenario.computed([PromptSpan(token_ids=prompt)], exported))
+    truth = reference_kv(scenario.truth["v7"], prompt, len(prompt) - 1)
+    assert max_error(scenario.predicting.arena, slot, truth) < CLOSE
 
 
-def test_anchors_of_other_weights_are_not_loaded(scene: Scene) -> None:
-    load = scene.predicting.load(THIRD, chain="old")
-    waiting = scene.predicting.submit(THIRD, replace(load, chain="waits"))
-    scene.engine.swap(scene.models["v8"])
-    for name in [*waiting, *scene.predicting.submit(THIRD, load)]:
-        [answer] = scene.engine.finish(name)
-        assert_close(answer, scene.computed(THIRD, answer, "v8"))
+def test_anchors_of_other_weights_are_not_loaded(scenario: Scenario) -> None:
+    load = scenario.predicting.load(THIRD, chain="old")
+    waiting = scenario.predicting.submit(THIRD, replace(load, chain="waits"))
+    scenario.engine.swap(scenario.models["v8"])
+    for name in [*waiting, *scenario.predicting.submit(THIRD, load)]:
+        [answer] = scenario.engine.finish(name)
+        assert_close(answer, scenario.computed(THIRD, answer, "v8"))
 
 
 @pytest.mark.parametrize(
     ("at", "which"), [(1, "source"), (1, "real"), (1, "base"), (-1, "source"), (-1, "real")]
 )
-def test_what_lies_outside_the_arena_is_computed(scene: Scene, at: int, which: str) -> None:
+def test_what_lies_outside_the_arena_is_computed(scenario: Scenario, at: int, which: str) -> None:
     """Also where most of the prompt has been written by then: a place of the last run alone."""
-    load = scene.predicting.load(THIRD, chain="gone")
+    load = scenario.predicting.load(THIRD, chain="gone")
     pieces = list(load.pieces)
     ends = [run[-1].end for run in runs(load)]
     assert (pieces[at].start >= ends[-2]) == (at == -1)
@@ -220,21 +222,21 @@ def test_what_lies_outside_the_arena_is_computed(scene: Scene, at: int, which: s
         gone = replace(pieces[at].source, offset=2**40)
         pieces[at] = replace(pieces[at], source=gone)
     else:
-        first, *others = pieces[at].observed
+        first, *others = pieces[at].observations
         gone = replace(getattr(first, which), offset=2**40)
-        observed = (replace(first, **{which: gone}), *others)
-        pieces[at] = replace(pieces[at], observed=observed)
-    [answer] = scene.engine.finish(
-        *scene.predicting.submit(THIRD, replace(load, pieces=tuple(pieces)))
+        observations = (replace(first, **{which: gone}), *others)
+        pieces[at] = replace(pieces[at], observations=observations)
+    [answer] = scenario.engine.finish(
+        *scenario.predicting.submit(THIRD, replace(load, pieces=tuple(pieces)))
     )
-    assert_close(answer, scene.computed(THIRD, answer))
+    assert_close(answer, scenario.computed(THIRD, answer))
 
 
-def test_an_aborted_prediction_leaves_nothing(scene: Scene) -> None:
+def test_an_aborted_prediction_leaves_nothing(scenario: Scenario) -> None:
     for num_steps in (0, 1):
-        load = scene.predicting.load(THIRD, chain=f"aborted-{num_steps}", n=2)
-        names = scene.predicting.submit(THIRD, load, n=2)
-        scene.engine.step(num_steps)
+        load = scenario.predicting.load(THIRD, chain=f"aborted-{num_steps}", n=2)
+        names = scenario.predicting.submit(THIRD, load, n=2)
+        scenario.engine.step(num_steps)
         for name in names:
-            scene.engine.abort(name)
-    scene.engine.ask(MIDDLE, max_tokens=2)
+            scenario.engine.abort(name)
+    scenario.engine.ask(MIDDLE, max_tokens=2)

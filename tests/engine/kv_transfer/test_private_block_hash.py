@@ -10,7 +10,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from engine.kv_transfer.core.private_block_hash import part_ways
+from engine.kv_transfer.core.private_block_hash import privatize_blocks
 
 BLOCK = 16
 CHAIN = "chain"
@@ -37,12 +37,12 @@ def request(
 
 
 def read_anew(
-    num_shared: int, prompt: list[int] = PROMPT, salt: str | None = "salt"
+    num_public_blocks: int, prompt: list[int] = PROMPT, salt: str | None = "salt"
 ) -> list[bytes]:
     """The prompt's: everybody's up to there."""
     plain: list[bytes] = list(request(prompt, salt=salt).block_hashes)
     own = [hashlib.sha256(name + CHAIN.encode()).digest() for name in plain]
-    return plain[:num_shared] + own[num_shared:]
+    return plain[:num_public_blocks] + own[num_public_blocks:]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 96, 100])
@@ -54,21 +54,21 @@ def test_a_prompts_blocks_have_the_names_of_all_its_tokens_read_anew(
     prompt, num_blocks = PROMPT[:num_tokens], num_tokens // BLOCK
     for num, fewer, fewest in itertools.combinations_with_replacement(range(num_blocks, -1, -1), 3):
         found = request(prompt, salt=salt)
-        for num_shared in (num, fewer, fewest):
-            part_ways(found, num_shared, CHAIN)
-            assert found.block_hashes == read_anew(num_shared, prompt, salt)
+        for num_public_blocks in (num, fewer, fewest):
+            privatize_blocks(found, num_public_blocks, CHAIN)
+            assert found.block_hashes == read_anew(num_public_blocks, prompt, salt)
 
 
 @pytest.mark.parametrize("num_said", [0, 5, 12, 40])
-@pytest.mark.parametrize(("num_shared", "fewer"), [(6, 6), (6, 4), (5, 0), (0, 0)])
+@pytest.mark.parametrize(("num_public_blocks", "fewer"), [(6, 6), (6, 4), (5, 0), (0, 0)])
 def test_a_response_is_the_chains_also_where_it_was_begun_before(
-    num_said: int, num_shared: int, fewer: int
+    num_said: int, num_public_blocks: int, fewer: int
 ) -> None:
     """As of a sample that made room for others, and waits again."""
     found = request()
-    part_ways(found, num_shared, CHAIN)
+    privatize_blocks(found, num_public_blocks, CHAIN)
     found.append_output_token_ids(RESPONSE[:num_said])
-    part_ways(found, fewer, CHAIN)
+    privatize_blocks(found, fewer, CHAIN)
     found.append_output_token_ids(RESPONSE[num_said:])
     assert found.block_hashes[: len(PROMPT) // BLOCK] == read_anew(fewer)
     plain = request(PROMPT + RESPONSE).block_hashes
@@ -84,14 +84,14 @@ def test_no_token_is_read_twice() -> None:
         return list(plain(found))
 
     found = request(hasher=counting)
-    for num_shared in (6, 4, 0):
-        part_ways(found, num_shared, CHAIN)
+    for num_public_blocks in (6, 4, 0):
+        privatize_blocks(found, num_public_blocks, CHAIN)
     found.append_output_token_ids(RESPONSE)
     assert reads == [len(PROMPT), len(PROMPT) % BLOCK + len(RESPONSE)]
 
 
 def test_a_chain_keeps_what_is_its_own() -> None:
     found = request()
-    part_ways(found, 2, CHAIN)
+    privatize_blocks(found, 2, CHAIN)
     with pytest.raises(AssertionError, match="stays the chain's"):
-        part_ways(found, 3, CHAIN)
+        privatize_blocks(found, 3, CHAIN)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.rope_shift.rope_params import UnsupportedRotary, rotary_of
+from kernels.rope_shift.rope_params import UnsupportedRotary, parse_rotary
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -16,19 +16,19 @@ LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 def embedding(*, theta: float = 10000.0, scale: float = 1.0, **changes: Any) -> Any:
-    rotary = rotary_of({"rope_theta": theta}, HEAD_DIM)
-    table = torch.stack([torch.cat(rotary.turn(place)) for place in range(64)]) * scale
+    rotary = parse_rotary({"rope_theta": theta}, HEAD_DIM)
+    table = torch.stack([torch.cat(rotary.cos_sin(place)) for place in range(64)]) * scale
     usual = {"is_neox_style": True, "rotary_dim": HEAD_DIM, "cos_sin_cache": table}
     return SimpleNamespace(**(usual | changes))
 
 
-def rotary_in(*embeddings: Any, **config: Any) -> Any:
+def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
     from engine.kv_transfer.worker import rope_check
 
-    form: Any = SimpleNamespace(layers=LAYERS[: len(embeddings)], head_dim=HEAD_DIM)
+    layout: Any = SimpleNamespace(layers=LAYERS[: len(embeddings)], head_dim=HEAD_DIM)
     modules = {
         layer.rpartition(".")[0]: SimpleNamespace(rotary_emb=found)
-        for layer, found in zip(form.layers, embeddings, strict=True)
+        for layer, found in zip(layout.layers, embeddings, strict=True)
         if found is not None
     }
 
@@ -38,17 +38,17 @@ def rotary_in(*embeddings: Any, **config: Any) -> Any:
         return modules[name]
 
     model = SimpleNamespace(get_submodule=get_submodule)
-    return rope_check.rotary_in(
-        model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), form
+    return rope_check.rotary_of_model(
+        model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), layout
     )
 
 
 def test_one_turn_of_all_layers_is_taken_scaled_or_in_short_numbers() -> None:
     plain = embedding()
-    assert rotary_in(plain, plain).num_channels == HEAD_DIM
-    assert rotary_in(embedding(scale=1.14)).num_channels == HEAD_DIM
+    assert rotary_of_model(plain, plain).num_channels == HEAD_DIM
+    assert rotary_of_model(embedding(scale=1.14)).num_channels == HEAD_DIM
     rounded = embedding(cos_sin_cache=embedding().cos_sin_cache.bfloat16())
-    assert rotary_in(rounded).num_channels == HEAD_DIM
+    assert rotary_of_model(rounded).num_channels == HEAD_DIM
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_one_turn_of_all_layers_is_taken_scaled_or_in_short_numbers() -> None:
 )
 def test_anything_else_is_refused(embeddings: list[Any], config: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedRotary, match=why):
-        rotary_in(*embeddings, **config)
+        rotary_of_model(*embeddings, **config)

@@ -16,11 +16,11 @@ def test_a_sliding_window_is_refused_with_its_reason(tmp_path: Path) -> None:
     arena = TestArena(tmp_path / "arena", kv_format(2))
     slot = arena.slot(99)
     with live_engine(model, **EXPORTING) as engine:
-        (reason,) = engine.rpc("coppice_prepare_exports")
+        (reason,) = engine.rpc("coppice_prepare_kv_export")
         assert reason.startswith("UnsupportedCache: model.layers.0.self_attn.attn")
         assert "window" in reason.lower()
         (answer,) = engine.finish(engine.submit(list(range(100)), export=slot, max_tokens=4))
-        assert engine.rpc("coppice_settle_exports") == [True]
+        assert engine.rpc("coppice_flush_exports") == [True]
     assert len(answer.token_ids) == 4
     assert arena.words(slot) == PENDING
     assert arena.untouched(slot)

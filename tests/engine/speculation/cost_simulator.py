@@ -33,25 +33,25 @@ class Drafts:
     probability: NDArray[np.float32]
 
     @classmethod
-    def alike(cls, rows: int, longest: int, probability: float) -> "Drafts":
+    def alike(cls, rows: int, max_draft_tokens: int, probability: float) -> "Drafts":
         return cls(
-            lengths=np.full(rows, longest, np.int32),
-            probability=np.full((rows, longest), probability, np.float32),
+            lengths=np.full(rows, max_draft_tokens, np.int32),
+            probability=np.full((rows, max_draft_tokens), probability, np.float32),
         )
 
 
 @dataclass
 class Run:
-    """Steps of one batch under one controller. `promised` is what the drafts say of themselves,
-    `kept` how often they are accepted."""
+    """Steps of one batch under one controller. `predicted` is what the drafts say of themselves,
+    `actual` how often they are accepted."""
 
     controller: Controller
     machine: Machine
     running: int
-    promised: float
-    kept: float
+    predicted: float
+    actual: float
     context_a_row: int = 100
-    longest: int = 8
+    max_draft_tokens: int = 8
     seconds: float = 0.0
     emitted: int = 0
     steps: int = 0
@@ -65,18 +65,18 @@ class Run:
     def _step(self, chance: np.random.Generator) -> None:
         context = self.context_a_row * self.running
         sent, drafts = np.zeros(self.running, np.int32), None
-        if self.controller.wants_drafts(self.running):
-            drafts = Drafts.alike(self.running, self.longest, self.promised)
+        if self.controller.should_draft(self.running):
+            drafts = Drafts.alike(self.running, self.max_draft_tokens, self.predicted)
             sent = self.controller.lengths(drafts, running=self.running, context=context)
         verified = self.running + int(sent.sum())
         step = {"running": self.running, "context": context, "verified": verified}
         seconds = self.machine.measured(chance, **step)
-        hits = chance.random((self.running, self.longest)) < self.kept
+        hits = chance.random((self.running, self.max_draft_tokens)) < self.actual
         right = np.cumprod(hits, axis=1).sum(axis=1)
         if drafts is not None:
-            self.controller.scored(drafts, sent.astype(np.int64), right)
+            self.controller.record_acceptance(drafts, sent.astype(np.int64), right)
         emitted = self.running + int(np.minimum(right, sent).sum())
-        self.controller.observed(**step, seconds=seconds, emitted=emitted)
+        self.controller.record_step(**step, seconds=seconds, emitted=emitted)
         self.seconds += seconds
         self.emitted += emitted
         self.steps += 1
@@ -85,24 +85,26 @@ class Run:
     def rate(self) -> float:
         return self.emitted / self.seconds
 
-    def rate_without(self) -> float:
+    def rate_without_drafts(self) -> float:
         step = {"running": self.running, "context": self.context_a_row * self.running}
         return self.running / self.machine.seconds(**step, verified=self.running)
 
 
-def believed(controller: Controller) -> Controller:
+def calibrated(controller: Controller) -> Controller:
     """Drafts have kept what they promised so far, whatever it was."""
     number = 500
-    for promised in np.arange(0.03, 1.0, 0.02):
-        drafts = Drafts.alike(number, 1, float(promised))
-        right = (np.arange(number) < promised * number).astype(np.int64)
-        controller.scored(drafts, np.zeros(number, np.int64), right)
+    for predicted in np.arange(0.03, 1.0, 0.02):
+        drafts = Drafts.alike(number, 1, float(predicted))
+        right = (np.arange(number) < predicted * number).astype(np.int64)
+        controller.record_acceptance(drafts, np.zeros(number, np.int64), right)
     return controller
 
 
-def best_rate(machine: Machine, *, running: int, probability: float, longest: int = 8) -> float:
+def best_possible_rate(
+    machine: Machine, *, running: int, probability: float, max_draft_tokens: int = 8
+) -> float:
     """Of all lengths, each tried for all rows alike, and none."""
-    lengths = np.arange(longest + 1)
+    lengths = np.arange(max_draft_tokens + 1)
     emitted = running * np.cumsum(probability**lengths)
     seconds = [
         machine.seconds(running=running, context=100 * running, verified=running * (1 + length))

@@ -27,7 +27,7 @@ class Setting:
     top_p: float = 1.0
     top_k: int = 0
 
-    def law(self, logits: Floats) -> Floats:
+    def distribution(self, logits: Floats) -> Floats:
         """As it is written down: temperature, then the k likeliest, then the nucleus of those."""
         scaled = logits / self.temperature
         order = np.argsort(-scaled, axis=-1)
@@ -36,9 +36,9 @@ class Setting:
             mass[..., self.top_k :] = 0
             mass /= mass.sum(axis=-1, keepdims=True)
         mass[np.cumsum(mass, axis=-1) - mass >= self.top_p] = 0
-        law = np.zeros_like(mass)
-        np.put_along_axis(law, order, mass / mass.sum(axis=-1, keepdims=True), axis=-1)
-        return law
+        distribution = np.zeros_like(mass)
+        np.put_along_axis(distribution, order, mass / mass.sum(axis=-1, keepdims=True), axis=-1)
+        return distribution
 
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -47,12 +47,12 @@ class Setting:
 SETTINGS = (Setting(), Setting(temperature=0.7, top_p=0.9, top_k=20))
 
 
-def write_small_model(folder: Path, *, without_memory: bool) -> Path:
-    """`without_memory`: what comes next depends on the last token alone, and nothing is added to
+def write_small_model(folder: Path, *, memoryless: bool) -> Path:
+    """`memoryless`: what comes next depends on the last token alone, and nothing is added to
     its embedding on the way, so that the law of a step is a line of arithmetic.
     """
     tensors = _with_small_vocabulary(random_tensors(3, tied=False, sharpness=2.6))
-    if without_memory:
+    if memoryless:
         for name in tensors:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensors[name] = np.zeros_like(tensors[name])
@@ -74,7 +74,7 @@ def next_token_logits(folder: Path, last: list[int]) -> Floats:
     return logits
 
 
-def sequence_law(
+def sequence_distribution(
     model: Any, prompt: list[int], setting: Setting, length: int, *, least: float
 ) -> dict[tuple[int, ...], float]:
     """Of the responses likelier than `least`, by the model's own forward."""
@@ -83,21 +83,21 @@ def sequence_law(
         begun = list(known)
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + list(each) for each in begun])).logits[:, -1]
-        law = setting.law(logits.double().numpy())
+        distribution = setting.distribution(logits.double().numpy())
         known = {
             (*each, token): mass
-            for each, row in zip(begun, law, strict=True)
+            for each, row in zip(begun, distribution, strict=True)
             for token in range(VOCAB)
             if (mass := known[each] * row[token]) > least
         }
     return known
 
 
-def misfit(counts: NDArray[np.int64], law: Floats) -> tuple[float, int]:
+def chi_square(counts: NDArray[np.int64], distribution: Floats) -> tuple[float, int]:
     """Pearson's chi-square and its degrees of freedom; what is expected less than five times, and
     all that the law leaves out, is one cell."""
     total = int(counts.sum())
-    expected = total * law
+    expected = total * distribution
     common = expected >= 5
     seen = np.append(counts[common], total - counts[common].sum())
     wanted = np.append(expected[common], total - expected[common].sum())
@@ -105,7 +105,7 @@ def misfit(counts: NDArray[np.int64], law: Floats) -> tuple[float, int]:
     return float(((seen - wanted) ** 2 / wanted).sum()), len(seen) - 1
 
 
-def difference(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[float, int]:
+def two_sample_chi_square(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[float, int]:
     """The same of two samples from what may be one law, of which nothing is known."""
     common = one + other >= 10
     table = np.array([[*a[common], a[~common].sum()] for a in (one, other)], dtype=np.float64)
@@ -114,14 +114,14 @@ def difference(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[float,
     return float(((table - wanted) ** 2 / wanted).sum()), table.shape[1] - 1
 
 
-def dependence(table: NDArray[np.int64]) -> tuple[float, int]:
+def independence_chi_square(table: NDArray[np.int64]) -> tuple[float, int]:
     """The same of a table of pairs, against independence of the two."""
     kept = table[np.ix_(table.sum(axis=1) > 0, table.sum(axis=0) > 0)].astype(np.float64)
     wanted = np.outer(kept.sum(axis=1), kept.sum(axis=0)) / kept.sum()
     return float(((kept - wanted) ** 2 / wanted).sum()), (kept.shape[0] - 1) * (kept.shape[1] - 1)
 
 
-def chance_of(statistic: tuple[float, int]) -> float:
+def p_value(statistic: tuple[float, int]) -> float:
     """Of a chi-square as large as that, or larger."""
     value, freedom = (torch.tensor(number, dtype=torch.float64) / 2 for number in statistic)
     return float(torch.special.gammaincc(freedom, value))
@@ -129,8 +129,8 @@ def chance_of(statistic: tuple[float, int]) -> float:
 
 def _softmax(logits: Floats) -> Floats:
     raised: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    law: Floats = raised / raised.sum(axis=-1, keepdims=True)
-    return law
+    distribution: Floats = raised / raised.sum(axis=-1, keepdims=True)
+    return distribution
 
 
 def _with_small_vocabulary(tensors: Tensors) -> Tensors:

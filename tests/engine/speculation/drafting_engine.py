@@ -13,24 +13,24 @@ from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import register
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer
-from engine.speculation.request_slots import GROUP, NO_DRAFTS
-from engine.speculation.speculator import Lists, Speculator
+from engine.speculation.request_slots import GROUP_ARG, NO_DRAFTS_ARG
+from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.interface import Int32Array
-from kernels.draft_index.store import built
+from kernels.draft_index.store import is_built
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
 LONGEST = 4
 
 
-class Everything(Controller):
+class SendAllDrafts(Controller):
     """All of every draft is sent, whether it is worth it or not."""
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        self.choice = "drafted" if drafted.lengths.any() else "nothing_drafted"
+        self.decision = "drafted" if drafted.lengths.any() else "nothing_drafted"
         return drafted.lengths.astype(np.int32)
 
 
@@ -39,7 +39,7 @@ def drafting_engine(
     model: Path, folder: Path, *, controller: Controller | None = None, **settings: Any
 ) -> Iterator[tuple[LiveEngine, Proposer]]:
     """Without a profile: nothing here depends on what steps cost."""
-    if not built():
+    if not is_built():
         pytest.skip("the draft store was not built: no C++ compiler when it was installed")
     chosen = SpeculationSettings(
         mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
@@ -56,17 +56,17 @@ def drafting_engine(
     with live_engine(model, speculative_config=config, **settings) as engine:
         proposer = engine.core.model_executor.driver_worker.worker.model_runner.drafter
         assert isinstance(proposer, Proposer)
-        engine.rpc("coppice_speculate")
+        engine.rpc("coppice_start_speculation")
         proposer.end_profile()
         speculator = proposer.speculator
         assert speculator is not None
-        speculator.controller = controller or Everything()
+        speculator.controller = controller or SendAllDrafts()
         yield engine, proposer
 
 
 def in_group(name: str, *, drafts: bool = True) -> dict[str, Any]:
     """Sampling arguments of a sample of that group."""
-    return {"extra_args": {GROUP: name} | ({} if drafts else {NO_DRAFTS: True})}
+    return {"extra_args": {GROUP_ARG: name} | ({} if drafts else {NO_DRAFTS_ARG: True})}
 
 
 class Recording(Speculator):
@@ -79,7 +79,7 @@ class Recording(Speculator):
 
     def drafts(
         self, sampled: Sequence[Sequence[int]], lengths: Int32Array, token_ids: Int32Array
-    ) -> Lists:
+    ) -> TokenLists:
         ids = self.speculator.runner.input_batch.req_ids[: len(sampled)]
         for request_id, new in zip(ids, sampled, strict=True):
             last, draft = self._drafts.get(request_id, (0, []))
@@ -94,11 +94,11 @@ class Recording(Speculator):
         }
         return sent
 
-    def wakes(self, running: int) -> bool:
-        return self.speculator.wakes(running)
+    def needs_draft_step(self, running: int) -> bool:
+        return self.speculator.needs_draft_step(running)
 
-    def slept(self, running: int, seconds: float) -> None:
-        self.speculator.slept(running, seconds)
+    def on_skipped_step(self, running: int, seconds: float) -> None:
+        self.speculator.on_skipped_step(running, seconds)
 
     def end(self, ended: Iterable[str]) -> None:
         self.speculator.end(ended)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.speculation.request_slots import GROUP, NO_DRAFTS
+from engine.speculation.request_slots import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.speculator import Speculator
 
 WIDTH = 256
@@ -32,7 +32,7 @@ class Runner:
         seed: int | None = None,
         max_tokens: int = 100,
     ) -> None:
-        named = ({GROUP: group} if group else {}) | ({} if drafts else {NO_DRAFTS: True})
+        named = ({GROUP_ARG: group} if group else {}) | ({} if drafts else {NO_DRAFTS_ARG: True})
         sampling = SimpleNamespace(extra_args=named or None, seed=seed, max_tokens=max_tokens)
         self.requests[name] = SimpleNamespace(
             prompt_token_ids=list(prompt), sampling_params=sampling, output_token_ids=[]

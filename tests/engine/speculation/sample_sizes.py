@@ -12,8 +12,8 @@ NUM_DRAWS = int(100_000 * TIMES)
 NUM_SEQUENCES = int(20_000 * TIMES)
 CONTEXTS = 5
 NUM_TESTS = 62
-LEAST = 1e-4 / NUM_TESTS
+MIN_P_VALUE = 1e-4 / NUM_TESTS
 """After Bonferroni: all chances that are looked at together are below it once in 10,000 runs."""
 ROWS, SIBLINGS = 64, 8
 
-in_both_settings = pytest.mark.parametrize("setting", SETTINGS, ids=["plain", "cut"])
+all_settings = pytest.mark.parametrize("setting", SETTINGS, ids=["plain", "cut"])

@@ -3,38 +3,42 @@
 import numpy as np
 import pytest
 
-from engine.speculation.calibration import REMEMBERED, Trust
+from engine.speculation.calibration import MAX_BIN_COUNT, DraftCalibration
 
-PROMISED = np.array([0.15, 0.3, 0.6, 0.97])
+PREDICTED = np.array([0.15, 0.3, 0.6, 0.97])
 
 
-def taught(promised: float, kept: float, number: int, trust: Trust | None = None) -> Trust:
-    trust = trust or Trust()
-    trust.learn(np.full(number, promised), np.arange(number) < kept * number)
-    return trust
+def trained_calibration(
+    predicted: float, actual: float, number: int, calibration: DraftCalibration | None = None
+) -> DraftCalibration:
+    calibration = calibration or DraftCalibration()
+    calibration.update(np.full(number, predicted), np.arange(number) < actual * number)
+    return calibration
 
 
 def test_nothing_is_believed_of_what_was_never_seen() -> None:
-    assert Trust().worth(PROMISED).tolist() == [0.0] * 4
-    believed = taught(0.97, 0.97, 200).worth(PROMISED)
-    assert believed[:3].tolist() == [0.0] * 3
-    assert 0.9 < believed[3] < 0.97
+    assert DraftCalibration().expected(PREDICTED).tolist() == [0.0] * 4
+    calibrated = trained_calibration(0.97, 0.97, 200).expected(PREDICTED)
+    assert calibrated[:3].tolist() == [0.0] * 3
+    assert 0.9 < calibrated[3] < 0.97
 
 
 @pytest.mark.parametrize("number", [10, 40, 160])
 def test_the_less_was_seen_the_less_is_believed(number: int) -> None:
-    few, many = (taught(0.6, 0.6, each).worth(PROMISED)[2] for each in (number, 2 * number))
+    few, many = (
+        trained_calibration(0.6, 0.6, each).expected(PREDICTED)[2] for each in (number, 2 * number)
+    )
     assert few < many < 0.6
 
 
 def test_promises_that_are_not_kept_are_cut_and_those_outdone_are_raised() -> None:
-    assert taught(0.6, 0.2, 400).worth(PROMISED)[2] == pytest.approx(0.2, abs=0.04)
-    assert taught(0.6, 0.9, 400).worth(PROMISED)[2] == pytest.approx(0.9, abs=0.04)
-    assert taught(0.5, 1.0, 400).worth(np.array([0.5])).max() <= 1.0
+    assert trained_calibration(0.6, 0.2, 400).expected(PREDICTED)[2] == pytest.approx(0.2, abs=0.04)
+    assert trained_calibration(0.6, 0.9, 400).expected(PREDICTED)[2] == pytest.approx(0.9, abs=0.04)
+    assert trained_calibration(0.5, 1.0, 400).expected(np.array([0.5])).max() <= 1.0
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    trust = taught(0.6, 0.9, int(REMEMBERED))
+    calibration = trained_calibration(0.6, 0.9, int(MAX_BIN_COUNT))
     for _ in range(8):
-        taught(0.6, 0.1, int(REMEMBERED), trust)
-    assert trust.worth(PROMISED)[2] < 0.12
+        trained_calibration(0.6, 0.1, int(MAX_BIN_COUNT), calibration)
+    assert calibration.expected(PREDICTED)[2] < 0.12

@@ -3,26 +3,32 @@
 import numpy as np
 import pytest
 
-from engine.speculation.calibration import Trust
-from engine.speculation.controller import CHECKED_EVERY, MOST_LOST, RESTED, Controller
-from engine.speculation.cost import StepCost
-from tests.engine.speculation.cost_simulator import Drafts, Machine, Run, believed, best_rate
+from engine.speculation.calibration import DraftCalibration
+from engine.speculation.controller import CHECK_INTERVAL, MAX_LOSS, MIN_REST_STEPS, Controller
+from engine.speculation.cost import StepCostModel
+from tests.engine.speculation.cost_simulator import (
+    Drafts,
+    Machine,
+    Run,
+    best_possible_rate,
+    calibrated,
+)
 from tests.engine.speculation.test_cost import profile
 
 DEAR = Machine(call=1e-4, token=1e-3, free_tokens=0)
 
 
 def controller(machine: Machine) -> Controller:
-    return Controller(StepCost(profile(machine)), Trust())
+    return Controller(StepCostModel(profile(machine)), DraftCalibration())
 
 
 @pytest.mark.parametrize("running", [1, 4, 16, 64])
 @pytest.mark.parametrize("probability", [0.2, 0.6, 0.9])
 def test_it_does_as_well_as_the_best_fixed_length(running: int, probability: float) -> None:
     machine = Machine()
-    run = Run(controller(machine), machine, running, promised=probability, kept=probability)
+    run = Run(controller(machine), machine, running, predicted=probability, actual=probability)
     run.go(600, np.random.default_rng(2))
-    best = best_rate(machine, running=running, probability=probability)
+    best = best_possible_rate(machine, running=running, probability=probability)
     assert run.rate() > 0.95 * best
 
 
@@ -31,7 +37,7 @@ def test_each_row_gets_what_its_own_draft_is_worth() -> None:
         lengths=np.array([8, 8, 0, 2], np.int32),
         probability=np.tile(np.array([[0.95], [0.3], [0.9], [0.95]], np.float32), (1, 8)),
     )
-    chosen = believed(controller(Machine(free_tokens=0)))
+    chosen = calibrated(controller(Machine(free_tokens=0)))
     lengths = chosen.lengths(drafts, running=4, context=400)
     assert lengths[0] > 3 > 2 >= lengths[1]
     assert (lengths[2], lengths[3]) == (0, 2)
@@ -40,16 +46,16 @@ def test_each_row_gets_what_its_own_draft_is_worth() -> None:
 def test_a_draft_stops_before_a_token_that_is_not_worth_its_cost() -> None:
     probability = np.array([[0.9, 0.9, 0.05, 0.99, 0.99]], np.float32)
     drafts = Drafts(lengths=np.array([5], np.int32), probability=probability)
-    chosen = believed(controller(Machine(free_tokens=0)))
+    chosen = calibrated(controller(Machine(free_tokens=0)))
     lengths = chosen.lengths(drafts, running=1, context=100)
     assert lengths.tolist() == [2]
 
 
 def test_nothing_is_sent_where_verifying_costs_what_it_saves() -> None:
-    run = Run(controller(DEAR), DEAR, 16, promised=0.5, kept=0.5)
+    run = Run(controller(DEAR), DEAR, 16, predicted=0.5, actual=0.5)
     run.go(300, np.random.default_rng(3))
     assert run.off_steps == run.steps
-    assert run.controller.choice == "not_worth_it"
+    assert run.controller.decision == "not_worth_it"
 
 
 def test_it_is_elastic_in_both_directions_as_the_batch_drains_and_refills() -> None:
@@ -57,7 +63,7 @@ def test_it_is_elastic_in_both_directions_as_the_batch_drains_and_refills() -> N
     shared, chance = controller(machine), np.random.default_rng(4)
     shares = []
     for running in (64, 2, 64, 2):
-        run = Run(shared, machine, running, promised=0.35, kept=0.35).go(200, chance)
+        run = Run(shared, machine, running, predicted=0.35, actual=0.35).go(200, chance)
         shares.append(run.off_steps / run.steps)
     assert min(shares[0], shares[2]) > 0.9
     assert max(shares[1], shares[3]) < 0.1
@@ -65,8 +71,8 @@ def test_it_is_elastic_in_both_directions_as_the_batch_drains_and_refills() -> N
 
 def test_at_most_one_step_in_a_hundred_is_left_out_to_measure() -> None:
     machine = Machine()
-    run = Run(controller(machine), machine, 4, promised=0.9, kept=0.9)
-    run.go(10 * CHECKED_EVERY, np.random.default_rng(5))
+    run = Run(controller(machine), machine, 4, predicted=0.9, actual=0.9)
+    run.go(10 * CHECK_INTERVAL, np.random.default_rng(5))
     assert 0 < run.off_steps <= run.steps / 100
 
 
@@ -74,13 +80,13 @@ def test_at_most_one_step_in_a_hundred_is_left_out_to_measure() -> None:
 def test_drafts_that_promise_too_much_are_soon_left_out(running: int) -> None:
     """Never worse than no drafts, but for what it takes to find out."""
     machine = Machine(free_tokens=0)
-    run = Run(controller(machine), machine, running, promised=0.9, kept=0.02)
+    run = Run(controller(machine), machine, running, predicted=0.9, actual=0.02)
     run.go(4000, np.random.default_rng(6))
-    assert run.rate() > 0.97 * run.rate_without()
+    assert run.rate() > 0.97 * run.rate_without_drafts()
 
 
 def test_nothing_is_sent_before_drafts_have_shown_what_they_bring() -> None:
-    run = Run(controller(Machine()), Machine(), 64, promised=0.9, kept=0.0)
+    run = Run(controller(Machine()), Machine(), 64, predicted=0.9, actual=0.0)
     run.go(200, np.random.default_rng(9))
     assert run.off_steps == run.steps
 
@@ -90,25 +96,27 @@ def test_drafts_rest_when_steps_with_them_have_lost_a_few_steps_time() -> None:
     shared = controller(machine)
     seconds = 2 * machine.seconds(running=4, context=400, verified=4)
     steps = 0
-    while shared.wants_drafts(4) or shared.choice != "resting":
-        shared.observed(running=4, context=400, verified=8, seconds=seconds, emitted=4)
+    while shared.should_draft(4) or shared.decision != "resting":
+        shared.record_step(running=4, context=400, verified=8, seconds=seconds, emitted=4)
         steps += 1
-    assert MOST_LOST <= steps <= 2 * MOST_LOST
-    assert not any(shared.wants_drafts(4) for _ in range(RESTED - 1))
-    assert shared.wants_drafts(4)
+    assert MAX_LOSS <= steps <= 2 * MAX_LOSS
+    assert not any(shared.should_draft(4) for _ in range(MIN_REST_STEPS - 1))
+    assert shared.should_draft(4)
 
 
 def test_it_comes_back_when_drafts_have_become_good() -> None:
     machine, chance = Machine(), np.random.default_rng(7)
     shared = controller(machine)
-    Run(shared, machine, 4, promised=0.9, kept=0.0).go(200, chance)
-    assert shared.choice == "not_worth_it"
-    run = Run(shared, machine, 4, promised=0.9, kept=0.9).go(1500, chance)
-    assert run.rate() > 1.5 * run.rate_without()
+    Run(shared, machine, 4, predicted=0.9, actual=0.0).go(200, chance)
+    assert shared.decision == "not_worth_it"
+    run = Run(shared, machine, 4, predicted=0.9, actual=0.9).go(1500, chance)
+    assert run.rate() > 1.5 * run.rate_without_drafts()
 
 
 def test_the_gain_is_what_was_really_gained() -> None:
     machine = Machine()
-    run = Run(controller(machine), machine, 4, promised=0.8, kept=0.8)
+    run = Run(controller(machine), machine, 4, predicted=0.8, actual=0.8)
     run.go(1500, np.random.default_rng(8))
-    assert run.controller.gain_ratio == pytest.approx(run.rate() / run.rate_without(), rel=0.15)
+    assert run.controller.gain_ratio == pytest.approx(
+        run.rate() / run.rate_without_drafts(), rel=0.15
+    )

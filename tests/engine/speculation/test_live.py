@@ -10,12 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from engine.runtime.guard import FeatureState, features
 from engine.speculation import proposer as proposers
-from engine.speculation.counters import COUNTS, Counted
+from engine.speculation.counters import COUNTERS, Snapshot
 from engine.speculation.proposer import Proposer
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models
 from tests.engine.seedling import teacher_forced
-from tests.engine.speculation.drafting_engine import LONGEST, Everything, drafting_engine, in_group
+from tests.engine.speculation.drafting_engine import (
+    LONGEST,
+    SendAllDrafts,
+    drafting_engine,
+    in_group,
+)
 from tests.engine.stepped_engine import LiveEngine
 
 pytestmark = pytest.mark.engine
@@ -60,7 +65,7 @@ def submit_groups(engine: LiveEngine, num_tokens: int, **sampling: Any) -> list[
     ]
 
 
-def total(counted: Counted, kind: str) -> int:
+def total(counted: Snapshot, kind: str) -> int:
     return sum(counted[kind].values())  # type: ignore[literal-required]
 
 
@@ -68,7 +73,7 @@ def test_samples_are_the_models_through_chunks_preemptions_aborts_and_an_activat
     drafting: Drafting, models: dict[str, Path]
 ) -> None:
     engine, proposer = drafting
-    before = COUNTS.read()
+    before = COUNTERS.read()
     groups = submit_groups(engine, 60)
     engine.step(25)
     engine.abort(groups[0][0])
@@ -83,7 +88,7 @@ def test_samples_are_the_models_through_chunks_preemptions_aborts_and_an_activat
                 said = answer.token_ids[: span.start]
                 told = answer.token_ids[span.start : span.end]
                 assert_greedy(by_name[span.version], prompt + said, told)
-    after = COUNTS.read()
+    after = COUNTERS.read()
     assert total(after, "accepted") > total(before, "accepted")
     assert after["version_drafted"] < total(after, "drafted")
     assert features()["speculation"].on
@@ -134,7 +139,10 @@ def test_steps_that_nobody_drafts_for_are_those_of_an_engine_without(
     engine, proposer = drafting
     assert proposer.speculator is not None
     runner = engine.core.model_executor.driver_worker.worker.model_runner
-    sending, proposer.speculator.controller = proposer.speculator.controller, InTurns()
+    sending, proposer.speculator.controller = (
+        proposer.speculator.controller,
+        AlternatingController(),
+    )
     configs = set()
     names = [engine.submit([3, 4], max_tokens=60, **in_group("turns")) for _ in range(4)]
     while engine.core.scheduler.has_unfinished_requests():
@@ -147,14 +155,14 @@ def test_steps_that_nobody_drafts_for_are_those_of_an_engine_without(
     assert configs == {True, False}
 
 
-class InTurns(Everything):
+class AlternatingController(SendAllDrafts):
     """Now it wants drafts, now it does not."""
 
     def __init__(self) -> None:
         super().__init__()
         self._asked = 0
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         self._asked += 1
         return self._asked % 16 < 8
 
@@ -173,9 +181,9 @@ def test_text_is_kept_for_the_next_engine(drafting: Drafting, tmp_path: Path) ->
     assert proposer.speculator is not None
     file = tmp_path / "drafts"
     proposer.speculator.store.save(file)
-    assert proposers.stored(file, LONGEST, 2**31).num_tokens > 0
+    assert proposers.open_store(file, LONGEST, 2**31).num_tokens > 0
     file.write_bytes(file.read_bytes()[:-3])
-    assert proposers.stored(file, LONGEST, 2**31).num_tokens == 0
+    assert proposers.open_store(file, LONGEST, 2**31).num_tokens == 0
 
 
 def test_a_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:
@@ -192,5 +200,5 @@ def test_a_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[s
         assert_greedy(v7, prompt, answer.token_ids)
     state = features()["speculation"]
     assert not state.on
-    assert COUNTS.read()["skipped"]["failed"] > 0
+    assert COUNTERS.read()["skipped"]["failed"] > 0
     proposers.FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)

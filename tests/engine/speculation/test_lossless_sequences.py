@@ -12,25 +12,25 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from engine.speculation.counters import COUNTS
+from engine.speculation.counters import COUNTERS
 from tests.engine.seedling import teacher_forced
 from tests.engine.speculation.distributions import (
     Setting,
-    chance_of,
-    dependence,
-    difference,
-    misfit,
-    sequence_law,
+    chi_square,
+    independence_chi_square,
+    p_value,
+    sequence_distribution,
+    two_sample_chi_square,
     write_small_model,
 )
 from tests.engine.speculation.drafting_engine import drafting_engine, in_group
 from tests.engine.speculation.sample_sizes import (
     CONTEXTS,
-    LEAST,
+    MIN_P_VALUE,
     NUM_SEQUENCES,
     ROWS,
     SIBLINGS,
-    in_both_settings,
+    all_settings,
 )
 from tests.engine.stepped_engine import LiveEngine
 
@@ -45,7 +45,7 @@ PROMPTS = [[3 + number, 9, 2 * number, 17] for number in range(CONTEXTS)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=False)
+    return write_small_model(tmp_path_factory.mktemp("distribution") / "model", memoryless=False)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield live
 
 
-@in_both_settings
+@all_settings
 def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
     engine: LiveEngine, folder: Path, setting: Setting
 ) -> None:
@@ -65,18 +65,18 @@ def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
     assert num_accepted() - before > NUM_SEQUENCES / 4
     plain = [sequences(engine, setting, prompt, drafts=False) for prompt in PROMPTS]
     for prompt, ours, theirs in zip(PROMPTS, drafted, plain, strict=True):
-        law = sequence_law(model, prompt, setting, LENGTH, least=2e-5)
-        assert sum(law.values()) > 0.8
-        seen = np.array([*map(Counter(ours).__getitem__, law), 0])
+        distribution = sequence_distribution(model, prompt, setting, LENGTH, least=2e-5)
+        assert sum(distribution.values()) > 0.8
+        seen = np.array([*map(Counter(ours).__getitem__, distribution), 0])
         seen[-1] = len(ours) - seen.sum()
-        masses = np.array([*law.values(), 1 - sum(law.values())])
-        assert chance_of(misfit(seen, masses)) > LEAST
-        assert chance_of(difference(*counted(ours, theirs))) > LEAST
+        masses = np.array([*distribution.values(), 1 - sum(distribution.values())])
+        assert p_value(chi_square(seen, masses)) > MIN_P_VALUE
+        assert p_value(two_sample_chi_square(*counted(ours, theirs))) > MIN_P_VALUE
         for kind in (ours, theirs):
-            assert chance_of(dependence(pairs_of_siblings(kind))) > LEAST
+            assert p_value(independence_chi_square(pairs_of_siblings(kind))) > MIN_P_VALUE
 
 
-@in_both_settings
+@all_settings
 def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
     engine: LiveEngine, folder: Path, setting: Setting
 ) -> None:
@@ -143,7 +143,7 @@ def pairs_of_siblings(samples: Sequences, num: int = 5) -> Ints:
 
 
 def num_accepted() -> int:
-    return sum(COUNTS.read()["accepted"].values())
+    return sum(COUNTERS.read()["accepted"].values())
 
 
 def _common(samples: Sequences) -> list[tuple[int, int]]:

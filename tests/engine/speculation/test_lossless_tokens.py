@@ -16,20 +16,20 @@ from tests.engine.speculation.distributions import (
     VOCAB,
     Floats,
     Setting,
-    chance_of,
-    difference,
-    misfit,
+    chi_square,
     next_token_logits,
+    p_value,
+    two_sample_chi_square,
     write_small_model,
 )
 from tests.engine.speculation.drafting_engine import Recording, drafting_engine, in_group
 from tests.engine.speculation.sample_sizes import (
     CONTEXTS,
-    LEAST,
+    MIN_P_VALUE,
     NUM_DRAWS,
     ROWS,
     SIBLINGS,
-    in_both_settings,
+    all_settings,
 )
 from tests.engine.stepped_engine import LiveEngine
 
@@ -38,7 +38,7 @@ Ints = NDArray[np.int64]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("law") / "model", without_memory=True)
+    return write_small_model(tmp_path_factory.mktemp("distribution") / "model", memoryless=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def drafting(
 
 
 @pytest.mark.engine
-@in_both_settings
+@all_settings
 def test_next_tokens_follow_the_models_law(
     drafting: tuple[LiveEngine, Proposer], model: Path, setting: Setting
 ) -> None:
@@ -67,28 +67,28 @@ def test_next_tokens_follow_the_models_law(
     drafted = transitions(engine, setting, drafts=True)
     proposer.speculator = record.speculator
     plain = transitions(engine, setting, drafts=False)
-    laws = setting.law(next_token_logits(model, list(range(VOCAB))))
+    laws = setting.distribution(next_token_logits(model, list(range(VOCAB))))
     assert record.tried.sum() > NUM_DRAWS / 2
-    assert chance_of(misjudged(record.tried, record.hits, laws)) > LEAST
+    assert p_value(acceptance_chi_square(record.tried, record.hits, laws)) > MIN_P_VALUE
     for token in np.argsort(-drafted.sum(axis=1))[:CONTEXTS].tolist():
         assert drafted[token].sum() > NUM_DRAWS / VOCAB
-        assert chance_of(misfit(drafted[token], laws[token])) > LEAST
-        assert chance_of(difference(drafted[token], plain[token])) > LEAST
+        assert p_value(chi_square(drafted[token], laws[token])) > MIN_P_VALUE
+        assert p_value(two_sample_chi_square(drafted[token], plain[token])) > MIN_P_VALUE
 
 
-@in_both_settings
+@all_settings
 @pytest.mark.parametrize("rule", ["right", "accept_always", "resample_from_all"])
 def test_a_broken_rule_of_acceptance_would_be_seen(rule: str, setting: Setting) -> None:
     """Broken so often only as to be a total variation of 0.01 in each of five contexts."""
     chance = np.random.default_rng(11)
-    laws = setting.law(chance.normal(scale=2.0, size=(CONTEXTS, VOCAB)))
+    laws = setting.distribution(chance.normal(scale=2.0, size=(CONTEXTS, VOCAB)))
     tried, hits = np.zeros((2, CONTEXTS, VOCAB), np.int64)
-    for context, law in enumerate(laws):
-        for draft in chance.choice(VOCAB, size=8, p=law).tolist():
-            drawn = drawn_with(rule, law, draft, 100_000 // CONTEXTS // 8, chance)
+    for context, distribution in enumerate(laws):
+        for draft in chance.choice(VOCAB, size=8, p=distribution).tolist():
+            drawn = drawn_with(rule, distribution, draft, 100_000 // CONTEXTS // 8, chance)
             tried[context, draft] += drawn.sum()
             hits[context, draft] += drawn[draft]
-    assert (chance_of(misjudged(tried, hits, laws)) < LEAST) == (rule != "right")
+    assert (p_value(acceptance_chi_square(tried, hits, laws)) < MIN_P_VALUE) == (rule != "right")
 
 
 def transitions(engine: LiveEngine, setting: Setting, *, drafts: bool) -> Ints:
@@ -112,7 +112,7 @@ def transitions(engine: LiveEngine, setting: Setting, *, drafts: bool) -> Ints:
     return counts
 
 
-def misjudged(tried: Ints, hits: Ints, laws: Floats) -> tuple[float, int]:
+def acceptance_chi_square(tried: Ints, hits: Ints, laws: Floats) -> tuple[float, int]:
     """Whether drafts are accepted as often as the law has their token: the test that sees the least
     of a wrong rule of acceptance. All are [token before, token drafted]."""
     off = (hits - tried * laws).sum()
@@ -120,16 +120,16 @@ def misjudged(tried: Ints, hits: Ints, laws: Floats) -> tuple[float, int]:
 
 
 def drawn_with(
-    rule: str, law: Floats, draft: int, number: int, chance: np.random.Generator
+    rule: str, distribution: Floats, draft: int, number: int, chance: np.random.Generator
 ) -> Ints:
     """Draws by a rule of acceptance of one draft, broken as often as makes a hundredth."""
-    right = chance.choice(VOCAB, size=number, p=law)
+    right = chance.choice(VOCAB, size=number, p=distribution)
     off = {
         "right": 0.0,
-        "accept_always": 1 - law[draft],
-        "resample_from_all": law[draft] * (1 - law[draft]),
+        "accept_always": 1 - distribution[draft],
+        "resample_from_all": distribution[draft] * (1 - distribution[draft]),
     }[rule]
     broken = chance.random(number) < (0.01 / off if off else 0.0)
-    accepted = (chance.random(number) < law[draft]) | (rule == "accept_always")
-    wrong = np.where(accepted, draft, chance.choice(VOCAB, size=number, p=law))
+    accepted = (chance.random(number) < distribution[draft]) | (rule == "accept_always")
+    wrong = np.where(accepted, draft, chance.choice(VOCAB, size=number, p=distribution))
     return np.bincount(np.where(broken, wrong, right), minlength=VOCAB)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from engine.runtime.guard import Feature
-from engine.speculation.counters import Counts
-from engine.speculation.skip_draft_step import Doze
-from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
-from tests.engine.speculation.drafting_engine import Everything
+from engine.speculation.counters import Counters
+from engine.speculation.skip_draft_step import DraftStepSkipper
+from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
+from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
 from tests.kernels.draft_index.reference import ReferenceStore
 
@@ -20,7 +20,7 @@ CONFIG = "a draft method"
 
 
 @dataclass
-class Sleeper:
+class StepObserver:
     awake: bool = False
     ended: list[str] = field(default_factory=list)
     looks: list[int] = field(default_factory=list)
@@ -29,11 +29,11 @@ class Sleeper:
     def end(self, ended: set[str]) -> None:
         self.ended += sorted(ended)
 
-    def wakes(self, running: int) -> bool:
+    def needs_draft_step(self, running: int) -> bool:
         self.looks.append(running)
         return self.awake
 
-    def slept(self, running: int, seconds: float) -> None:
+    def on_skipped_step(self, running: int, seconds: float) -> None:
         self.seconds.append((running, seconds))
 
 
@@ -41,13 +41,13 @@ class Sleeper:
 class Steps:
     """A runner that writes down what it was configured for in each step, one a second."""
 
-    sleeper: Sleeper | None
+    observer: StepObserver | None
     speculative_config: str | None = CONFIG
     taken: list[str | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.feature = Feature("of a test")
-        Doze(self, lambda: self.sleeper, self.feature, lambda: float(len(self.taken)))
+        DraftStepSkipper(self, lambda: self.observer, self.feature, lambda: float(len(self.taken)))
 
     def execute_model(self, step: Any) -> None:
         self.taken.append(self.speculative_config)
@@ -64,21 +64,21 @@ class Steps:
 
 
 def test_a_step_without_drafts_is_one_without_a_draft_method() -> None:
-    steps = Steps(Sleeper())
+    steps = Steps(StepObserver())
     steps.step("a")
     steps.step("a", drafts=True)
-    assert steps.sleeper is not None
-    steps.sleeper.awake = True
+    assert steps.observer is not None
+    steps.observer.awake = True
     steps.step("a")
     assert steps.taken == [None, CONFIG, CONFIG]
 
 
 def test_nobody_looks_at_a_step_of_no_rows() -> None:
-    steps = Steps(sleeper := Sleeper())
+    steps = Steps(observer := StepObserver())
     steps.step("a")
     steps.step(ended="a")
     steps.step("b")
-    assert (sleeper.looks, sleeper.ended) == ([1, 1], ["a"])
+    assert (observer.looks, observer.ended) == ([1, 1], ["a"])
 
 
 def test_where_nothing_will_be_drafted_every_step_is() -> None:
@@ -88,7 +88,7 @@ def test_where_nothing_will_be_drafted_every_step_is() -> None:
 
 
 def test_a_step_is_timed_where_all_decode_and_the_next_has_the_same_rows() -> None:
-    steps = Steps(sleeper := Sleeper())
+    steps = Steps(observer := StepObserver())
     steps.step("a", "b", tokens=9)
     steps.step("a", "b")
     steps.step("a", "b")
@@ -96,13 +96,13 @@ def test_a_step_is_timed_where_all_decode_and_the_next_has_the_same_rows() -> No
     steps.step("a")
     steps.step("a", drafts=True)
     steps.step("a")
-    assert sleeper.seconds == [(2, 1.0), (1, 1.0)]
-    assert sleeper.ended == ["b"]
+    assert observer.seconds == [(2, 1.0), (1, 1.0)]
+    assert observer.ended == ["b"]
 
 
 def test_a_sleeper_that_fails_leaves_drafts_that_are_on_their_way() -> None:
-    steps = Steps(sleeper := Sleeper())
-    del sleeper.ended
+    steps = Steps(observer := StepObserver())
+    del observer.ended
     steps.step("a", drafts=True)
     steps.step("a")
     assert steps.taken == [CONFIG, None]
@@ -116,11 +116,11 @@ def runner() -> Runner:
 
 @pytest.fixture
 def speculator(runner: Runner) -> Speculator:
-    store = ReferenceStore(max_bytes=2**20, longest=4)
-    return Speculator(runner, store, Now(), Counts(), longest=4)
+    store = ReferenceStore(max_bytes=2**20, max_draft_tokens=4)
+    return Speculator(runner, store, ScriptedController(), Counters(), max_draft_tokens=4)
 
 
-class Now(Everything):
+class ScriptedController(SendAllDrafts):
     """Drafts are wanted when it is said so."""
 
     def __init__(self) -> None:
@@ -128,10 +128,10 @@ class Now(Everything):
         self.wanted = False
         self.seen: list[tuple[int, int, float]] = []
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return self.wanted
 
-    def observed(self, *, running: int, context: int, seconds: float, **_: int) -> None:
+    def record_step(self, *, running: int, context: int, seconds: float, **_: int) -> None:
         self.seen.append((running, context, seconds))
 
 
@@ -141,13 +141,13 @@ def test_what_was_said_while_nobody_was_awake_is_drafted_afterwards(
     for name in ("seen", "unseen", "later"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"seen": SAID[:2]})
-    assert not speculator.wakes(2)
+    assert not speculator.needs_draft_step(2)
     runner.say("seen", SAID[2:])
     runner.say("unseen", [40, 41, 42, 43])
     speculator.end({"seen", "unseen", "never there"})
     for name in ("seen", "unseen"):
         runner.forget(name)
-    speculator.controller = wanting(Now())
+    speculator.controller = wanting(ScriptedController())
     assert runner.step(speculator, {"later": SAID[:2]})["later"] == SAID[2:6]
     assert runner.step(speculator, {"later": [40, 41]})["later"] == [42, 43]
     assert speculator.num_rows == 1
@@ -156,44 +156,44 @@ def test_what_was_said_while_nobody_was_awake_is_drafted_afterwards(
 def test_drafts_that_were_not_sent_are_judged_before_anybody_sleeps(
     runner: Runner, speculator: Speculator
 ) -> None:
-    speculator.controller = controller = wanting(Now())
+    speculator.controller = controller = wanting(ScriptedController())
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"a": SAID, "b": SAID[:2]})
     controller.wanted = False
-    assert speculator.wakes(2)
+    assert speculator.needs_draft_step(2)
     runner.step(speculator, {"a": [18], "b": [12]})
-    assert not speculator.wakes(2)
+    assert not speculator.needs_draft_step(2)
 
 
 def test_nobody_sleeps_so_long_that_there_is_much_to_hear(
     runner: Runner, speculator: Speculator
 ) -> None:
-    speculator.controller = Now()
+    speculator.controller = ScriptedController()
     runner.add("a", PROMPT)
-    slept = 0
-    while not speculator.wakes(1):
+    on_skipped_step = 0
+    while not speculator.needs_draft_step(1):
         runner.say("a", [40])
-        slept += 1
+        on_skipped_step += 1
     runner.step(speculator, {"a": [40]})
-    assert slept == CAUGHT_UP_EVERY - 1
-    assert not speculator.wakes(1)
+    assert on_skipped_step == STORE_UPDATE_INTERVAL - 1
+    assert not speculator.needs_draft_step(1)
 
 
 def test_a_step_that_was_slept_through_is_counted_with_its_own_context(
     runner: Runner, speculator: Speculator
 ) -> None:
-    speculator.controller = controller = wanting(Now())
+    speculator.controller = controller = wanting(ScriptedController())
     runner.add("a", PROMPT)
-    speculator.slept(1, 0.5)
+    speculator.on_skipped_step(1, 0.5)
     runner.step(speculator, {"a": [10]})
-    speculator.slept(2, 0.5)
+    speculator.on_skipped_step(2, 0.5)
     runner.step(speculator, {"a": [11]})
     assert controller.seen[0] == (1, 3, 0.5)
     assert (2, 0.5) not in [(running, seconds) for running, _, seconds in controller.seen]
 
 
-def wanting(controller: Now) -> Now:
+def wanting(controller: ScriptedController) -> ScriptedController:
     controller.wanted = True
     return controller
 
@@ -202,7 +202,7 @@ def test_who_refuses_drafts_is_counted_though_nobody_was_awake(
     runner: Runner, speculator: Speculator
 ) -> None:
     runner.add("a", PROMPT, drafts=False)
-    assert not speculator.wakes(1)
+    assert not speculator.needs_draft_step(1)
     runner.say("a", SAID)
     speculator.end({"a"})
     assert speculator._counts.read()["skipped"] == {"refused": 1}

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from engine.speculation.controller import Draft
-from engine.speculation.counters import Counts
-from engine.speculation.speculator import CAUGHT_UP_EVERY, Speculator
+from engine.speculation.counters import Counters
+from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
 from kernels.draft_index.interface import Int32Array
-from tests.engine.speculation.drafting_engine import Everything
+from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
 from tests.kernels.draft_index.reference import ReferenceStore
 
@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3]
 SAID = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-class Watching(Everything):
+class RecordingController(SendAllDrafts):
     """Every step is one to be measured."""
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Watching(Everything):
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
         chosen = super().lengths(drafted, running=running, context=context)
-        self.choice = "checked"
+        self.decision = "checked"
         return chosen
 
-    def observed(self, *, running: int, **step: Any) -> None:
+    def record_step(self, *, running: int, **step: Any) -> None:
         self.seen.append(running)
 
 
@@ -48,14 +48,14 @@ def runner() -> Runner:
 
 
 @pytest.fixture
-def counts() -> Counts:
-    return Counts()
+def counts() -> Counters:
+    return Counters()
 
 
 @pytest.fixture
-def speculator(runner: Runner, counts: Counts) -> Speculator:
-    store = ReferenceStore(max_bytes=2**20, longest=4)
-    return Speculator(runner, store, Everything(), counts, longest=4, clock=Clock())
+def speculator(runner: Runner, counts: Counters) -> Speculator:
+    store = ReferenceStore(max_bytes=2**20, max_draft_tokens=4)
+    return Speculator(runner, store, SendAllDrafts(), counts, max_draft_tokens=4, clock=Clock())
 
 
 def test_a_sample_is_drafted_what_its_sibling_has_said(
@@ -107,7 +107,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_gets_no_draft(
     ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "refused")]
 )
 def test_a_sample_that_is_to_be_left_alone_gets_no_draft_and_lends_its_text(
-    runner: Runner, speculator: Speculator, counts: Counts, how: dict[str, bool], reason: str
+    runner: Runner, speculator: Speculator, counts: Counters, how: dict[str, bool], reason: str
 ) -> None:
     runner.add("a", PROMPT, group="g", **how)
     runner.add("b", PROMPT, group="g")
@@ -127,7 +127,7 @@ def test_no_token_is_drafted_beyond_the_last_that_is_wanted(
 
 
 def test_what_became_of_drafts_is_counted_by_scope_length_and_version(
-    runner: Runner, speculator: Speculator, counts: Counts
+    runner: Runner, speculator: Speculator, counts: Counters
 ) -> None:
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
@@ -145,7 +145,7 @@ def test_what_became_of_drafts_is_counted_by_scope_length_and_version(
 def test_a_step_is_timed_only_where_all_rows_decode_and_all_were_there_before(
     runner: Runner, speculator: Speculator
 ) -> None:
-    speculator.controller = controller = Watching()
+    speculator.controller = controller = RecordingController()
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"a": [10]}, computed=3)
@@ -157,10 +157,12 @@ def test_a_step_is_timed_only_where_all_rows_decode_and_all_were_there_before(
 
 
 def test_a_store_that_takes_no_more_costs_a_sample_its_drafts_and_nothing_else(
-    runner: Runner, counts: Counts
+    runner: Runner, counts: Counters
 ) -> None:
-    store = ReferenceStore(max_bytes=2**22, longest=4)
-    speculator = Speculator(runner, store, Everything(), counts, longest=4, clock=Clock())
+    store = ReferenceStore(max_bytes=2**22, max_draft_tokens=4)
+    speculator = Speculator(
+        runner, store, SendAllDrafts(), counts, max_draft_tokens=4, clock=Clock()
+    )
     names = [f"n{number}" for number in range(2100)]
     for name in names:
         runner.add(name, PROMPT, group="g")
@@ -172,17 +174,17 @@ def test_a_store_that_takes_no_more_costs_a_sample_its_drafts_and_nothing_else(
 def test_while_no_drafts_are_wanted_the_store_still_hears_what_is_said(
     runner: Runner, speculator: Speculator
 ) -> None:
-    speculator.controller = silent = Silent()
+    speculator.controller = silent = NeverDrafts()
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
-    for token in range(10, 10 + CAUGHT_UP_EVERY):
+    for token in range(10, 10 + STORE_UPDATE_INTERVAL):
         assert not any(runner.step(speculator, {"a": [token], "b": []}, computed=1).values())
     silent.wanted = True
     assert runner.step(speculator, {"a": [50], "b": SAID[:2]})["b"] == SAID[2:6]
 
 
-class Silent(Everything):
+class NeverDrafts(SendAllDrafts):
     wanted = False
 
-    def wants_drafts(self, running: int) -> bool:
+    def should_draft(self, running: int) -> bool:
         return self.wanted

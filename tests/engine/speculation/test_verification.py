@@ -14,14 +14,20 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from engine.patches.registry import install_patches
-from engine.speculation.verification import Verifier
-from tests.engine.speculation.distributions import VOCAB, Setting, chance_of, difference, misfit
+from engine.speculation.verification import DraftVerifier
+from tests.engine.speculation.distributions import (
+    VOCAB,
+    Setting,
+    chi_square,
+    p_value,
+    two_sample_chi_square,
+)
 from tests.engine.speculation.sample_sizes import TIMES
 
 pytestmark = pytest.mark.engine
 
 ALIKE = int(20_000 * TIMES)
-LEAST = 1e-6
+MIN_P_VALUE = 1e-6
 CUT = Setting(temperature=0.7, top_p=0.9, top_k=20)
 
 
@@ -72,20 +78,20 @@ def sampling(
 
 
 @dataclass(frozen=True)
-class Both:
+class VerifierPair:
     """One sampler that verifies, and vLLM's own."""
 
-    ours: Verifier
+    ours: DraftVerifier
     theirs: RejectionSampler
 
     @classmethod
-    def of(cls) -> "Both":
+    def of(cls) -> "VerifierPair":
         theirs = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
-        return cls(Verifier(theirs), theirs)
+        return cls(DraftVerifier(theirs), theirs)
 
 
 def test_greedy_drafts_are_verified_as_vllm_verifies_them_and_with_its_logprobs() -> None:
-    chance, both = torch.Generator().manual_seed(3), Both.of()
+    chance, both = torch.Generator().manual_seed(3), VerifierPair.of()
     drafts = [[4, 5, 6], [], [7], [1, 2], [9, 9, 9, 9]]
     of = metadata(drafts)
     logits = torch.randn(len(of.logits_indices), VOCAB, generator=chance)
@@ -106,20 +112,20 @@ def test_what_comes_has_the_models_law_at_every_place_as_from_vllm(setting: Sett
     of = metadata([[3, 4]] * ALIKE)
     logits = torch.randn(3, VOCAB) * 2
     logits[0, 3] = logits[1, 4] = logits.max() + 0.5
-    laws = setting.law(logits.double().numpy())
+    laws = setting.distribution(logits.double().numpy())
     seen = []
-    for verify in (Both.of().ours, Both.of().theirs):
+    for verify in (VerifierPair.of().ours, VerifierPair.of().theirs):
         came = verify(of, None, logits.repeat(ALIKE, 1), sampling(ALIKE, setting))
         tokens = came.sampled_token_ids.numpy()
         seen.append([np.bincount(t[t >= 0], minlength=VOCAB) for t in tokens.T])
-    for law, one, other in zip(laws, *seen, strict=True):
+    for distribution, one, other in zip(laws, *seen, strict=True):
         assert one.sum() > ALIKE / 10
-        assert chance_of(misfit(one, law)) > LEAST
-        assert chance_of(difference(one, other)) > LEAST
+        assert p_value(chi_square(one, distribution)) > MIN_P_VALUE
+        assert p_value(two_sample_chi_square(one, other)) > MIN_P_VALUE
 
 
 def test_a_step_without_drafts_is_the_samplers() -> None:
-    both, of = Both.of(), metadata([[], [], []])
+    both, of = VerifierPair.of(), metadata([[], [], []])
     came = both.ours(of, None, torch.eye(VOCAB)[:3] * 50, sampling(3, Setting()))
     assert came.sampled_token_ids.tolist() == [[0], [1], [2]]
 
@@ -131,7 +137,11 @@ def test_a_seeded_request_draws_from_its_own_stream_among_others_drafts() -> Non
     def fifth(drafts: list[list[int]], rows: torch.Tensor) -> Any:
         streams = {len(drafts) - 1: torch.Generator().manual_seed(11)}
         asked = sampling(len(drafts), Setting(), generators=streams)
-        return Both.of().ours(metadata(drafts), None, rows.clone(), asked).sampled_token_ids[-1, 0]
+        return (
+            VerifierPair.of()
+            .ours(metadata(drafts), None, rows.clone(), asked)
+            .sampled_token_ids[-1, 0]
+        )
 
     for _ in range(5):
         assert fifth([[1, 2], [3], []], logits) == fifth([[]], logits[-1:])
@@ -161,5 +171,5 @@ def test_what_depends_on_the_tokens_before_is_left_to_vllm(asked: str) -> None:
         params.bad_words_token_ids = {0: [[4]]}
     else:
         params.logitsprocs = LogitsProcessors([MinTokens()])
-    assert Verifier(Theirs())(metadata([[3]]), None, torch.zeros(2, VOCAB), params) == "theirs"
+    assert DraftVerifier(Theirs())(metadata([[3]]), None, torch.zeros(2, VOCAB), params) == "theirs"
     assert calls == [1]

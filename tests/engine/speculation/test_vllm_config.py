@@ -7,10 +7,10 @@ import pytest
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
 from engine.speculation.cost import Step
-from engine.speculation.lifecycle import resolved
-from engine.speculation.profile import Profile, batches
-from engine.speculation.profile_cache import KeptProfile
-from kernels.draft_index.store import built
+from engine.speculation.lifecycle import resolve_mode
+from engine.speculation.profile import Profile, profile_batches
+from engine.speculation.profile_cache import ProfileCache
+from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
 
 SIBLINGS = SpeculationSettings(mode="siblings", longest_draft=6)
@@ -47,22 +47,22 @@ def test_one_length_for_every_batch_size_keeps_vllm_from_padding() -> None:
     assert config["num_speculative_tokens_per_batch_size"] == [(1, 64, 6)]
 
 
-@pytest.mark.skipif(not built(), reason="the draft store was not built")
+@pytest.mark.skipif(not is_built(), reason="the draft store was not built")
 def test_auto_is_left_to_the_profile_on_a_cpu_and_off_where_layers_are_dealt_out() -> None:
     auto = SpeculationSettings(mode="auto")
-    assert resolved(auto, settings()).mode == "auto"
-    assert resolved(auto, settings(pipeline_parallel_size=2)).mode == "off"
-    assert resolved(SIBLINGS, settings(pipeline_parallel_size=2)).mode == "off"
+    assert resolve_mode(auto, settings()).mode == "auto"
+    assert resolve_mode(auto, settings(pipeline_parallel_size=2)).mode == "off"
+    assert resolve_mode(SIBLINGS, settings(pipeline_parallel_size=2)).mode == "off"
 
 
 def test_a_profile_is_found_again_for_the_same_circumstances_only(tmp_path: Path) -> None:
     steps = [Step(running=1, context=64, verified=2, seconds=0.01)]
-    KeptProfile(tmp_path, {"model": "a"}).keep(steps)
-    assert KeptProfile(tmp_path, {"model": "a"}).read() == steps
-    assert KeptProfile(tmp_path, {"model": "b"}).read() is None
+    ProfileCache(tmp_path, {"model": "a"}).write(steps)
+    assert ProfileCache(tmp_path, {"model": "a"}).read() == steps
+    assert ProfileCache(tmp_path, {"model": "b"}).read() is None
     for file in tmp_path.iterdir():
         file.write_text("{")
-    assert KeptProfile(tmp_path, {"model": "a"}).read() is None
+    assert ProfileCache(tmp_path, {"model": "a"}).read() is None
 
 
 def test_a_profile_has_the_median_of_every_cell_and_every_length() -> None:
@@ -70,13 +70,13 @@ def test_a_profile_has_the_median_of_every_cell_and_every_length() -> None:
     lengths = {profile.next_length(4) for _ in range(12)}
     assert lengths == {0, 1, 2, 4, 6}
     for seconds in (0.01, 0.02, 9.0):
-        profile.observed(running=4, context=40, verified=8, seconds=seconds)
-    profile.observed(running=4, context=40, verified=12, seconds=1.0)
+        profile.record_step(running=4, context=40, verified=8, seconds=seconds)
+    profile.record_step(running=4, context=40, verified=12, seconds=1.0)
     [step] = profile.steps()
     assert (step.running, step.verified, step.seconds) == (4, 8, 0.02)
 
 
 def test_batches_of_the_profile_are_those_that_the_engine_takes() -> None:
-    small = batches(max_sequences=8, max_context_tokens=256, longest=6)
+    small = profile_batches(max_sequences=8, max_context_tokens=256, max_draft_tokens=6)
     assert small
     assert all(batch.running <= 8 and batch.prompt < 256 for batch in small)

@@ -9,36 +9,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import params
-from kernels.draft_index.arguments import check_begin, check_step, key_of
+from kernels.draft_index.arguments import check_begin, check_step, hash_key
 from kernels.draft_index.calibration import Calibration, cell
-from kernels.draft_index.errors import WrongCall
-from kernels.draft_index.file_format import Contents
-from kernels.draft_index.interface import EVERY_SCOPE, Drafted, Int32Array, Scope
+from kernels.draft_index.errors import InvalidCall
+from kernels.draft_index.file_format import StoreContents
+from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Int32Array, Scope
 from kernels.draft_index.reliability import Reliability
-from tests.kernels.draft_index.reference_rows import Pending, Row
-from tests.kernels.draft_index.reference_texts import Log, Record, Text
-from tests.kernels.draft_index.reference_votes import Elected, Reader, elect
+from tests.kernels.draft_index.reference_rows import PendingDraft, Row
+from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
+from tests.kernels.draft_index.reference_votes import DraftedToken, MatchFinder, vote_tokens
 
 
 class ReferenceStore:
     """See `Store` for what each call does."""
 
     def __init__(
-        self, *, max_bytes: int, longest: int = 16, scopes: frozenset[Scope] = EVERY_SCOPE
+        self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
     ) -> None:
-        assert 1 <= longest <= params.LONGEST_DRAFT
-        self._max_bytes, self._longest, self._scopes = max_bytes, longest, scopes
+        assert 1 <= max_draft_tokens <= params.MAX_DRAFT_TOKENS
+        self._max_bytes, self._max_draft_tokens, self._scopes = max_bytes, max_draft_tokens, scopes
         self._version = 0
-        self._records: OrderedDict[int, Record] = OrderedDict()  # the longest untouched first
+        self._records: OrderedDict[int, PromptRecord] = OrderedDict()  # the longest untouched first
         self._rows: dict[int, Row] = {}
         self._free: list[int] = []
-        self._log = Log(params.log_tokens(max_bytes))
+        self._log = ResponseLog(params.log_tokens(max_bytes))
         self._calibration = Calibration()
 
     @property
     def num_bytes(self) -> int:
         fixed = self._log.capacity * params.LOG_TOKEN_BYTES
-        return fixed + sum(record.charge for record in self._records.values())
+        return fixed + sum(record.num_charged_bytes for record in self._records.values())
 
     @property
     def num_tokens(self) -> int:
@@ -46,15 +46,18 @@ class ReferenceStore:
 
     def begin(self, group: bytes, prompt: Int32Array) -> int:
         check_begin(prompt)
-        key = key_of(prompt.tobytes())
+        key = hash_key(prompt.tobytes())
         record = self._records.get(key) or self._new_record(key, prompt.tolist())
-        if len(record.texts) == params.TEXTS:
-            record.rebuild()
-        if len(record.texts) == params.TEXTS:
-            raise WrongCall(f"more than {params.TEXTS - 1} responses to one prompt at once")
-        tail = record.prompt.tokens[-params.LONGEST_MATCH :]
+        if len(record.texts) == params.MAX_TEXTS:
+            record.compact()
+        if len(record.texts) == params.MAX_TEXTS:
+            raise InvalidCall(f"more than {params.MAX_TEXTS - 1} responses to one prompt at once")
+        tail = record.prompt.tokens[-params.MAX_MATCH_LENGTH :]
         text = Text(
-            tokens=list(tail), num_tail=len(tail), group=key_of(group), version=self._version
+            tokens=list(tail),
+            num_prompt_tokens=len(tail),
+            group=hash_key(group),
+            version=self._version,
         )
         record.texts.append(text)
         record.running += 1
@@ -62,32 +65,32 @@ class ReferenceStore:
         self._records.move_to_end(key)
         slot = self._free.pop() if self._free else len(self._rows)
         self._rows[slot] = Row(prompt=key, record=record, text=text)
-        self._evict()
+        self._evict_over_budget()
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:
         row = self._rows.pop(slot, None)
         if row is None:
-            raise WrongCall(f"no request has slot {slot}")
+            raise InvalidCall(f"no request has slot {slot}")
         self._free.append(slot)
         record, text = row.record, row.text
         record.running -= 1
         self._records.move_to_end(row.prompt)
-        if not keep or len(text.tokens) == text.num_tail:
-            record.drop(text)
+        if not keep or len(text.tokens) == text.num_prompt_tokens:
+            record.delete(text)
             return
-        logged = text.tokens[max(0, text.num_tail - params.ALL_ORDER) :]
+        logged = text.tokens[max(0, text.num_prompt_tokens - params.ALL_ORDER) :]
         self._log.append(logged, prompt=row.prompt, version=text.version)
         record.finished.append(text)
-        if len(record.finished) > params.HISTORY_TEXTS:
-            record.drop(record.finished.pop(0))
+        if len(record.finished) > params.MAX_FINISHED_TEXTS:
+            record.delete(record.finished.pop(0))
 
     def age(self) -> None:
         self._version += 1
 
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
-    ) -> Drafted:
+    ) -> DraftBatch:
         check_step(slots, counts, tokens, limits)
         rows = [self._rows.get(int(slot)) for slot in slots]
         self._check(slots, counts, rows)
@@ -96,11 +99,11 @@ class ReferenceStore:
             assert row is not None
             row.append(tokens[begin : begin + count].tolist(), self._version, self._calibration)
             begin += count
-        drafted = Drafted.empty(len(rows), self._longest)
+        drafted = DraftBatch.empty(len(rows), self._max_draft_tokens)
         for index, (row, limit) in enumerate(zip(rows, limits.tolist(), strict=True)):
             assert row is not None
-            self._draft(row, min(limit, self._longest), drafted, index)
-        self._evict()
+            self._draft(row, min(limit, self._max_draft_tokens), drafted, index)
+        self._evict_over_budget()
         return drafted
 
     def reliability(self) -> Reliability:
@@ -115,15 +118,15 @@ class ReferenceStore:
         path: Path,
         *,
         max_bytes: int,
-        longest: int = 16,
-        scopes: frozenset[Scope] = EVERY_SCOPE,
+        max_draft_tokens: int = 16,
+        scopes: frozenset[Scope] = ALL_SCOPES,
     ) -> Self:
-        store = cls(max_bytes=max_bytes, longest=longest, scopes=scopes)
-        store._fill(Contents.read(path))
+        store = cls(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes)
+        store._fill(StoreContents.read(path))
         return store
 
-    def _new_record(self, key: int, prompt: list[int]) -> Record:
-        record = Record([Text(tokens=prompt, version=self._version)])
+    def _new_record(self, key: int, prompt: list[int]) -> PromptRecord:
+        record = PromptRecord([Text(tokens=prompt, version=self._version)])
         record.index(record.prompt, 0)
         self._records[key] = record
         return record
@@ -131,14 +134,14 @@ class ReferenceStore:
     def _check(self, slots: Int32Array, counts: Int32Array, rows: list[Row | None]) -> None:
         for slot, count, row in zip(slots.tolist(), counts.tolist(), rows, strict=True):
             if row is None:
-                raise WrongCall(f"no request has slot {slot}")
-            if len(row.text.tokens) + count >= params.TEXT_TOKENS:
-                raise WrongCall(f"slot {slot} has more than {params.TEXT_TOKENS} tokens")
+                raise InvalidCall(f"no request has slot {slot}")
+            if len(row.text.tokens) + count >= params.MAX_TEXT_TOKENS:
+                raise InvalidCall(f"slot {slot} has more than {params.MAX_TEXT_TOKENS} tokens")
         if len(set(slots.tolist())) < len(slots):
-            raise WrongCall("a slot is in the step twice")
+            raise InvalidCall("a slot is in the step twice")
 
-    def _draft(self, row: Row, limit: int, drafted: Drafted, index: int) -> None:
-        reader = Reader(
+    def _draft(self, row: Row, limit: int, drafted: DraftBatch, index: int) -> None:
+        finder = MatchFinder(
             record=row.record,
             text=row.text,
             log=self._log,
@@ -148,52 +151,54 @@ class ReferenceStore:
         )
         if not limit:
             return
-        elected = list(elect(reader.places(), limit))
+        best_token = list(vote_tokens(finder.find_matches(), limit))
         cells = [
-            cell(one.scope, one.matched, one.agreeing, one.total, position)
-            for position, one in enumerate(elected)
+            cell(one.scope, one.match_length, one.num_agreeing, one.total, position)
+            for position, one in enumerate(best_token)
         ]
         chances = [self._calibration.probability(cell) for cell in cells]
-        row.expect(Pending([one.token for one in elected], cells, chances))
-        drafted.lengths[index] = len(elected)
-        for position, (one, chance) in enumerate(zip(elected, chances, strict=True)):
+        row.set_pending(PendingDraft([one.token for one in best_token], cells, chances))
+        drafted.lengths[index] = len(best_token)
+        for position, (one, chance) in enumerate(zip(best_token, chances, strict=True)):
             _write(drafted, (index, position), one, chance)
 
-    def _contents(self) -> Contents:
+    def _contents(self) -> StoreContents:
         records = list(self._records.values())
         texts = [text for record in records for text in record.finished]
         log = [text for text in self._log.texts if text.end > self._log.tail]
         tail = self._log.tail
         learnt = self._calibration
-        return Contents(
+        return StoreContents(
             prompt_lengths=_uint32(len(record.prompt.tokens) for record in records),
             prompt_tokens=_int32(token for record in records for token in record.prompt.tokens),
             text_counts=_uint32(len(record.finished) for record in records),
-            text_lengths=_uint32(len(text.tokens) - text.num_tail for text in texts),
+            text_lengths=_uint32(len(text.tokens) - text.num_prompt_tokens for text in texts),
             text_ages=_uint32(self._version - text.version for text in texts),
             text_groups=np.array([text.group for text in texts], np.uint64),
-            text_tokens=_int32(token for text in texts for token in text.tokens[text.num_tail :]),
+            text_tokens=_int32(
+                token for text in texts for token in text.tokens[text.num_prompt_tokens :]
+            ),
             log_lengths=_uint32(text.end - max(text.begin, tail) for text in log),
             log_ages=_uint32(self._version - text.version for text in log),
             log_prompts=np.array([text.prompt for text in log], np.uint64),
             log_tokens=_int32(self._log.tokens[tail:]),
             tried=learnt.tried,
-            came=learnt.came,
+            accepted=learnt.accepted,
             coarse_tried=learnt.coarse_tried,
-            coarse_came=learnt.coarse_came,
+            coarse_accepted=learnt.coarse_accepted,
         )
 
-    def _fill(self, contents: Contents) -> None:
+    def _fill(self, contents: StoreContents) -> None:
         """The oldest is version 0 again."""
         ages = [contents.text_ages, contents.log_ages]
         self._version = max((int(each.max()) for each in ages if len(each)), default=0)
         for prompt, texts in contents.prompts():
-            record = self._new_record(key_of(prompt.tobytes()), prompt.tolist())
-            tail = record.prompt.tokens[-params.LONGEST_MATCH :]
+            record = self._new_record(hash_key(prompt.tobytes()), prompt.tolist())
+            tail = record.prompt.tokens[-params.MAX_MATCH_LENGTH :]
             for one in texts:
                 text = Text(
                     tokens=tail + one.tokens.tolist(),
-                    num_tail=len(tail),
+                    num_prompt_tokens=len(tail),
                     group=one.group,
                     version=self._version - one.age,
                 )
@@ -203,11 +208,11 @@ class ReferenceStore:
         for logged in contents.log():
             version = self._version - logged.age
             self._log.append(logged.tokens.tolist(), prompt=logged.group, version=version)
-        for name in ("tried", "came", "coarse_tried", "coarse_came"):
+        for name in ("tried", "accepted", "coarse_tried", "coarse_accepted"):
             getattr(self._calibration, name)[:] = getattr(contents, name)
-        self._evict()
+        self._evict_over_budget()
 
-    def _evict(self) -> None:
+    def _evict_over_budget(self) -> None:
         """First prompts that nothing runs for, then what has finished of the others."""
         while self.num_bytes > self._max_bytes:
             idle = (key for key, record in self._records.items() if not record.running)
@@ -215,16 +220,16 @@ class ReferenceStore:
             if (key := next(idle, None)) is not None:
                 del self._records[key]
             elif (record := next(busy, None)) is not None:
-                record.forget_finished()
+                record.delete_finished()
             else:
                 return
 
 
-def _write(drafted: Drafted, at: tuple[int, int], one: Elected, chance: np.float32) -> None:
+def _write(drafted: DraftBatch, at: tuple[int, int], one: DraftedToken, chance: np.float32) -> None:
     drafted.tokens[at] = one.token
     drafted.scope[at] = one.scope
-    drafted.matched[at] = one.matched
-    drafted.agreeing[at], drafted.total[at] = one.agreeing, one.total
+    drafted.match_length[at] = one.match_length
+    drafted.num_agreeing[at], drafted.total[at] = one.num_agreeing, one.total
     drafted.probability[at] = chance
 
 

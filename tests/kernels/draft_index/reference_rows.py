@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.draft_index.calibration import Calibration
-from tests.kernels.draft_index.reference_texts import Record, Text
+from tests.kernels.draft_index.reference_texts import PromptRecord, Text
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
+class PendingDraft:
     """A draft that is being compared with what comes."""
 
     tokens: list[int]
@@ -17,14 +17,14 @@ class Pending:
     probabilities: list[np.float32]
     position: int = 0
 
-    def still_right(self, tokens: list[int], calibration: Calibration) -> bool:
+    def advance(self, tokens: list[int], calibration: Calibration) -> bool:
         """Whether there is more of it to compare with what comes later."""
         for token in tokens:
             at = self.position
-            came = self.tokens[at] == token
-            calibration.learn(self.cells[at], self.probabilities[at], came=came)
+            accepted = self.tokens[at] == token
+            calibration.update(self.cells[at], self.probabilities[at], accepted=accepted)
             self.position += 1
-            if not came or self.position == len(self.tokens):
+            if not accepted or self.position == len(self.tokens):
                 return False
         return True
 
@@ -32,19 +32,19 @@ class Pending:
 @dataclass(eq=False, slots=True, kw_only=True)
 class Row:
     prompt: int
-    record: Record
+    record: PromptRecord
     text: Text
-    pending: list[Pending] = field(default_factory=list)
+    pending: list[PendingDraft] = field(default_factory=list)
 
     def append(self, tokens: list[int], version: int, calibration: Calibration) -> None:
         if tokens:
-            self.pending = [one for one in self.pending if one.still_right(tokens, calibration)]
+            self.pending = [one for one in self.pending if one.advance(tokens, calibration)]
             begin = len(self.text.tokens)
             self.text.tokens += tokens
             self.text.version = version
             self.record.index(self.text, begin)
 
-    def expect(self, draft: Pending) -> None:
+    def set_pending(self, draft: PendingDraft) -> None:
         """In place of one that was made here before and has seen no token yet."""
         if self.pending and not self.pending[-1].position:
             self.pending.pop()

@@ -13,15 +13,15 @@ class Text:
     """A response begins with the end of its prompt, so that its first tokens have a context."""
 
     tokens: list[int]
-    num_tail: int = 0
+    num_prompt_tokens: int = 0
     """So many of them are the prompt's."""
     group: int = 0
     version: int
-    dead: bool = False
+    is_deleted: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class PromptRecord:
     """All that is known of one prompt. The first text is the prompt itself."""
 
     texts: list[Text]
@@ -40,7 +40,7 @@ class Record:
         return sum(len(text.tokens) for text in self.texts)
 
     @property
-    def charge(self) -> int:
+    def num_charged_bytes(self) -> int:
         texts = len(self.texts) * params.TEXT_BYTES + self.num_tokens * params.TOKEN_BYTES
         return params.PROMPT_BYTES + texts
 
@@ -52,32 +52,32 @@ class Record:
                     context = tuple(text.tokens[end - order : end])
                     self._places.setdefault(context, []).append((text, end))
 
-    def places(self, tokens: list[int], order: int) -> Iterator[tuple[Text, int]]:
+    def find_matches(self, tokens: list[int], order: int) -> Iterator[tuple[Text, int]]:
         """Those whose last `order` tokens are these tokens' last ones; the latest first."""
         found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
         return reversed(found)
 
-    def drop(self, text: Text) -> None:
+    def delete(self, text: Text) -> None:
         """It is found no more; its room is won back when half of the record is of this kind."""
-        text.dead = True
-        if 2 * sum(len(text.tokens) for text in self.texts if text.dead) >= self.num_tokens:
-            self.rebuild()
+        text.is_deleted = True
+        if 2 * sum(len(text.tokens) for text in self.texts if text.is_deleted) >= self.num_tokens:
+            self.compact()
 
-    def forget_finished(self) -> None:
+    def delete_finished(self) -> None:
         for text in self.finished:
-            text.dead = True
+            text.is_deleted = True
         self.finished.clear()
-        self.rebuild()
+        self.compact()
 
-    def rebuild(self) -> None:
-        self.texts = [text for text in self.texts if not text.dead]
+    def compact(self) -> None:
+        self.texts = [text for text in self.texts if not text.is_deleted]
         self._places.clear()
         for text in self.texts:
-            self.index(text, text.num_tail)
+            self.index(text, text.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class LoggedResponse:
     prompt: int
     version: int
     begin: int
@@ -85,13 +85,13 @@ class Logged:
 
 
 @dataclass(eq=False, slots=True)
-class Log:
+class ResponseLog:
     """The latest finished responses to any prompt, the end of the prompt before each."""
 
     capacity: int
     tokens: list[int] = field(default_factory=list)
-    texts: list[Logged] = field(default_factory=list)
-    _places: dict[Context, list[tuple[int, Logged]]] = field(default_factory=dict)
+    texts: list[LoggedResponse] = field(default_factory=list)
+    _places: dict[Context, list[tuple[int, LoggedResponse]]] = field(default_factory=dict)
 
     @property
     def tail(self) -> int:
@@ -100,14 +100,14 @@ class Log:
 
     def append(self, tokens: list[int], *, prompt: int, version: int) -> None:
         begin = len(self.tokens)
-        text = Logged(prompt=prompt, version=version, begin=begin, end=begin + len(tokens))
+        text = LoggedResponse(prompt=prompt, version=version, begin=begin, end=begin + len(tokens))
         self.texts.append(text)
         self.tokens += tokens
         for end in range(begin + params.ALL_ORDER, text.end):
             context = tuple(self.tokens[end - params.ALL_ORDER : end])
             self._places.setdefault(context, []).append((end, text))
 
-    def places(self, tokens: list[int]) -> Iterator[tuple[int, Logged]]:
+    def find_matches(self, tokens: list[int]) -> Iterator[tuple[int, LoggedResponse]]:
         order = params.ALL_ORDER
         found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
         return ((end, text) for end, text in reversed(found) if end - order >= self.tail)

@@ -10,16 +10,16 @@ from itertools import islice
 
 from kernels.draft_index import params
 from kernels.draft_index.interface import Scope
-from tests.kernels.draft_index.reference_texts import Log, Record, Text
+from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Match:
     after: Sequence[int]
     """What came next."""
-    own: bool
+    is_own: bool
     """In the text that is drafted for: past its end come the drafted tokens themselves."""
-    matched: int
+    match_length: int
     scope: Scope
     weight: int
 
@@ -27,77 +27,93 @@ class Place:
         position = len(draft)
         if position < len(self.after):
             return self.after[position]
-        return draft[position - len(self.after)] if self.own else None
+        return draft[position - len(self.after)] if self.is_own else None
 
 
 @dataclass(frozen=True, slots=True)
-class Elected:
+class DraftedToken:
     """A token, and whose vote weighed most."""
 
     token: int
     scope: Scope
-    matched: int
-    agreeing: int
+    match_length: int
+    num_agreeing: int
     total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
+class MatchFinder:
     """Who asks, and what may be read."""
 
-    record: Record
+    record: PromptRecord
     text: Text
-    log: Log
+    log: ResponseLog
     prompt: int
     version: int
     scopes: frozenset[Scope]
 
-    def places(self) -> list[Place]:
-        found: list[Place] = []
-        longer = params.LONGEST_MATCH + 1
+    def find_matches(self) -> list[Match]:
+        found: list[Match] = []
+        next_order = params.MAX_MATCH_LENGTH + 1
         for order in params.ORDERS:
-            if len(found) < params.ENOUGH:
-                left = params.PLACES - len(found)
-                found += islice(self._in_record(order, longer), left)
-            longer = order
-        if max((place.matched for place in found), default=0) < params.SKIP_BELOW:
-            found += islice(self._behind_a_slip(), params.SKIP_PLACES)
-        if Scope.ALL in self.scopes and len(found) < params.ALL_ENOUGH:
-            found += islice(self._in_log(), params.ALL_PLACES)
+            if len(found) < params.MIN_VOTES:
+                left = params.MAX_VOTES - len(found)
+                found += islice(self._matches_in_record(order, next_order), left)
+            next_order = order
+        if max((place.match_length for place in found), default=0) < params.MISMATCH_BELOW:
+            found += islice(self._matches_after_mismatch(), params.MAX_MISMATCH_VOTES)
+        if Scope.ALL in self.scopes and len(found) < params.ALL_MIN_VOTES:
+            found += islice(self._matches_in_log(), params.ALL_MAX_VOTES)
         return found
 
-    def _in_record(self, order: int, longer: int) -> Iterator[Place]:
-        for text, end in islice(self.record.places(self.text.tokens, order), params.LOOKS):
-            matched = common_end(text.tokens[:end], self.text.tokens)
+    def _matches_in_record(self, order: int, next_order: int) -> Iterator[Match]:
+        for text, end in islice(
+            self.record.find_matches(self.text.tokens, order), params.MAX_LOOKUPS
+        ):
+            match_length = common_suffix_length(text.tokens[:end], self.text.tokens)
             scope = self._scope(text)
-            if not text.dead and matched < longer and scope in self.scopes:
-                yield self._place(text, end, matched, scope)
+            if not text.is_deleted and match_length < next_order and scope in self.scopes:
+                yield self._make_match(text, end, match_length, scope)
 
-    def _behind_a_slip(self) -> Iterator[Place]:
+    def _matches_after_mismatch(self) -> Iterator[Match]:
         *before, last = self.text.tokens
-        for text, slip in islice(self.record.places(before, params.ORDERS[0]), params.LOOKS):
+        for text, slip in islice(
+            self.record.find_matches(before, params.ORDERS[0]), params.MAX_LOOKUPS
+        ):
             scope = self._scope(text)
-            if text.dead or text.tokens[slip] == last or scope not in self.scopes:
+            if text.is_deleted or text.tokens[slip] == last or scope not in self.scopes:
                 continue
-            matched = common_end(text.tokens[:slip], before)
+            match_length = common_suffix_length(text.tokens[:slip], before)
             if slip + 1 < len(text.tokens):
-                yield self._place(text, slip + 1, matched, scope)
+                yield self._make_match(text, slip + 1, match_length, scope)
 
-    def _in_log(self) -> Iterator[Place]:
-        for end, text in islice(self.log.places(self.text.tokens), params.LOOKS):
+    def _matches_in_log(self) -> Iterator[Match]:
+        for end, text in islice(self.log.find_matches(self.text.tokens), params.MAX_LOOKUPS):
             if text.prompt != self.prompt:
                 before = self.log.tokens[max(text.begin, self.log.tail) : end]
-                matched = common_end(before, self.text.tokens)
+                match_length = common_suffix_length(before, self.text.tokens)
                 after = self.log.tokens[end : text.end]
-                weight = params.weight(matched, self.version - text.version)
-                yield Place(after=after, own=False, matched=matched, scope=Scope.ALL, weight=weight)
+                weight = params.weight(match_length, self.version - text.version)
+                yield Match(
+                    after=after,
+                    is_own=False,
+                    match_length=match_length,
+                    scope=Scope.ALL,
+                    weight=weight,
+                )
 
-    def _place(self, text: Text, end: int, matched: int, scope: Scope) -> Place:
-        weight = params.weight(matched, self.version - text.version)
+    def _make_match(self, text: Text, end: int, match_length: int, scope: Scope) -> Match:
+        weight = params.weight(match_length, self.version - text.version)
         if scope is not Scope.SELF:
-            weight *= params.nearness(abs(len(self.text.tokens) - end))
-        own = text is self.text
-        return Place(after=text.tokens[end:], own=own, matched=matched, scope=scope, weight=weight)
+            weight *= params.position_weight(abs(len(self.text.tokens) - end))
+        is_own = text is self.text
+        return Match(
+            after=text.tokens[end:],
+            is_own=is_own,
+            match_length=match_length,
+            scope=scope,
+            weight=weight,
+        )
 
     def _scope(self, text: Text) -> Scope:
         if text is self.text or text is self.record.prompt:
@@ -105,22 +121,24 @@ class Reader:
         return Scope.SIBLINGS if text.group == self.text.group else Scope.PROMPT
 
 
-def common_end(one: Sequence[int], other: Sequence[int]) -> int:
-    most = min(len(one), len(other), params.LONGEST_MATCH)
+def common_suffix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    most = min(len(one), len(other), params.MAX_MATCH_LENGTH)
     return next((i for i in range(most) if one[-1 - i] != other[-1 - i]), most)
 
 
-def elect(places: list[Place], limit: int) -> Iterator[Elected]:
+def vote_tokens(find_matches: list[Match], limit: int) -> Iterator[DraftedToken]:
     draft: list[int] = []
     while len(draft) < limit:
-        votes = [(place, token) for place in places if (token := place.vote(draft)) is not None]
+        votes = [
+            (place, token) for place in find_matches if (token := place.vote(draft)) is not None
+        ]
         if not votes:
             return
         weights: dict[int, int] = {}
         for place, token in votes:
             weights[token] = weights.get(token, 0) + place.weight
-        elected = max(weights, key=weights.__getitem__)  # of equals the first
-        places = [place for place, token in votes if token == elected]
-        best = max(places, key=lambda place: place.weight)
-        yield Elected(elected, best.scope, best.matched, len(places), len(votes))
-        draft.append(elected)
+        best_token = max(weights, key=weights.__getitem__)  # of equals the first
+        find_matches = [place for place, token in votes if token == best_token]
+        best = max(find_matches, key=lambda place: place.weight)
+        yield DraftedToken(best_token, best.scope, best.match_length, len(find_matches), len(votes))
+        draft.append(best_token)

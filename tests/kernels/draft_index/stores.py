@@ -5,14 +5,14 @@ from dataclasses import fields
 
 import numpy as np
 
-from kernels.draft_index.interface import Drafted, Int32Array, Store
+from kernels.draft_index.interface import DraftBatch, Int32Array, Store
 
 
 def array(values: Sequence[int]) -> Int32Array:
     return np.array(values, np.int32)
 
 
-def stepped(store: Store, rows: dict[int, Sequence[int]], limit: int = 16) -> Drafted:
+def run_step(store: Store, rows: dict[int, Sequence[int]], limit: int = 16) -> DraftBatch:
     """Each slot gets its tokens, and a draft."""
     return store.step(
         array(list(rows)),
@@ -22,13 +22,13 @@ def stepped(store: Store, rows: dict[int, Sequence[int]], limit: int = 16) -> Dr
     )
 
 
-def draft(drafted: Drafted, row: int = 0) -> list[int]:
+def draft(drafted: DraftBatch, row: int = 0) -> list[int]:
     found: list[int] = drafted.tokens[row, : drafted.lengths[row]].tolist()
     return found
 
 
-def assert_alike(one: Drafted, other: Drafted) -> None:
-    for field in fields(Drafted):
+def assert_alike(one: DraftBatch, other: DraftBatch) -> None:
+    for field in fields(DraftBatch):
         np.testing.assert_array_equal(
             getattr(one, field.name), getattr(other, field.name), err_msg=field.name
         )

@@ -9,19 +9,20 @@ import pytest
 
 from kernels.draft_index import params
 from kernels.draft_index import store as compiled
-from kernels.draft_index.calibration import CELLS, COARSE_CELLS, FULL
-from kernels.draft_index.errors import RefusedFile
-from kernels.draft_index.file_format import Contents, _dtype
+from kernels.draft_index.calibration import MAX_COUNT, NUM_CELLS, NUM_COARSE_CELLS
+from kernels.draft_index.errors import InvalidStoreFile
+from kernels.draft_index.file_format import StoreContents, _dtype
 from kernels.draft_index.interface import Store
 from kernels.draft_index.store import DraftStore
 from tests.kernels.draft_index.reference import ReferenceStore
-from tests.kernels.draft_index.stores import array, assert_alike, draft, stepped
+from tests.kernels.draft_index.stores import array, assert_alike, draft, run_step
 
 MAX_BYTES = 2**20
-built = pytest.mark.skipif(
-    not compiled.built(), reason="the library was not built: no C++ compiler when it was installed"
+is_built = pytest.mark.skipif(
+    not compiled.is_built(),
+    reason="the library was not built: no C++ compiler when it was installed",
 )
-STORES = [ReferenceStore, pytest.param(DraftStore, marks=built)]
+STORES = [ReferenceStore, pytest.param(DraftStore, marks=is_built)]
 FINISHED = [
     ([1, 2, 3], [5, 7, 8, 9, 10, 11, 12, 13, 7, 8]),
     ([4, 5], [6, 7, 8, 9, 10, 11, 12, 13, 7, 8]),
@@ -33,11 +34,11 @@ def filled(kind: Callable[..., Any]) -> Store:
     store: Store = kind(max_bytes=MAX_BYTES)
     for number, (prompt, response) in enumerate(FINISHED):
         slot = store.begin(b"%d" % number, array(prompt))
-        stepped(store, {slot: response[:3]})
-        stepped(store, {slot: response[3:]})
+        run_step(store, {slot: response[:3]})
+        run_step(store, {slot: response[3:]})
         store.end(slot, keep=True)
         store.age()
-    stepped(store, {store.begin(b"running", array([1, 2, 3])): [99, 98, 97]})
+    run_step(store, {store.begin(b"running", array([1, 2, 3])): [99, 98, 97]})
     return store
 
 
@@ -52,9 +53,9 @@ def test_what_was_saved_is_drafted_from_again(kind: Any, tmp_path: Path) -> None
     filled(kind).save(tmp_path / "drafts")
     store = kind.load(tmp_path / "drafts", max_bytes=MAX_BYTES)
     slot = store.begin(b"another", array([1, 2, 3]))
-    assert draft(stepped(store, {slot: [5]}, limit=3)) == [7, 8, 9]
+    assert draft(run_step(store, {slot: [5]}, limit=3)) == [7, 8, 9]
     other = store.begin(b"another", array([90]))
-    assert draft(stepped(store, {other: [7, 8, 9, 10, 11, 12]}, limit=2)) == [13, 7]
+    assert draft(run_step(store, {other: [7, 8, 9, 10, 11, 12]}, limit=2)) == [13, 7]
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -62,10 +63,10 @@ def test_what_is_running_is_not_saved(kind: Any, tmp_path: Path) -> None:
     filled(kind).save(tmp_path / "drafts")
     store = kind.load(tmp_path / "drafts", max_bytes=MAX_BYTES)
     assert store.num_tokens == 3 + 2 + 3 + 10 + 2 + 10 + 3 + 10
-    assert not draft(stepped(store, {store.begin(b"g", array([50])): [99, 98]}))
+    assert not draft(run_step(store, {store.begin(b"g", array([50])): [99, 98]}))
 
 
-@built
+@is_built
 def test_both_write_the_same_file_and_read_the_same_from_it(path: Path) -> None:
     filled(DraftStore).save(path.with_name("compiled"))
     assert path.read_bytes() == path.with_name("compiled").read_bytes()
@@ -74,7 +75,7 @@ def test_both_write_the_same_file_and_read_the_same_from_it(path: Path) -> None:
     for store in (slow, fast):
         assert store.begin(b"0", array([1, 2, 3])) == 0
     for tokens in ([], [6, 7, 8], [9, 20, 11, 12]):
-        assert_alike(fast_drafts := stepped(fast, {0: tokens}), stepped(slow, {0: tokens}))
+        assert_alike(fast_drafts := run_step(fast, {0: tokens}), run_step(slow, {0: tokens}))
         assert fast_drafts.lengths[0] > 0
 
 
@@ -82,7 +83,7 @@ def test_both_write_the_same_file_and_read_the_same_from_it(path: Path) -> None:
 def test_a_truncated_file_is_refused_and_stays(length: int, path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
-    with pytest.raises(RefusedFile, match="truncated"):
+    with pytest.raises(InvalidStoreFile, match="truncated"):
         ReferenceStore.load(path, max_bytes=MAX_BYTES)
     assert path.read_bytes() == whole[:length]
 
@@ -91,18 +92,18 @@ def test_any_changed_byte_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for at in range(0, len(whole), 97):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(RefusedFile):
+        with pytest.raises(InvalidStoreFile):
             ReferenceStore.load(path, max_bytes=MAX_BYTES)
 
 
 def test_a_file_of_another_format_is_refused_by_its_number(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:8] + (2).to_bytes(4, "little") + whole[12:])
-    with pytest.raises(RefusedFile, match="format 2, this is 1"):
+    with pytest.raises(InvalidStoreFile, match="format 2, this is 1"):
         ReferenceStore.load(path, max_bytes=MAX_BYTES)
 
 
-def small_contents() -> Contents:
+def small_contents() -> StoreContents:
     """Two prompts of two tokens; a response of one token to the first."""
     arrays: dict[str, list[int]] = {
         "prompt_lengths": [2, 2],
@@ -116,15 +117,15 @@ def small_contents() -> Contents:
         "log_ages": [0],
         "log_prompts": [0],
         "log_tokens": [5],
-        "tried": [0] * CELLS,
-        "came": [0] * CELLS,
-        "coarse_tried": [0] * COARSE_CELLS,
-        "coarse_came": [0] * COARSE_CELLS,
+        "tried": [0] * NUM_CELLS,
+        "accepted": [0] * NUM_CELLS,
+        "coarse_tried": [0] * NUM_COARSE_CELLS,
+        "coarse_accepted": [0] * NUM_COARSE_CELLS,
     }
-    return Contents(**{name: np.array(arrays[name], _dtype(name)) for name in arrays})
+    return StoreContents(**{name: np.array(arrays[name], _dtype(name)) for name in arrays})
 
 
-def broken(_: int) -> None:
+def corrupted(_: int) -> None:
     raise OSError("no space left on device")
 
 
@@ -132,7 +133,7 @@ def test_a_save_that_breaks_off_leaves_the_old_file(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = path.read_bytes()
-    monkeypatch.setattr("os.fsync", broken)
+    monkeypatch.setattr("os.fsync", corrupted)
     with pytest.raises(OSError, match="no space"):
         filled(ReferenceStore).save(path)
     assert path.read_bytes() == whole
@@ -142,14 +143,14 @@ def test_a_save_that_breaks_off_leaves_the_old_file(
 @pytest.mark.parametrize(
     "foreign",
     [
-        {"text_counts": [params.HISTORY_TEXTS + 1, 0], "text_lengths": [1] * 129},
+        {"text_counts": [params.MAX_FINISHED_TEXTS + 1, 0], "text_lengths": [1] * 129},
         {"prompt_lengths": [2, 2], "prompt_tokens": [7, 8, 7, 8]},
         {"prompt_lengths": [0, 4]},
         {"text_lengths": [0]},
         {"log_lengths": [0], "log_tokens": []},
         {"prompt_tokens": [1, 2, 3, -4]},
-        {"tried": [FULL] * CELLS},
-        {"came": [1] * CELLS},
+        {"tried": [MAX_COUNT] * NUM_CELLS},
+        {"accepted": [1] * NUM_CELLS},
         {"text_ages": [0, 0]},
     ],
     ids=lambda changes: "-".join(changes),
@@ -158,9 +159,9 @@ def test_arrays_that_do_not_belong_together_are_refused(
     tmp_path: Path, foreign: dict[str, list[int]]
 ) -> None:
     """With a right checksum: somebody else wrote it."""
-    sound = small_contents()
-    sound.check()
-    arrays = sound.arrays()
+    is_valid = small_contents()
+    is_valid.check()
+    arrays = is_valid.arrays()
     changed = {name: np.array(foreign[name], arrays[name].dtype) for name in foreign}
     if "text_lengths" in foreign:
         number = len(foreign["text_lengths"])
@@ -169,18 +170,18 @@ def test_arrays_that_do_not_belong_together_are_refused(
             "text_groups": np.zeros(number, np.uint64),
             "text_tokens": np.zeros(sum(foreign["text_lengths"]), np.int32),
         }
-    Contents(**arrays | changed).write(tmp_path / "foreign")
-    with pytest.raises(RefusedFile, match="do not belong together"):
-        Contents.read(tmp_path / "foreign")
+    StoreContents(**arrays | changed).write(tmp_path / "foreign")
+    with pytest.raises(InvalidStoreFile, match="do not belong together"):
+        StoreContents.read(tmp_path / "foreign")
 
 
 def test_tokens_of_another_vocabulary_are_refused(path: Path) -> None:
-    assert Contents.read(path, 21)
-    with pytest.raises(RefusedFile, match="a vocabulary of 20 lacks"):
-        Contents.read(path, 20)
+    assert StoreContents.read(path, 21)
+    with pytest.raises(InvalidStoreFile, match="a vocabulary of 20 lacks"):
+        StoreContents.read(path, 20)
 
 
-@built
+@is_built
 def test_a_smaller_budget_takes_what_was_used_last(path: Path) -> None:
     small = DraftStore.load(path, max_bytes=2**14)
     slow = ReferenceStore.load(path, max_bytes=2**14)
@@ -188,14 +189,14 @@ def test_a_smaller_budget_takes_what_was_used_last(path: Path) -> None:
     assert small.num_bytes == slow.num_bytes <= 2**14
 
 
-@built
+@is_built
 def test_a_large_store_comes_back_whole(tmp_path: Path) -> None:
     """100,000 tokens; bench/draft_store.py does it with ten million."""
     random = np.random.default_rng(0)
     store = DraftStore(max_bytes=2**27)
     for _ in range(100):
         slot = store.begin(b"g", random.integers(0, 50, 10).astype(np.int32))
-        stepped(store, {slot: random.integers(0, 50, 1000).tolist()})
+        run_step(store, {slot: random.integers(0, 50, 1000).tolist()})
         store.end(slot, keep=True)
     store.save(tmp_path / "drafts")
     again = DraftStore.load(tmp_path / "drafts", max_bytes=2**27)

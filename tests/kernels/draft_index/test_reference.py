@@ -2,7 +2,7 @@
 
 from kernels.draft_index.interface import Scope
 from tests.kernels.draft_index.reference import ReferenceStore
-from tests.kernels.draft_index.stores import array, draft, stepped
+from tests.kernels.draft_index.stores import array, draft, run_step
 
 MAX_BYTES = 2**20
 PROMPT = array([1, 2, 3])
@@ -11,16 +11,16 @@ PROMPT = array([1, 2, 3])
 def test_a_request_goes_on_as_it_did_before() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     slot = store.begin(b"g", PROMPT)
-    drafted = stepped(store, {slot: [7, 8, 9, 7, 8]}, limit=5)
+    drafted = run_step(store, {slot: [7, 8, 9, 7, 8]}, limit=5)
     assert draft(drafted) == [9, 7, 8, 9, 7]
     assert drafted.scope[0, :5].tolist() == [Scope.SELF] * 5
-    assert drafted.matched[0, 0] == 2
+    assert drafted.match_length[0, 0] == 2
 
 
 def test_a_sibling_is_followed_where_it_has_gone_ahead() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     ahead, behind = store.begin(b"g", PROMPT), store.begin(b"g", PROMPT)
-    drafted = stepped(store, {ahead: [5, 6, 7, 8], behind: []})
+    drafted = run_step(store, {ahead: [5, 6, 7, 8], behind: []})
     assert draft(drafted, 1) == [5, 6, 7, 8]
     assert drafted.scope[1, 0] == Scope.SIBLINGS
 
@@ -28,8 +28,8 @@ def test_a_sibling_is_followed_where_it_has_gone_ahead() -> None:
 def test_an_earlier_response_to_the_prompt_is_found_again() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     first = store.begin(b"epoch 1", PROMPT)
-    stepped(store, {first: [5, 6, 7]})
+    run_step(store, {first: [5, 6, 7]})
     store.end(first, keep=True)
-    drafted = stepped(store, {store.begin(b"epoch 2", PROMPT): []})
+    drafted = run_step(store, {store.begin(b"epoch 2", PROMPT): []})
     assert draft(drafted) == [5, 6, 7]
     assert drafted.scope[0, 0] == Scope.PROMPT

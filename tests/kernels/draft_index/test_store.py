@@ -8,14 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.draft_index import store as compiled
-from kernels.draft_index.errors import WrongCall
-from kernels.draft_index.interface import EVERY_SCOPE, Scope, Store
+from kernels.draft_index.errors import InvalidCall
+from kernels.draft_index.interface import ALL_SCOPES, Scope, Store
 from kernels.draft_index.store import DraftStore
 from tests.kernels.draft_index.reference import ReferenceStore
-from tests.kernels.draft_index.stores import array, assert_alike, draft, stepped
+from tests.kernels.draft_index.stores import array, assert_alike, draft, run_step
 
 pytestmark = pytest.mark.skipif(
-    not compiled.built(), reason="the library was not built: no C++ compiler when it was installed"
+    not compiled.is_built(),
+    reason="the library was not built: no C++ compiler when it was installed",
 )
 PROMPTS = [[1], [1, 2, 1, 2, 1, 2, 1], list(range(40)), [2, 2]]
 
@@ -25,8 +26,8 @@ class Pair:
 
     def __init__(self, draw: Callable[[int], int], *, max_bytes: int, scopes: frozenset[Scope]):
         self.draw = draw
-        self.fast: DraftStore = DraftStore(max_bytes=max_bytes, longest=5, scopes=scopes)
-        self.slow = ReferenceStore(max_bytes=max_bytes, longest=5, scopes=scopes)
+        self.fast: DraftStore = DraftStore(max_bytes=max_bytes, max_draft_tokens=5, scopes=scopes)
+        self.slow = ReferenceStore(max_bytes=max_bytes, max_draft_tokens=5, scopes=scopes)
         self.max_bytes = max_bytes
         self.live: list[int] = []
 
@@ -68,7 +69,7 @@ class Pair:
 @given(
     seed=st.integers(0, 2**32),
     max_bytes=st.sampled_from([2**14, 2**16, 2**20]),
-    scopes=st.sampled_from([EVERY_SCOPE, frozenset({Scope.SELF}), EVERY_SCOPE - {Scope.SIBLINGS}]),
+    scopes=st.sampled_from([ALL_SCOPES, frozenset({Scope.SELF}), ALL_SCOPES - {Scope.SIBLINGS}]),
 )
 def test_any_stream_of_calls_is_answered_alike(
     seed: int, max_bytes: int, scopes: frozenset[Scope]
@@ -77,7 +78,7 @@ def test_any_stream_of_calls_is_answered_alike(
     pair = Pair(lambda below: int(random.integers(below)), max_bytes=max_bytes, scopes=scopes)
     for _ in range(100):
         pair.act()
-    for name in ("tried", "came", "foretold"):
+    for name in ("tried", "accepted", "predicted"):
         np.testing.assert_array_equal(
             getattr(pair.fast.reliability(), name), getattr(pair.slow.reliability(), name)
         )
@@ -85,7 +86,7 @@ def test_any_stream_of_calls_is_answered_alike(
 
 @pytest.fixture(params=[DraftStore, ReferenceStore])
 def store(request: pytest.FixtureRequest) -> Store:
-    made: Store = request.param(max_bytes=2**20, longest=5)
+    made: Store = request.param(max_bytes=2**20, max_draft_tokens=5)
     return made
 
 
@@ -93,24 +94,24 @@ def test_a_slot_that_nobody_holds_is_refused(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     store.end(slot, keep=True)
     for wrong in (slot, 7, -1):
-        with pytest.raises(WrongCall, match=f"no request has slot {wrong}"):
-            stepped(store, {wrong: [1]})
-        with pytest.raises(WrongCall, match=f"no request has slot {wrong}"):
+        with pytest.raises(InvalidCall, match=f"no request has slot {wrong}"):
+            run_step(store, {wrong: [1]})
+        with pytest.raises(InvalidCall, match=f"no request has slot {wrong}"):
             store.end(wrong, keep=True)
 
 
 def test_a_refused_step_has_done_nothing(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     before = store.num_tokens
-    with pytest.raises(WrongCall, match="no request has slot 9"):
-        stepped(store, {slot: [1, 2, 1], 9: [1]})
+    with pytest.raises(InvalidCall, match="no request has slot 9"):
+        run_step(store, {slot: [1, 2, 1], 9: [1]})
     assert store.num_tokens == before
-    assert draft(stepped(store, {slot: [7, 8, 7]}))[0] == 8
+    assert draft(run_step(store, {slot: [7, 8, 7]}))[0] == 8
 
 
 def test_a_slot_is_in_a_step_once(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
-    with pytest.raises(WrongCall, match="twice"):
+    with pytest.raises(InvalidCall, match="twice"):
         store.step(array([slot, slot]), array([0, 0]), array([]), array([1, 1]))
 
 
@@ -128,69 +129,69 @@ def test_arrays_that_cannot_be_are_refused(
     store: Store, counts: list[int], tokens: list[int], limits: list[int], why: str
 ) -> None:
     slot = store.begin(b"g", array([1, 2]))
-    with pytest.raises(WrongCall, match=why):
+    with pytest.raises(InvalidCall, match=why):
         store.step(array([slot]), array(counts), array(tokens), array(limits))
 
 
 def test_other_types_and_shapes_are_refused(store: Store) -> None:
-    with pytest.raises(WrongCall, match="int64"):
+    with pytest.raises(InvalidCall, match="int64"):
         store.begin(b"g", np.array([1, 2]))
-    with pytest.raises(WrongCall, match="2 dimensions"):
+    with pytest.raises(InvalidCall, match="2 dimensions"):
         store.begin(b"g", np.zeros((2, 2), np.int32))
-    with pytest.raises(WrongCall, match="not 0"):
+    with pytest.raises(InvalidCall, match="not 0"):
         store.begin(b"g", array([]))
 
 
 def test_tokens_may_be_as_large_as_the_type(store: Store) -> None:
     largest = 2**31 - 1
     slot = store.begin(b"g", array([largest, 5]))
-    assert draft(stepped(store, {slot: [7, largest]}, limit=1)) == [5]
-    assert draft(stepped(store, {slot: [5, 7]}, limit=1)) == [largest]
+    assert draft(run_step(store, {slot: [7, largest]}, limit=1)) == [5]
+    assert draft(run_step(store, {slot: [5, 7]}, limit=1)) == [largest]
 
 
 def test_what_is_forgotten_is_not_drafted_from(store: Store) -> None:
     one, other = store.begin(b"g", array([1, 2])), store.begin(b"g", array([1, 2]))
-    stepped(store, {one: [7, 8, 9]})
+    run_step(store, {one: [7, 8, 9]})
     store.end(one, keep=False)
-    assert not draft(stepped(store, {other: [7]}))
+    assert not draft(run_step(store, {other: [7]}))
 
 
 def test_older_versions_count_less(store: Store) -> None:
     """Two said the one thing long ago, one says the other now."""
     for response in ([7, 8, 1], [7, 8, 1]):
         slot = store.begin(b"old", array([1, 2]))
-        stepped(store, {slot: response})
+        run_step(store, {slot: response})
         store.end(slot, keep=True)
     asking, now = store.begin(b"g", array([1, 2])), store.begin(b"g", array([1, 2]))
-    stepped(store, {now: [7, 9, 1]})
-    assert draft(stepped(store, {asking: [7]}, limit=1)) == [8]
+    run_step(store, {now: [7, 9, 1]})
+    assert draft(run_step(store, {asking: [7]}, limit=1)) == [8]
     for _ in range(20):
         store.age()
-    stepped(store, {now: [3]})
-    assert draft(stepped(store, {asking: []}, limit=1)) == [9]
+    run_step(store, {now: [3]})
+    assert draft(run_step(store, {asking: []}, limit=1)) == [9]
 
 
 def test_the_oldest_history_goes_and_what_runs_stays(store: Store) -> None:
     running = store.begin(b"g", array([1, 2]))
-    stepped(store, {running: list(range(100, 200))})
+    run_step(store, {running: list(range(100, 200))})
     for number in range(200):
         slot = store.begin(b"h", array([5, number]))
-        stepped(store, {slot: list(range(300, 350))})
+        run_step(store, {slot: list(range(300, 350))})
         store.end(slot, keep=True)
     assert store.num_bytes <= 2**20
-    assert draft(stepped(store, {running: [100, 101, 102]}, limit=2)) == [103, 104]
+    assert draft(run_step(store, {running: [100, 101, 102]}, limit=2)) == [103, 104]
     oldest, latest = store.begin(b"i", array([5, 0])), store.begin(b"i", array([5, 199]))
-    drafted = stepped(store, {oldest: [], latest: []}, limit=2)
+    drafted = run_step(store, {oldest: [], latest: []}, limit=2)
     assert not draft(drafted, 0) and draft(drafted, 1) == [300, 301]
 
 
 def test_probabilities_learn_what_comes_of_drafts(store: Store) -> None:
     """Of a text that repeats itself for ever."""
     slot = store.begin(b"g", array([1, 2]))
-    stepped(store, {slot: [1, 2] * 20})
-    first = stepped(store, {slot: [1, 2]}).probability[0, 0]
+    run_step(store, {slot: [1, 2] * 20})
+    first = run_step(store, {slot: [1, 2]}).probability[0, 0]
     for _ in range(60):
-        sure = stepped(store, {slot: [1, 2]}).probability[0, 0]
+        sure = run_step(store, {slot: [1, 2]}).probability[0, 0]
     assert first < sure > 0.9
     reliability = store.reliability()
     assert reliability.tried.sum() > 200
@@ -199,17 +200,17 @@ def test_probabilities_learn_what_comes_of_drafts(store: Store) -> None:
 
 def test_a_draft_counts_though_no_part_of_it_was_sent(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
-    drafted = stepped(store, {slot: [7, 8, 9, 7]}, limit=3)
+    drafted = run_step(store, {slot: [7, 8, 9, 7]}, limit=3)
     assert draft(drafted) == [8, 9, 7]
-    stepped(store, {slot: [8, 9, 5]}, limit=0)
+    run_step(store, {slot: [8, 9, 5]}, limit=0)
     reliability = store.reliability()
-    assert (reliability.tried.sum(), reliability.came.sum()) == (3, 2)
+    assert (reliability.tried.sum(), reliability.accepted.sum()) == (3, 2)
 
 
 def test_the_store_is_freed_with_its_owner() -> None:
     for _ in range(50):
         stepped_store = DraftStore(max_bytes=2**28)
-        stepped(stepped_store, {stepped_store.begin(b"g", array([1])): [1, 2, 3]})
+        run_step(stepped_store, {stepped_store.begin(b"g", array([1])): [1, 2, 3]})
     assert stepped_store.num_tokens == 5
 
 
@@ -223,7 +224,7 @@ def test_the_log_of_all_responses_is_read_alike_while_it_goes_round() -> None:
         response = random.integers(0, 2, int(random.integers(1, 25))).tolist()
         for store in (fast, slow):
             slot = store.begin(b"g", array([10 + number]))
-        one, other = stepped(fast, {slot: response}), stepped(slow, {slot: response})
+        one, other = run_step(fast, {slot: response}), run_step(slow, {slot: response})
         assert_alike(one, other)
         found += int(one.lengths[0])
         for store in (fast, slow):

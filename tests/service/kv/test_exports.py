@@ -11,8 +11,8 @@ from safetensors.numpy import load, save
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
-from engine.kv_types import ExportWord
-from engine.protocol import EngineFacts
+from engine.kv_types import ExportStatus
+from engine.protocol import EngineInfo
 from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
@@ -203,10 +203,10 @@ async def disabled(tmp_path: Path) -> KvReason | None:
 
 class Unsupported(FakeEngine):
     @property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         from dataclasses import replace
 
-        return replace(super().facts, kv_format=None, kv_reason="unsupported_cache")
+        return replace(super().info, kv_format=None, kv_reason="unsupported_cache")
 
 
 async def unsupported_cache(tmp_path: Path) -> KvReason | None:
@@ -219,9 +219,9 @@ async def prompt_too_short(tmp_path: Path) -> KvReason | None:
         return (await groups(served, [5]))[0].kv_reason
 
 
-async def said_by_the_engine(tmp_path: Path, word: ExportWord) -> KvReason | None:
+async def said_by_the_engine(tmp_path: Path, status: ExportStatus) -> KvReason | None:
     engine = exporting()
-    engine.export_word = word
+    engine.export_status = status
     async with serving(engine, tmp_path) as served:
         (group,) = await groups(served)
         while served.server.prompt_kv.status().free_bytes < 2**20:
@@ -230,11 +230,11 @@ async def said_by_the_engine(tmp_path: Path, word: ExportWord) -> KvReason | Non
 
 
 async def mixed_version(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportWord.MIXED_VERSION)
+    return await said_by_the_engine(tmp_path, ExportStatus.MIXED_VERSION)
 
 
 async def export_failed(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportWord.FAILED)
+    return await said_by_the_engine(tmp_path, ExportStatus.FAILED)
 
 
 async def not_continued(tmp_path: Path) -> KvReason | None:
@@ -247,17 +247,17 @@ async def not_continued(tmp_path: Path) -> KvReason | None:
 
 
 async def not_written(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportWord.PENDING)
+    return await said_by_the_engine(tmp_path, ExportStatus.PENDING)
 
 
 class Unsettled(FakeEngine):
-    async def settle_exports(self) -> None:
+    async def flush_exports(self) -> None:
         raise EngineDead("dead")
 
 
 async def internal(tmp_path: Path) -> KvReason | None:
     engine = Unsettled(prompt_kv=True)
-    engine.export_word = ExportWord.PENDING
+    engine.export_status = ExportStatus.PENDING
     async with serving(engine, tmp_path) as served:
         (group,) = await groups(served)
         assert served.server.prompt_kv.status().quarantined_bytes > 0, "it may still be written"

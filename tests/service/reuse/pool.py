@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from service.kv_reuse.anchors import Anchor, AnchorStore
 from service.kv_reuse.cache_entry import CacheEntry
 from service.kv_reuse.layout import PromptSpan
@@ -61,8 +61,8 @@ class Pool:
         return self.anchors.find(scope, template_of(parts))
 
     def commit(self, cached: CacheEntry) -> None:
-        at = cached.slot.words_offset
-        self.store.view[at : at + 8] = ExportWord.COMMITTED.to_bytes(8, "little")
+        at = cached.slot.status_offset
+        self.store.view[at : at + 8] = ExportStatus.COMMITTED.to_bytes(8, "little")
         cached.is_written = True
         cached.ended.set()
 

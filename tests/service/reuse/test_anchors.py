@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from engine.protocol import SampleRequest
 from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
@@ -71,7 +71,10 @@ async def test_a_prompt_is_predicted_from_two_and_one_token_is_computed(tmp_path
     assert spans == [(0, 40, 0), (40, 70, 40), (110, 4, 0), (114, 60, 114), (174, 3, 0)]
     bases = [load.pieces[1].source, load.pieces[3].source]
     assert bases == [tool.export, tale.export]
-    seen = [[(o.skip, o.shift, o.base is None) for o in piece.observed] for piece in load.pieces]
+    seen = [
+        [(o.token_offset, o.shift, o.base is None) for o in piece.observations]
+        for piece in load.pieces
+    ]
     assert seen == [
         [],
         [(40, 0, False)] * 2,
@@ -79,7 +82,7 @@ async def test_a_prompt_is_predicted_from_two_and_one_token_is_computed(tmp_path
         [(114, 0, False)] * 2,
         [(174, 0, True)] * 2,
     ]
-    assert load.pieces[2].observed[0].weight == pytest.approx(1.0)
+    assert load.pieces[2].observations[0].weight == pytest.approx(1.0)
     assert group["exact"] is False
     assert group["reuse"]["tokens_reused"] == NUM_TOKENS - 1
     assert group["reuse"]["tokens_computed"] == 1
@@ -104,7 +107,7 @@ async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path
         longer = await answered(served, body)
     assert (shorter["exact"], shorter["reuse"]["reason"]) == (False, None)
     assert load is not None
-    assert [o.shift for piece in load.pieces[2:] for o in piece.observed] == [-6] * 6
+    assert [o.shift for piece in load.pieces[2:] for o in piece.observations] == [-6] * 6
     assert (longer["exact"], longer["reuse"]["reason"]) == (True, "no_anchor")
 
 
@@ -117,7 +120,7 @@ async def test_the_same_prompt_is_taken_from_its_anchor_and_exact(tmp_path: Path
     load = last(engine).load
     assert load is not None and load.exact_tokens == NUM_TOKENS - 1
     assert len({piece.source for piece in load.pieces}) == 1
-    assert not any(piece.observed for piece in load.pieces)
+    assert not any(piece.observations for piece in load.pieces)
     assert (group["exact"], group["reuse"]["reason"]) == (True, None)
     assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (NUM_TOKENS - 1, 1)
 
@@ -131,7 +134,7 @@ async def test_what_begins_with_the_same_texts_is_exact_up_to_the_first_that_dif
         await answered(served, predicted(5, 8))
     load = last(engine).load
     assert load is not None and load.exact_tokens == 114
-    assert [bool(piece.observed) for piece in load.pieces] == [False] * 3 + [True] * 2
+    assert [bool(piece.observations) for piece in load.pieces] == [False] * 3 + [True] * 2
 
 
 async def test_a_last_text_that_anchors_do_not_have_is_computed(tmp_path: Path) -> None:
@@ -219,11 +222,11 @@ async def test_what_the_engine_has_forgotten_is_made_anew(tmp_path: Path) -> Non
 async def test_an_anchor_that_was_not_written_is_none(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        engine.export_word = ExportWord.FAILED
+        engine.export_status = ExportStatus.FAILED
         await answered(served, predicted())
         await asyncio.sleep(0.01)
         assert served.server.kv_reuse.anchors.num_anchors == 0
-        engine.export_word = ExportWord.COMMITTED
+        engine.export_status = ExportStatus.COMMITTED
         await two_anchors(served)
         assert (await answered(served, predicted(7, 8)))["exact"] is False
 
@@ -354,6 +357,6 @@ async def test_a_prompt_may_begin_and_end_with_a_segment(tmp_path: Path) -> None
         group = await answered(served, body(7, 8))
     load = last(engine).load
     assert load is not None and load.exact_tokens == 70
-    spans = [(p.start, p.num_tokens, p.shift, len(p.observed)) for p in load.pieces]
+    spans = [(p.start, p.num_tokens, p.shift, len(p.observations)) for p in load.pieces]
     assert spans == [(0, 70, 0, 0), (70, 4, 0, 2), (74, 59, 74, 2)]
     assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 1)

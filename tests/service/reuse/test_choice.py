@@ -34,7 +34,7 @@ FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 
 def kept(num_tokens: int = 1000) -> CacheEntry:
-    slot = ExportSlot(arena=Path("/a"), offset=0, words_offset=0, num_tokens=num_tokens)
+    slot = ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
     return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))
 
 
@@ -159,10 +159,10 @@ def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
     assert [piece.start for piece in pieces[1:]] == [p.start + p.num_tokens for p in pieces[:-1]]
     assert pieces[-1].start + pieces[-1].num_tokens == len(joined(parts)) - 1
     for piece in pieces:
-        assert piece.skip + piece.shift == piece.start
-        for seen in piece.observed:
-            assert seen.skip + seen.shift == piece.start
-    assert [o.shift for o in pieces[-1].observed] == [0, -6]
+        assert piece.token_offset + piece.shift == piece.start
+        for seen in piece.observations:
+            assert seen.token_offset + seen.shift == piece.start
+    assert [o.shift for o in pieces[-1].observations] == [0, -6]
 
 
 KINDS = st.lists(st.sampled_from(["own", "a", "b", "c"]), min_size=1, max_size=5)
@@ -202,12 +202,12 @@ def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sou
     at = 0
     for piece in load_pieces(template, bases, found, choice):
         assert piece.start == at and piece.num_tokens > 0
-        assert piece.skip + piece.num_tokens <= piece.source.num_tokens
-        for seen in piece.observed:
-            assert seen.skip + piece.num_tokens <= seen.real.num_tokens
-            assert seen.skip + seen.shift == piece.start
+        assert piece.token_offset + piece.num_tokens <= piece.source.num_tokens
+        for seen in piece.observations:
+            assert seen.token_offset + piece.num_tokens <= seen.real.num_tokens
+            assert seen.token_offset + seen.shift == piece.start
             assert seen.base is None or piece.num_tokens <= seen.base.num_tokens
-        assert len({seen.base is None for seen in piece.observed}) <= 1
+        assert len({seen.base is None for seen in piece.observations}) <= 1
         at += piece.num_tokens
     assert at in (template.num_tokens, template.sections[template.num_template_sections - 1].end)
     assert choice.exact_tokens <= at
@@ -225,7 +225,7 @@ def test_a_distance_is_the_norm_of_what_values_differ_by(tmp_path: Path, dtype: 
     raw = [whole.contiguous().view(torch.uint8).numpy().tobytes() for whole in (ours, theirs)]
     view = memoryview(bytes(64) + raw[0] + raw[1])
     slots = [
-        ExportSlot(arena=tmp_path, offset=64 + at, words_offset=0, num_tokens=length)
+        ExportSlot(arena=tmp_path, offset=64 + at, status_offset=0, num_tokens=length)
         for at, length in ((0, 5), (len(raw[0]), 7))
     ]
     expected = (ours.double() - theirs.double()[:, :, :, :5])[:, 1].norm()

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from service.kv_reuse.anchors import (
     EVICTION_WINDOW,
     MAX_ANCHORS_PER_CONTEXT,
@@ -159,8 +159,8 @@ async def test_nor_is_one_whose_segment_was_not(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         base = anchor.bases[1]
-        at = base.slot.words_offset
-        pool.store.view[at : at + 8] = ExportWord.FAILED.to_bytes(8, "little")
+        at = base.slot.status_offset
+        pool.store.view[at : at + 8] = ExportStatus.FAILED.to_bytes(8, "little")
         base.is_written = False
         assert pool.find(prompt_of(5)) == []
         assert pool.anchors.num_anchors == 0

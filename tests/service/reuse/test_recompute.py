@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportWord
+from engine.kv_types import ExportStatus
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing
@@ -34,7 +34,9 @@ async def test_a_chain_computes_own_text_and_first_tokens(tmp_path: Path) -> Non
     load = first.load
     assert load is not None and all(request.load is load for request in (second, *samples))
     assert load.num_requests == 4
-    taken = [(piece.start, piece.num_tokens, piece.skip, piece.shift) for piece in load.pieces]
+    taken = [
+        (piece.start, piece.num_tokens, piece.token_offset, piece.shift) for piece in load.pieces
+    ]
     assert taken == [(64, 46, 24, 40), (128, 42, 18, 110)]
     assert group["exact"] is False
     assert group["reuse"] == {
@@ -139,7 +141,7 @@ async def test_without_placing_the_prompt_is_computed_and_exact(
     if reason == "nothing_placed":
         body["reuse"]["first_tokens"] = 70
     if reason == "not_written":
-        engine.export_word = ExportWord.FAILED
+        engine.export_status = ExportStatus.FAILED
     if reason == "store_full":
         body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [5] * 3000
     async with reusing(engine, tmp_path, segments_bytes=segments_bytes) as served:

@@ -21,7 +21,7 @@ PARTS = st.lists(
 def slot(num_tokens: int) -> ExportSlot:
     from pathlib import Path
 
-    return ExportSlot(arena=Path("/a"), offset=0, words_offset=0, num_tokens=num_tokens)
+    return ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
 
 
 def test_own_text_and_first_tokens_are_computed() -> None:
@@ -80,5 +80,5 @@ def test_spans_tile_the_prompt_and_a_link_ends_before_every_run_that_is_placed(
     joined = {piece.start + piece.num_tokens for piece in load.pieces}
     assert ends == [start for start in runs if start not in joined]
     for piece in load.pieces:
-        assert piece.skip + piece.num_tokens <= piece.source.num_tokens
-        assert piece.start == piece.shift + piece.skip
+        assert piece.token_offset + piece.num_tokens <= piece.source.num_tokens
+        assert piece.start == piece.shift + piece.token_offset
