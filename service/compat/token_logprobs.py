@@ -18,6 +18,8 @@ from service.rollouts.scoring import ScoringOptions
 from service.server import Server
 
 Count = Annotated[int, Field(ge=0, le=1024)]
+MAX_PROMPT_LOGPROBS = 2**20
+"""In one response, as many times as it repeats them. About 50 bytes of JSON each."""
 PromptLogprobs = list[list[TopLogprobs]] | None
 
 
@@ -38,8 +40,20 @@ async def compute_prompt_logprobs(
 ) -> PromptLogprobs:
     if count is None:
         return None
+    _check_size(job, count)
     options = ScoringOptions(job.policy, job.adapter)
     return await server.scoring.prompts(job.prompts, count, owner=caller.name, options=options)
+
+
+def _check_size(job: SamplingJob, count: int) -> None:
+    """Every choice repeats its prompt's, so a small request could make a response of gigabytes."""
+    num_values = sum(map(len, job.prompts)) * (count + 1) * job.n
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest.of_parameter(
+            "prompt_logprobs",
+            f"{num_values} log-probabilities, over all choices; at most {MAX_PROMPT_LOGPROBS}: "
+            "send fewer prompts, n: 1, or POST /v1/score",
+        )
 
 
 def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:

@@ -50,6 +50,18 @@ async def test_a_prompts_log_probabilities_are_computed_once(tmp_path: Path) -> 
     ]
 
 
+async def test_prompt_logprobs_that_choices_would_repeat_too_often_are_refused(
+    tmp_path: Path,
+) -> None:
+    async with foreign(tmp_path) as served:
+        body = {"prompt": [7] * 60, "max_tokens": 1, "prompt_logprobs": 20, "n": 1024}
+        status, problem = await served.refused(COMPLETIONS, body)
+        assert (status, problem["errors"][0]["location"]) == (400, "prompt_logprobs")
+        assert "1290240 log-probabilities" in problem["errors"][0]["message"]
+        assert served.engine.scored == 0 and not served.engine.submitted
+        await served.post(COMPLETIONS, {**body, "n": 1})
+
+
 async def test_a_prompt_is_scored_under_the_adapter_that_is_asked_for(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=1)
     sources = {"source_directories": [tmp_path / "out"]}
