@@ -14,7 +14,7 @@ from engine.settings import AttentionSettings, EngineSettings
 CHILD = """
 import gc, service.entry
 assert not gc.isenabled()
-from engine.launch.processes.plugin import install
+from engine.launch.plugin import install
 install()
 assert gc.isenabled() and gc.get_freeze_count() > 0
 """
