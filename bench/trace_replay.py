@@ -36,9 +36,9 @@ RESAMPLES = 2000
 MEASURED = RECORDS / "speculation_25m_1.json"
 
 SUFFIX_DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "SuffixDrafter, as vLLM sets it": lambda: SuffixDrafter(),
-    "SuffixDrafter, four times its match": lambda: SuffixDrafter(factor=4.0),
-    "SuffixDrafter, four times its match, any probability": lambda: SuffixDrafter(
+    "Arctic, as vLLM sets it": lambda: SuffixDrafter(),
+    "Arctic, four times its match": lambda: SuffixDrafter(factor=4.0),
+    "Arctic, four times its match, any probability": lambda: SuffixDrafter(
         factor=4.0, threshold=0.0
     ),
 }

@@ -36,7 +36,7 @@ class KvReuseMetrics:
             registry=registry,
         )
         self._entries = Gauge(
-            "coppice_reuse_segments", "KvReuse whose keys and values are kept", registry=registry
+            "coppice_reuse_segments", "Segments whose keys and values are kept", registry=registry
         )
         self._bytes = Gauge(
             "coppice_reuse_bytes",
@@ -48,7 +48,7 @@ class KvReuseMetrics:
         )
         self._outcomes = Counter(
             "coppice_reuse_anchor_fates",
-            "AnchorStore that were made, made room, died with their weights, or were not written",
+            "Anchors that were made, made room, died with their weights, or were not written",
             ["fate"],
             registry=registry,
         )

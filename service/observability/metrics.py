@@ -92,7 +92,7 @@ class Metrics:
         )
         self.adapters = self._gauge("adapters", "LoRA adapters that the engine holds")
         self.adapter_loads = self._counter(
-            "adapter_loads", "AdapterManager that were to be loaded by what became of it", "outcome"
+            "adapter_loads", "Adapters that were to be loaded by what became of it", "outcome"
         )
         self.group_seconds = Histogram(
             "coppice_group_duration_seconds",
@@ -119,7 +119,7 @@ class Metrics:
             buckets=DURATION_BUCKETS,
             registry=self.registry,
         )
-        self.rollouts_running = self._gauge("rollouts_running", "RolloutManager not yet answered")
+        self.rollouts_running = self._gauge("rollouts_running", "Rollouts not yet answered")
         self.samples_running = self._gauge("samples_running", "Samples in the engine")
         self.samples_admitted = self._gauge("samples_admitted", "Samples that count as under way")
         self.samples_limit = self._gauge("samples_limit", "Samples that may be under way at most")

@@ -89,7 +89,7 @@ def test_a_decode_step_is_listed_without_the_rows_that_fill_a_graph_up() -> None
     made = builder()
     metadata = made._with_grouping(*step(SHARED, [1, 1, 1, 0]), made._work)
     assert isinstance(metadata, SharedPrefixMetadata)
-    assert (metadata.num_tokens, metadata.rest) == (3, None)
+    assert (metadata.num_tokens, metadata.tail) == (3, None)
     assert listed(made._work) == (3, 4, [2, 1, 1, 1])
 
 
