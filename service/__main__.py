@@ -1,4 +1,4 @@
-"""`python -m service` is `coppice`."""
+"""Entry point of `python -m service`, equivalent to the `coppice` command."""
 
 from service.entry import main
 

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, errors, request ids and counts around one server."""
+"""The FastAPI application: routes, error handlers and middleware around one `Server`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -46,8 +46,11 @@ OPERATOR_ROUTES = (weights, adapters, drafter, control, metrics)
 def create_app(
     settings: Settings, engine: Engine, directory: ClusterRegistry | None = None
 ) -> FastAPI:
-    """With a port for operators, `state.operators` is their app; otherwise it is none, and this one
-    has everything. Both have the probes and the status, and share one server.
+    """Create the application for callers and, if an operators port is set, one for operators.
+
+    With `server.operators_port`, the operators' app is `app.state.operators`. Without it,
+    `app.state.operators` is None and the returned app has all routes. Both apps serve the probes
+    and the status, and share one `Server`.
     """
     server = Server(settings, engine, directory)
     keyring = Keyring(settings.server.keys_file)
@@ -77,14 +80,14 @@ def _app(
     route_modules: Sequence[ModuleType],
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
-    # The contract is openapi.yaml, written by hand; FastAPI must not serve another.
+    # The API contract is the hand-written openapi.yaml; FastAPI must not serve a generated one.
     app = FastAPI(
         lifespan=lifespan,
-        dependencies=[Depends(authorize)],  # of what is added to it later, too
+        dependencies=[Depends(authorize)],  # also covers routes added later
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the redirect would lead to whatever Host says
+        redirect_slashes=False,  # its target would be taken from the Host header
     )
     app.state.server = server
     app.state.keyring = keyring
@@ -99,7 +102,10 @@ def _app(
 
 @cache
 def _routes(route_modules: tuple[ModuleType, ...]) -> Sequence[BaseRoute]:
-    """They find their server in the request: to make them anew is most of what an app costs."""
+    """Routes of these modules, cached because building them dominates the cost of an app.
+
+    Apps can share them: a route gets its server from the request.
+    """
     router = APIRouter(dependencies=[Depends(authorize)])
     for route_module in route_modules:
         router.include_router(route_module.router)
@@ -107,7 +113,10 @@ def _routes(route_modules: tuple[ModuleType, ...]) -> Sequence[BaseRoute]:
 
 
 def _add_compat(app: FastAPI, server: Server, audience: RouteAudience) -> None:
-    """Asked last, for addresses that are none of ours: a mount would swallow their 405 as well."""
+    """Install the compat app as the router's fallback for paths that match no native route.
+
+    A mount would also take over the 405 responses of native routes.
+    """
     compat = create_compat_app(server.settings.server.compat, audience)
     compat.state.server = server
     compat.state.keyring = app.state.keyring

@@ -1,4 +1,4 @@
-"""The command line, and the composition root: the one place that loads the engine."""
+"""The command line and composition root; the only module that loads the engine."""
 
 import importlib
 import logging
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(settings: Settings) -> Engine:
-    """By name, and only here: nothing else of the service may pull in torch and vLLM."""
+    """Import and create the vLLM engine.
+
+    The import is by name and only here, so that no other service module imports torch or vLLM.
+    """
     try:
         with gc_freeze.gc_disabled_during_imports():
             module = importlib.import_module("engine.vllm_engine")
@@ -66,7 +69,7 @@ def run_server(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeComponents:
-    """What `serve` is made of; tests put their own in."""
+    """Replaceable steps of the `serve` command, for tests."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
     load_engine: Callable[[Settings], Engine] = load_engine
@@ -100,7 +103,7 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
 
     graphs = typer.Typer(help="CUDA graphs.", no_args_is_help=True)
     graphs.command("plan")(with_settings_flags(plan))
-    # A second command makes the first one keep its name.
+    # With a single command and no callback, Typer would drop the name of the command.
     graphs.callback()(lambda: None)
     cli.add_typer(graphs, name="graphs")
     cli.command("serve")(with_settings_flags(serve))
@@ -137,7 +140,7 @@ def _load_and_run(settings: Settings, components: ServeComponents) -> None:
     from service.http.connections import raise_file_limit
     from service.http.serve import open_listener
 
-    raise_file_limit()  # before the engine's processes inherit it
+    raise_file_limit()  # before the engine's processes start and inherit the limit
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading %s", settings.engine.model)
         engine = components.load_engine(settings)

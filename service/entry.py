@@ -1,12 +1,14 @@
-"""What `coppice` runs. The engine's processes import it as well, as all that multiprocessing spawns
-imports its parent's main module: so it imports nothing of the service before it is called.
+"""Entry point of the `coppice` command.
+
+Processes that multiprocessing spawns import their parent's main module, so the engine's processes
+import this module too. For that reason it imports the service only inside `main`.
 """
 
 from engine.launch.environment import started_by_coppice
 from engine.runtime import gc_freeze
 
 if started_by_coppice():
-    gc_freeze.disable_gc()  # the plugin ends them
+    gc_freeze.disable_gc()  # until the plugin calls freeze_gc
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""`coppice graphs plan`: the CUDA graphs that a start on a GPU would capture. It needs none."""
+"""`coppice graphs plan`: the CUDA graphs that `serve` would capture on a GPU.
+
+Planning itself needs no GPU.
+"""
 
 from engine.cudagraphs.frequency import shape_weights
 from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
@@ -8,7 +11,7 @@ from service.config.settings import Settings
 
 
 def render_graph_plan(settings: Settings) -> str:
-    """StartFailed says why there is no plan."""
+    """Report of the graph plan; raises StartFailed if there is none."""
     engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
     model = resolve_model_config(engine.model, engine.revision)
     plan, limits, trace = (

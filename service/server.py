@@ -1,4 +1,4 @@
-"""The parts of one server, put together: what each owns is started and ended here, in order."""
+"""Composition of one server: creates its components, and starts and closes them in order."""
 
 import asyncio
 import logging
@@ -51,9 +51,10 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """Created before the event loop; alive inside `running`.
+    """One replica: the engine, the service's components and their lifetimes.
 
-    A directory that is given is one that other servers of this process share.
+    Created before the event loop starts; active inside `running`. A `directory` passed in is a
+    cluster registry shared with other servers of this process.
     """
 
     def __init__(
@@ -169,7 +170,10 @@ class Server:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine starts in the background, so that the probes answer meanwhile."""
+        """Run the server's components until the context exits.
+
+        The engine starts in the background, so that the probes are served during the start.
+        """
         self.checkpoints.open()
         starting = asyncio.create_task(self._start_engine())
         lag = asyncio.create_task(watch_loop_lag(self.metrics.lag_seconds.observe))
@@ -192,7 +196,7 @@ class Server:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """Here, and by all replicas that share a directory."""
+        """Activate a weights version on all replicas of the cluster, including this one."""
         return await self.run_to_completion(
             self.fleet_weights.activate(label, mode, allow_rollback=allow_rollback)
         )
@@ -215,10 +219,10 @@ class Server:
         return self.engine.health()
 
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new, lets what was admitted end, and then ends what still runs.
+        """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
 
-        Prompt KV is read and renewed meanwhile, and until the last lease is over; answers are given
-        to whoever was told to come back for them.
+        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
+        lease and the results of asynchronous rollouts that have not been fetched yet.
         """
         self.readiness.draining = True
         self.admission.close()
@@ -237,7 +241,10 @@ class Server:
         self.engine.kill()
 
     async def run_to_completion(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs to its end even if the caller leaves: a change must not stop half-way."""
+        """Run `work` to completion even if the calling task is cancelled.
+
+        Used for state changes, which must not stop half-way.
+        """
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -264,7 +271,7 @@ class Server:
         self.fleet.request_heartbeat()
 
     def _describe_replica(self) -> Replica:
-        """What others are told of this one."""
+        """This replica's entry in the cluster registry."""
         active = self.versions.active
         replica = Replica(
             id=self._replica_id,
@@ -280,5 +287,5 @@ class Server:
         self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
 
     def _count_failed(self, rollout: Rollout) -> None:
-        """A group that broke off has no answer; its callers are told the problem instead."""
+        """Count the groups that failed: they have no answer, callers get a problem document."""
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(rollout.answers()))

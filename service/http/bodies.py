@@ -1,7 +1,7 @@
-"""Request bodies: bounded while they are read, parsed by our own models, faults named by place.
+"""Reading and parsing of request bodies, with size limits and errors located by field.
 
-Small bodies are parsed where they arrive. Larger ones are parsed in a thread, in bounded steps
-(service/http/json_reader.py), since pydantic holds the GIL for the whole of a call.
+Small bodies are parsed on the event loop. Larger ones are parsed in a thread, in bounded steps
+(service/http/json_reader.py), because pydantic holds the GIL for a whole call.
 """
 
 from collections.abc import AsyncIterator
@@ -21,14 +21,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_FIELD_ERRORS = 1000
 INLINE_BYTES = 64 * 2**10
-"""A thread costs about 0.1 ms a request; this many bytes are parsed in about 1 ms."""
+"""Largest body that is parsed on the event loop.
+
+Parsing this many bytes takes about 1 ms; a hand-over to a thread costs about 0.1 ms per request.
+"""
 WAITING_BODIES_PER_KEY = 4
 WAITING_BODIES = 8
-"""Of the largest size."""
+"""Bounds of the parser's queue, in bodies of the largest size."""
 
 
 class Bodies:
-    """Reads and parses request bodies. Owns the parser's thread; `close` ends it."""
+    """Reader and parser of request bodies. Owns the parser's thread; `close` ends it."""
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._max_bytes = limits.max_body_bytes
@@ -62,7 +65,7 @@ class Bodies:
 
 
 async def read_small_json(request: Request, model: type[Model]) -> Model:
-    """For bodies that are a few fields."""
+    """Read and parse a body of a few fields, at most `INLINE_BYTES`."""
     return parse(await read_body(request, limit=INLINE_BYTES), model)
 
 
@@ -74,7 +77,7 @@ async def read_body(request: Request, *, limit: int) -> bytes:
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
-    """In one step, so for small bodies."""
+    """Parse a small body in one pydantic call."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -89,7 +92,7 @@ def parse_in_steps(body: bytes, model: type[Model], limits: JsonLimits) -> Model
 
 
 async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
-    """The body's chunks, refused as soon as they are known to be too many."""
+    """Chunks of the body; raises BodyTooLarge as soon as `limit` is known to be exceeded."""
     content_length = request.headers.get("content-length", "0")
     if content_length.isdecimal() and int(content_length) > limit:
         raise BodyTooLarge(f"at most {limit} bytes are taken")
@@ -102,7 +105,10 @@ async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
 
 
 def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
-    """Where and what, never the value: prompts do not belong in errors."""
+    """The error for the caller: field locations and messages.
+
+    Never includes values, because they may be prompts.
+    """
     field_errors = _field_errors(error)
     if any(fault["type"] == "json_invalid" for fault in field_errors):
         return InvalidJson()
@@ -114,7 +120,10 @@ def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
 
 
 def _field_errors(error: ValidationError) -> list[ErrorDetails]:
-    """None if they are too many: pydantic lists all or nothing, at 2 us each."""
+    """Errors by field; an empty list if there are more than `MAX_FIELD_ERRORS`.
+
+    pydantic lists either all errors or none, at 2 us each.
+    """
     if error.error_count() > MAX_FIELD_ERRORS:
         return []
     return error.errors(include_input=False, include_url=False, include_context=False)

@@ -1,8 +1,8 @@
-"""The connections of one port: their bound, and those that may be closed to make room.
+"""Connection limit of a port, with eviction of idle connections.
 
-A connection that waits for a request costs a descriptor and serves nobody: when there are as many
-as there may be, the one that has waited longest is closed for a new one. Where none waits, a few
-more connections are taken, so that probes are answered and others are told to come back.
+An idle connection only holds a file descriptor. At the limit, the connection that has been idle
+longest is closed for a new one. If none is idle, a small reserve of connections is accepted past
+the limit: probes are answered on them, and other requests get a 503 with Retry-After.
 """
 
 import resource
@@ -13,16 +13,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 MAX_OPEN_FILES = 2**20
 RESERVED_FILES = 256
-"""Descriptors for everything that is no connection: the engine, weights, logs, Redis."""
+"""Descriptors for everything except connections: the engine, weights, logs, Redis."""
 
 RESERVED_CONNECTIONS = 64
-"""Connections past the limit, for probes and refusals."""
+"""Connections accepted past the limit, for probes and refusals."""
 
 ShedOutcome = Literal["idle_closed", "refused", "dropped"]
 
 
 class ConnectionMetrics:
-    """Of both ports."""
+    """Connection metrics of both ports."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.open = Gauge(
@@ -53,20 +53,24 @@ class Closable(Protocol):
 
 
 class Connections:
-    """`limit`: connections that are served; `shed` counts those that are not."""
+    """The open connections of one port.
+
+    `limit`: the number of connections that are served. `shed` is called with the outcome for every
+    connection that is closed, refused or dropped because of the limit.
+    """
 
     def __init__(self, limit: int, *, shed: Callable[[ShedOutcome], None] = lambda _: None) -> None:
         self.limit = limit
         self._shed = shed
         self._open: set[Closable] = set()
-        self._waiting: dict[Closable, None] = {}  # in the order in which they began to wait
+        self._waiting: dict[Closable, None] = {}  # idle connections, longest first
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """False when there is no room: the connection is past the limit."""
+        """Add a connection; False if it is past the limit."""
         if self.num_open >= self.limit:
             self._close_longest_waiting()
         self._open.add(connection)
@@ -82,7 +86,7 @@ class Connections:
         return self.num_open <= self.limit + RESERVED_CONNECTIONS
 
     def wait(self, connection: Closable) -> None:
-        """For a request, after the response to the one before."""
+        """Mark a connection as idle, once its response is complete."""
         if connection in self._open:
             self._waiting[connection] = None
 
@@ -102,7 +106,10 @@ class Connections:
 
 
 def connection_limit(max_connections: int) -> int:
-    """Of each of two ports, and never more than the process may open files for."""
+    """Connection limit of each of the two ports.
+
+    At most `max_connections`, and no more than the process's limit of open files allows.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return max_connections
@@ -110,7 +117,10 @@ def connection_limit(max_connections: int) -> int:
 
 
 def raise_file_limit() -> None:
-    """To the hard limit: the soft one is 1,024 by default, for programs that use select()."""
+    """Raise the soft limit of open files to the hard limit.
+
+    The soft limit is 1,024 by default, for programs that use select().
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,9 +1,12 @@
-"""Requests that a web page makes a browser send, which reaches whatever its user can reach.
+"""Protection against requests that a malicious web page makes a browser send.
 
-Two attacks need no key. With DNS rebinding the name of the attacker's page resolves to this server,
-so that the browser takes the server's answers for the page's own: `Host` carries that name. With
-cross-site requests (forms, images) the page cannot read the answer, but the request has arrived:
-browsers mark it with `Sec-Fetch-Site` (W3C Fetch Metadata; HTTPS and loopback only) or `Origin`.
+A browser can reach every server that its user can reach. Two attacks need no API key:
+
+- DNS rebinding: the host name of the attacker's page resolves to this server, so that the browser
+  treats the server's responses as same-origin. `Host` carries the attacker's name.
+- Cross-site requests (forms, images): the page cannot read the response, but the request is
+  executed. Browsers mark it with `Sec-Fetch-Site` (W3C Fetch Metadata; HTTPS and loopback only) or
+  `Origin`.
 """
 
 import ipaddress
@@ -16,14 +19,14 @@ from starlette.datastructures import Headers
 from service.config.settings import ServerSettings
 from service.http.errors import Forbidden
 
-LOOPBACK = ("localhost", "*.localhost")  # browsers resolve them themselves (RFC 6761, 6.3)
+LOOPBACK = ("localhost", "*.localhost")  # resolved by the browser itself (RFC 6761, 6.3)
 MARKS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
 
 
 class AllowedHosts:
-    """Names that a server without keys answers to.
+    """Host names that a server without keys accepts in `Host`.
 
-    An IP address is always one: no name was resolved, so none can have been rebound.
+    IP addresses are always accepted: no name was resolved, so DNS rebinding is impossible.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -33,7 +36,10 @@ class AllowedHosts:
         self._patterns = [name.lower() for name in (*LOOPBACK, *own, *settings.allowed_hosts)]
 
     def check(self, headers: Headers) -> None:
-        """A request without Host is not a browser's."""
+        """Raise Forbidden if `Host` names a host that is not allowed.
+
+        A request without `Host` is accepted: browsers always send it.
+        """
         if not all(self._allows(host) for host in headers.getlist("host")):
             raise Forbidden(
                 "a server without keys does not answer to the name in Host: "
@@ -46,7 +52,10 @@ class AllowedHosts:
 
 
 def check_site(headers: Headers, *, page: bool) -> None:
-    """Pages of other sites may only lead to a page, as a link does."""
+    """Raise Forbidden for a request that a page of another site caused.
+
+    The exception is navigation (following a link) to an endpoint with `page`.
+    """
     site = headers.get("sec-fetch-site", "none").lower()
     if site not in ("same-origin", "none") and not (page and _is_navigation(headers)):
         raise Forbidden("requests of another site's pages are not taken")
@@ -56,10 +65,11 @@ def check_site(headers: Headers, *, page: bool) -> None:
 
 
 def refuse_browsers(headers: Headers) -> None:
-    """For a GET that changes something, which an image or a link can send.
+    """Raise Forbidden for a browser's request to a GET route that changes state.
 
-    Over plain HTTP a browser marks nothing, but it names itself Mozilla, and a page cannot change
-    that in a request that needs no permission.
+    An image or a link can send such a GET. Over plain HTTP a browser sends no fetch metadata, but
+    its User-Agent starts with Mozilla, and a page cannot change that in a request without a CORS
+    preflight.
     """
     agent = headers.get("user-agent", "").lower()
     if agent.startswith("mozilla/") or any(mark in headers for mark in MARKS):

@@ -1,4 +1,4 @@
-"""Work that is done for as long as somebody waits for it."""
+"""Cancellation of work when its client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -14,9 +14,9 @@ CLIENT_DISCONNECTED = Response(status_code=499)
 async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, Result]
 ) -> Result | None:
-    """The result, or None after the caller has gone; the work is cancelled then.
+    """Result of `work`; None if the client disconnected, in which case the work is cancelled.
 
-    The body must have been read: what arrives after it can only be the disconnect.
+    The body must have been read before: the only message after it is the disconnect.
     """
     disconnected = asyncio.create_task(_wait_for_disconnect(request))
     done = asyncio.create_task(work)

@@ -1,7 +1,7 @@
-"""Everything the service answers with a problem document, one class a row of the table.
+"""Errors that are answered with a problem document; one class per entry of `PROBLEMS`.
 
 ServiceError
-|- CallerError                        the request is at fault; sending it again changes nothing
+|- CallerError                        the request is at fault; a retry does not help
 |  |- MalformedRequest, InvalidJson, InvalidRequest, Unsupported, PromptTooLong, NoChatTemplate
 |  |- Unauthorized, Forbidden, QuotaExceeded, RequestTimeout, HeadersTooLarge
 |  |- BodyTooLarge, UnsupportedMediaType, NotAcceptable
@@ -12,7 +12,7 @@ ServiceError
 |  |- VersionSuperseded, VersionConflict, BaseUnavailable, RollbackRefused
 |  |- KvNotFound, KvGone, KvVersionConflict, RangeNotSatisfiable, ReplicaGone
 |  `- WeightsRefused, DigestMismatch, PathRefused
-`- ServerSideError                    the server is at fault or not able just now
+`- ServerSideError                    the server failed or is temporarily unable
    |- Internal, ActivationFailed, InsufficientStorage
    |- NotReady, Draining, Overloaded, EngineGone, VersionUnavailable, DirectoryUnavailable
    `- AdaptersFull
@@ -25,7 +25,10 @@ from coppice.wire.problems import PROBLEMS, Problem, ProblemKind
 
 
 class ServiceError(Exception):
-    """Base of all. `detail` is for the caller: no path, no address, no traceback, no prompt."""
+    """Base class of errors that are answered with a problem document.
+
+    `detail` is shown to the caller: it must not hold paths, addresses, tracebacks or prompts.
+    """
 
     code: ClassVar[str]
     headers: Mapping[str, str] = {}
@@ -48,7 +51,10 @@ class ServiceError(Exception):
         return PROBLEMS[cls.code]
 
     def problem(self, request_id: str | None = None) -> Problem:
-        """JSON is UTF-8, and a file's name need not be: what cannot be encoded is escaped."""
+        """The problem document.
+
+        Text that UTF-8 cannot encode is escaped: `detail` may hold a file name with such bytes.
+        """
         kind = self.kind()
         return Problem(
             type=kind.type,
@@ -68,11 +74,11 @@ def _encodable(text: str) -> str:
 
 
 class CallerError(ServiceError):
-    """The request is at fault."""
+    """An error caused by the request."""
 
 
 class ServerSideError(ServiceError):
-    """The server is at fault or not able just now."""
+    """A server failure, or a temporary inability to serve."""
 
 
 class MalformedRequest(CallerError):
@@ -88,7 +94,7 @@ class InvalidRequest(CallerError):
 
     @classmethod
     def of_parameter(cls, name: str, message: str) -> "InvalidRequest":
-        """A header, or a part of the address: it has a name, as a field of a body has a place."""
+        """The error for a header or URL parameter, with its name as the location."""
         return cls(f"{name}: {message}", errors=[{"location": name, "message": message}])
 
 
@@ -101,7 +107,10 @@ class NoChatTemplate(CallerError):
 
 
 class Unsupported(CallerError):
-    """For clients of other servers, which repeat what gets a 5xx: `detail` says what to use."""
+    """A request for a feature that is not supported; `detail` names the alternative.
+
+    A 4xx, because clients of other servers retry requests that get a 5xx.
+    """
 
     code = "unsupported"
 
@@ -120,7 +129,10 @@ class QuotaExceeded(CallerError):
 
 
 class RequestTimeout(CallerError):
-    """The rest of the body may still come, so the connection is of no more use."""
+    """The client took too long to send its request.
+
+    The connection is closed, because the rest of the body may still arrive on it.
+    """
 
     code = "request_timeout"
     headers = {"Connection": "close"}

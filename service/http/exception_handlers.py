@@ -1,4 +1,4 @@
-"""Turns every failure of a request into a problem document, the framework's own included."""
+"""Exception handlers that turn every failed request into a problem document."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def problem_response(
 def error_response(
     scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """The answer to a request that failed, counted."""
+    """The response to a failed request; also counts the problem in the metrics."""
     scope["app"].state.server.metrics.problems.labels(error.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
     write: ProblemWriter = scope["app"].state.write_problem
@@ -66,7 +66,10 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """Starlette raises for unknown addresses and methods only: every body is parsed by us."""
+    """Handler of Starlette's HTTPException.
+
+    Starlette raises it only for unknown paths and methods; the service parses all bodies itself.
+    """
     assert isinstance(error, HTTPException)
     problem_error = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
     headers = (
@@ -76,23 +79,32 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
-    """Met by whoever asks something of the engine itself, such as a pause."""
+    """Handler of EngineDead from requests that call the engine directly, such as a pause."""
     return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
 
 
 def _allowed_methods(request: Request) -> str:
-    """Of every route that the address matches; Starlette names those of the first only."""
+    """Value of `Allow`: the methods of all routes that match the path.
+
+    Starlette lists the methods of the first matching route only.
+    """
     routes = (route for route in request.app.routes if isinstance(route, Route))
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    """The caller went away in the middle of the body. Nobody reads this; the metrics count it."""
+    """Handler of a disconnect while the body is read.
+
+    Nobody receives the response, but the metrics count it.
+    """
     return CLIENT_DISCONNECTED
 
 
 async def _unhandled_error(request: Request, error: Exception) -> Response:
-    """Starlette raises the error again after the response, and uvicorn closes the connection."""
+    """Handler of unexpected exceptions.
+
+    Starlette raises the exception again after the response, and uvicorn closes the connection.
+    """
     log.error("request failed", exc_info=error)
     return error_response(request.scope, Internal(), {"Connection": "close"})

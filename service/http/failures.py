@@ -1,4 +1,4 @@
-"""From what broke inside a task group to the one problem that callers see."""
+"""Conversion of a task group's exceptions to the one error that callers get."""
 
 import logging
 
@@ -11,7 +11,10 @@ ENGINE_RETRY_SECONDS = 30.0
 
 
 def to_service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
-    """By the first failure; what nobody foresaw is logged and stays inside."""
+    """The error for the first exception of the group.
+
+    An unexpected exception is logged and reported as Internal, without details.
+    """
     first: BaseException = failures
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

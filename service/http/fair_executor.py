@@ -1,4 +1,4 @@
-"""One worker thread whose queue is shared fairly between API keys."""
+"""A worker thread with fair queueing between API keys."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Bytes of work that may wait, of one key and of all keys."""
+    """Limits of the bytes of queued work, per key and over all keys."""
 
     key_bytes: int
     total_bytes: int
@@ -30,10 +30,10 @@ class _Job:
 
 
 class FairExecutor:
-    """Round robin between queues, first in first out within each. Lives on one event loop.
+    """One worker thread with round robin between queues and FIFO within each.
 
-    Work that waits is dropped when its caller is cancelled; work that runs is not interrupted, and
-    its result is dropped. Owns its thread; `close` ends it.
+    Used from one event loop. When a caller is cancelled, its queued work is dropped; running work
+    is not interrupted, but its result is discarded. Owns its thread; `close` ends it.
     """
 
     def __init__(self, name: str, limits: QueueLimits) -> None:
@@ -47,7 +47,11 @@ class FairExecutor:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, queue: str, num_bytes: int, function: Callable[[], Result]) -> Result:
-        """QuotaExceeded or Overloaded if too many bytes wait. Work of 0 bytes is never refused."""
+        """Run `function` in the worker thread and return its result.
+
+        Raises QuotaExceeded or Overloaded if too many bytes are queued. Work of 0 bytes is never
+        refused.
+        """
         if self._running:
             self._check_room(queue, num_bytes)
         job = _Job(function, num_bytes, asyncio.get_running_loop().create_future())
@@ -60,7 +64,7 @@ class FairExecutor:
             return result
         finally:
             self._drop(queue, job)
-            # A failure refers to this frame: without this both would live on with the job's input.
+            # Breaks the cycle of exception, traceback and frame, which would keep the job's input.
             del job
 
     def _check_room(self, queue: str, num_bytes: int) -> None:
@@ -79,7 +83,7 @@ class FairExecutor:
             )
 
     def _start_next(self) -> None:
-        """The queue that was served goes behind the others."""
+        """Start the first job of the next queue, and move that queue to the end."""
         queue = next(iter(self._queues), None)
         if queue is None:
             return
@@ -105,7 +109,7 @@ class FairExecutor:
             job.done.set_result(finished.result())
 
     def _drop(self, queue: str, job: _Job) -> None:
-        """Does nothing unless the job still waits."""
+        """Remove a job that is still queued; otherwise do nothing."""
         jobs = self._queues.get(queue)
         if jobs is None or job not in jobs:
             return

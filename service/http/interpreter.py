@@ -1,22 +1,26 @@
-"""Settings of the interpreter that keep the event loop of a serving process responsive."""
+"""CPython settings (GC, GIL switch interval) that keep the event loop responsive."""
 
 import asyncio
 import gc
 import sys
 
 SWITCH_SECONDS = 0.0005
-"""A thread that computes holds the GIL for so long when the event loop wants it. The loop wants it
-anew after every system call: with the default of 5 ms a request of ten calls takes 50 ms."""
+"""GIL switch interval: how long a busy thread keeps the GIL while the event loop waits for it.
+
+The loop re-acquires the GIL after every system call. With the default of 5 ms a request of ten
+calls takes 50 ms.
+"""
 COLLECT_SECONDS = 60.0
 NEVER = 2**30
 
 
 async def tuned(collect_seconds: float = COLLECT_SECONDS) -> None:
-    """Until it is cancelled. One per process.
+    """Apply the interpreter settings until cancelled. One task per process.
 
-    CPython runs a full garbage collection whenever the heap has grown by a quarter. While a rollout
-    of 65,536 samples grows, that is eight pauses, each longer than the last and up to 0.5 s. Here
-    they come at fixed intervals; young objects are collected as always.
+    CPython runs a full garbage collection whenever the heap has grown by a quarter. During a
+    rollout of 65,536 samples that causes eight pauses, each longer than the one before, up to
+    0.5 s. Here full collections run at fixed intervals; the young generations are collected as
+    usual.
     """
     (young, middle, old), switch = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(young, middle, NEVER)

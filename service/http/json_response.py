@@ -1,4 +1,7 @@
-"""Answers as JSON in parts. One call of pydantic holds the GIL to its end, also in a thread."""
+"""JSON encoding of large responses in parts.
+
+A pydantic call holds the GIL until it returns, even in a thread, so each call encodes one element.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -13,7 +16,10 @@ PART_BYTES = 256 * 2**10
 
 
 class PartsResponse(Response):
-    """A body that is never joined: to copy hundreds of MiB takes long as well."""
+    """Response whose body is a list of parts.
+
+    The parts are never joined: copying hundreds of MiB would block the event loop.
+    """
 
     def __init__(
         self, parts: Iterable[bytes], *, media_type: str, headers: Mapping[str, str] | None = None
@@ -41,18 +47,21 @@ def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
 
 
 def model_parts(answer: BaseModel, name: str) -> Iterator[bytes]:
-    """Of an answer whose list `name` is long."""
+    """JSON parts of an answer whose list field `name` is long."""
     elements: Sequence[BaseModel] = getattr(answer, name)
     return collected(_filled(answer, name, ([_json(element)] for element in elements)))
 
 
 def value_parts(value: object) -> Iterator[bytes]:
-    """Of plain values: a long list, or an object with one, is written element by element."""
+    """JSON parts of plain values.
+
+    A list of objects is encoded element by element, at the top level or as a member of an object.
+    """
     return collected(_value(value))
 
 
 def collected(fragments: Iterable[bytes]) -> Iterator[bytes]:
-    """Fragments joined to parts of at least `PART_BYTES`, but for the last."""
+    """Fragments joined to parts of at least `PART_BYTES`; the last part may be smaller."""
     part: list[bytes] = []
     size = 0
     for fragment in fragments:
@@ -75,8 +84,10 @@ def _group(group: GroupAnswer) -> Iterator[bytes]:
 
 
 def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """The model's JSON with these elements in its list. Inside of strings quotes are escaped, so
-    the empty list is found at its own place only."""
+    """Fragments of the model's JSON with `elements` in its list field `name`.
+
+    Quotes inside strings are escaped, so the search for the empty list finds the field only.
+    """
     empty = b'"%b":[]' % name.encode()
     shell = _json(model.model_copy(update={name: []}))
     before, found, behind = shell.partition(empty)
