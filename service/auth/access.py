@@ -1,7 +1,8 @@
-"""What every route asks of its caller. Deny by default: a route that declares nothing is refused.
+"""Access control of routes. Deny by default: a route without a declaration is refused.
 
-The declaration is on the endpoint itself, and the dependency that enforces it is the whole app's.
-Addresses are never looked at: vLLM did, and a hostile Host header led around it (CVE-2026-48746).
+A decorator declares the access on the endpoint itself, and a dependency of the whole app enforces
+it. Paths are never inspected: vLLM did, and a crafted Host header bypassed its check
+(CVE-2026-48746).
 """
 
 import logging
@@ -28,8 +29,11 @@ ANONYMOUS = ApiKey(name="nobody", roles=frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """`role`: which of its roles a key needs; none: any key will do. `page`: other sites may link
-    to it."""
+    """Access that an endpoint declares.
+
+    `role`: the role that a key needs; None: any key is accepted. `page`: other sites may link to
+    the endpoint.
+    """
 
     public: bool = False
     page: bool = False
@@ -37,22 +41,22 @@ class Access:
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """For everybody."""
+    """Allow requests without a key."""
     return _declare(endpoint, Access(public=True))
 
 
 def page(endpoint: Endpoint) -> Endpoint:
-    """For everybody, and for links on pages of other sites."""
+    """Allow requests without a key, and links from pages of other sites."""
     return _declare(endpoint, Access(public=True, page=True))
 
 
 def allow_any_key(endpoint: Endpoint) -> Endpoint:
-    """For every key, whatever its roles."""
+    """Allow every key, whatever its roles."""
     return _declare(endpoint, Access())
 
 
 def requires_role(role: Role) -> Callable[[Endpoint], Endpoint]:
-    """For keys that have the role."""
+    """Allow keys that have the role."""
     return lambda endpoint: _declare(endpoint, Access(role=role))
 
 
@@ -62,7 +66,10 @@ def declared_access(endpoint: object) -> Access | None:
 
 
 async def authorize(request: Request) -> ApiKey:
-    """The key that asks, once it may; NOBODY where everybody may."""
+    """Check the endpoint's access and return the caller's key.
+
+    Returns `ANONYMOUS` for public endpoints. Raises Unauthorized or Forbidden.
+    """
     access = declared_access(request.scope["endpoint"])
     if access is None:
         log.error("a route declares no access: nobody may use it")
@@ -76,7 +83,7 @@ async def authorize(request: Request) -> ApiKey:
 
 
 Caller = Annotated[ApiKey, Depends(authorize)]
-"""For routes that do something in their caller's name."""
+"""The caller's key, for routes that need its name or roles."""
 
 
 def _declare(endpoint: Endpoint, access: Access) -> Endpoint:
@@ -85,7 +92,10 @@ def _declare(endpoint: Endpoint, access: Access) -> Endpoint:
 
 
 def _check_browser(request: Request, access: Access) -> None:
-    """Where a key is asked for, the name that the server is called by opens nothing."""
+    """Refuse cross-site requests and, on a server without keys, unknown host names.
+
+    If keys are required, DNS rebinding gives no access, so `Host` is not checked.
+    """
     check_site(request.headers, page=access.page)
     keyring: Keyring = request.app.state.keyring
     if keyring.accepts_anyone:
@@ -105,7 +115,10 @@ def _authenticate(request: Request) -> ApiKey:
 
 
 def _authenticate_local(request: Request) -> ApiKey:
-    """A web page in a local browser can reach loopback too; the browser names it in Origin."""
+    """The local key, unless the request comes from a web page.
+
+    A web page in a local browser can reach loopback too; the browser then sends Origin.
+    """
     if "origin" in request.headers:
         raise Forbidden("a server without keys takes no requests from web pages")
     return LOCAL_KEY

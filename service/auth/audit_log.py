@@ -1,5 +1,7 @@
-"""A line for every call of an operator's route, allowed or refused: who, from where, what, how it
-ended. Logged at every log level, to the logger coppice.audit.
+"""Audit log of calls to routes with the role admin, allowed or refused.
+
+A record holds the key's name, the client's address, the route and the status. Records go to the
+logger coppice.audit at every log level.
 """
 
 import logging
@@ -15,12 +17,15 @@ log = logging.getLogger(LOGGER)
 
 
 def log_admin_call(scope: Scope, status: int) -> None:
-    """Called when the answer has ended; request id and key's name are on every record anyway."""
+    """Log a call to an admin route, once its response has ended.
+
+    The logging context adds the request id and the key's name to every record.
+    """
     access = declared_access(scope.get("endpoint"))
     if access is None or access.role != "admin":
         return
     extra = {"method": scope["method"], "route": scope["route"].path, "status": status}
     if "version" in scope["path_params"]:
-        # As the caller wrote it, so it could hold a line break.
+        # Unvalidated input, which could hold a line break.
         extra["version"] = ascii(scope["path_params"]["version"])[:MAX_LOGGED_CHARS]
     log.info("admin call", extra={**extra, "address": (scope["client"] or ("unknown",))[0]})

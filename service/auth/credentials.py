@@ -1,4 +1,4 @@
-"""The key in a request's Authorization header."""
+"""Parsing of the API key in the Authorization header."""
 
 import base64
 import binascii
@@ -7,7 +7,10 @@ from starlette.datastructures import Headers
 
 
 def key_from_headers(headers: Headers) -> str | None:
-    """Bearer, or Basic with the key as the password; who sends two headers has sent none."""
+    """The key of a Bearer header, or of a Basic header with the key as its password.
+
+    None if there is no Authorization header or more than one.
+    """
     values = headers.getlist("authorization")
     if len(values) != 1:
         return None
@@ -21,7 +24,7 @@ def key_from_headers(headers: Headers) -> str | None:
 
 
 def _password(credentials: str) -> str | None:
-    """RFC 7617. The user's name is up to the user."""
+    """Password of Basic credentials (RFC 7617). The user name is ignored."""
     try:
         text = base64.b64decode(credentials, validate=True).decode()
     except (binascii.Error, ValueError):

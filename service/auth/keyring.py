@@ -1,4 +1,4 @@
-"""The keys that are taken just now: those of a file that may change while the server runs."""
+"""Accepted API keys, reloaded when their file changes."""
 
 import logging
 import time
@@ -17,10 +17,11 @@ _Signature = tuple[int, int, int] | None
 
 
 class Keyring:
-    """Without a file it is open: everybody is LOCAL.
+    """The accepted keys. Without a file every caller is accepted as `LOCAL_KEY`.
 
-    The file is looked at when somebody shows a key, at most once in CHECK_SECONDS; it is small and
-    local, so this happens on the event loop. One that cannot be used changes nothing.
+    The file is checked for changes when a key is looked up, at most once per CHECK_SECONDS. It is
+    small and local, so it is read on the event loop. If a changed file is invalid, the previous
+    keys stay valid.
     """
 
     def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +42,11 @@ class Keyring:
         return match_key(self._entries, secret)
 
     def _reload_if_changed(self, file: Path) -> None:
-        """The signature is taken first: what is written meanwhile is read the next time."""
+        """Read the file again if its signature changed.
+
+        The signature is taken before the read, so that a change during the read is seen by the
+        next check.
+        """
         signature = _signature(file)
         if signature == self._signature:
             return
@@ -55,7 +60,10 @@ class Keyring:
 
 
 def _signature(file: Path) -> _Signature:
-    """Of what a link leads to: Kubernetes changes a mounted secret by turning a link."""
+    """Modification time, size and inode of the file; None if it cannot be read.
+
+    Symbolic links are followed: Kubernetes updates a mounted secret by changing a link's target.
+    """
     try:
         status = file.stat()
     except OSError:

@@ -1,7 +1,8 @@
-"""Named keys, what they may do, and the file that lists them.
+"""API keys, their roles and the keys file.
 
-The file holds only hashes. A key is 256 random bits, so one SHA-256 of it cannot be guessed back.
-A slow hash protects secrets that people choose; here it would let strangers burn processor time.
+The file holds only hashes. A key has 256 random bits, so a plain SHA-256 cannot be inverted by
+guessing. A slow hash protects passwords that people choose; here it would only let unauthenticated
+clients consume CPU time.
 """
 
 import hashlib
@@ -21,19 +22,22 @@ from service.config.sources import SettingsError, read_yaml
 Role = Literal["rollout", "kv", "watch", "replica", "admin"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 
-_PREFIX = "coppice_"  # lets scanners of leaked secrets know one when they see it
+_PREFIX = "coppice_"  # lets secret scanners recognize leaked keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """Who asks. Rollouts, idempotency keys and limits belong to the name."""
+    """The identity of a caller.
+
+    Rollouts, idempotency keys and limits are bound to the name, not to the secret.
+    """
 
     name: str
     roles: frozenset[Role]
 
 
 class ApiKeyEntry(BaseModel):
-    """One item of the file."""
+    """One entry of the keys file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +54,7 @@ _ENTRIES = TypeAdapter(tuple[ApiKeyEntry, ...])
 
 
 def generate_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
-    """A fresh key, and the lines of the file that let it in."""
+    """A new secret, and the lines that add it to the keys file."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     lines = [{"name": name, "roles": list(roles), "sha256": _sha256(secret)}]
     _parse_entries(lines, "the new key")
@@ -58,7 +62,7 @@ def generate_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
 
 
 def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
-    """Raises SettingsError, which never quotes the file."""
+    """Read the keys file; raises SettingsError, which never quotes the file's content."""
     entries = _parse_entries(read_yaml(file), str(file))
     if not entries:
         raise SettingsError(f"{file}: holds no key; 'coppice new-key' makes one")
@@ -69,7 +73,7 @@ def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
 
 
 def match_key(entries: Sequence[ApiKeyEntry], secret: str) -> ApiKey | None:
-    """Compares with every entry in constant time, so that time tells nothing about any of them."""
+    """The key with this secret; compares all entries in constant time against timing attacks."""
     digest = _sha256(secret)
     found = None
     for entry in entries:

@@ -1,6 +1,6 @@
-"""Command-line flags, one for each field of the settings tree and generated from it.
+"""Command-line flags, generated from the fields of the settings tree.
 
-A flag carries its text to the settings unchanged: they alone parse and validate.
+A flag's text is passed to the settings unchanged; only the settings parse and validate it.
 """
 
 import inspect
@@ -20,7 +20,7 @@ SHORT_FLAGS = {"server.host": "--host", "server.port": "--port", "engine.model":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One field of the tree as the command line offers it."""
+    """Command-line flag of one settings field."""
 
     section: str
     name: str
@@ -61,7 +61,7 @@ def settings_flags() -> list[Flag]:
 def with_settings_flags(
     command: Callable[[Mapping[str, str], Path | None], None],
 ) -> Callable[..., None]:
-    """A Typer command that hands `command` the flags that were given, and the settings file."""
+    """A Typer command that calls `command` with the given flags and the settings file."""
     flags = settings_flags()
     config = typer.Option("--config", help="YAML file with settings", metavar="PATH")
     parameters = [

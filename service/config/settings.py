@@ -1,7 +1,7 @@
-"""The settings tree: validated once at the start, frozen, printed once with secrets masked.
+"""The settings tree: validated once at the start, immutable, logged with secrets masked.
 
-Sources, the first that names a field wins: flags, COPPICE_<SECTION>__<FIELD> variables, a YAML
-file, defaults. Nothing else of the server reads the environment.
+Sources by precedence: flags, COPPICE_<SECTION>__<FIELD> environment variables, a YAML file,
+defaults. No other part of the server reads the environment.
 """
 
 import difflib
@@ -54,13 +54,13 @@ def _is_loopback(host: str) -> bool:
 
 
 class Section(BaseModel):
-    """One branch of the tree."""
+    """Base class of the sections of the settings tree."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ServerSettings(Section):
-    """Where the server listens and how it stops."""
+    """Addresses, access and shutdown of the HTTP server."""
 
     host: Annotated[str, Field(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[
@@ -127,7 +127,7 @@ class ServerSettings(Section):
 
 
 class WeightsSettings(Section):
-    """Where weights come from and how many versions are kept."""
+    """Sources, storage and replication of weights versions."""
 
     directory: Path = Field(
         default_factory=lambda: cache_directory("weights"),
@@ -175,7 +175,7 @@ class WeightsSettings(Section):
 
 
 class LimitsSettings(Section):
-    """What one caller may ask of the server."""
+    """Limits of requests, connections and running work."""
 
     max_body_bytes: Annotated[
         int, Field(ge=1024, description="bytes of a request's body at most, uploads apart")
@@ -231,7 +231,7 @@ class LimitsSettings(Section):
 
 
 class LogSettings(Section):
-    """What is logged, and how. Prompts and responses never are."""
+    """Format and level of logs. Prompts and responses are never logged."""
 
     format: Annotated[
         Literal["human", "json"], Field(description="human: lines to read; json: an object a line")
@@ -243,7 +243,7 @@ class LogSettings(Section):
 
 
 class TraceSettings(Section):
-    """Where spans are sent, if anywhere."""
+    """Destination and sampling of trace spans."""
 
     endpoint: Annotated[
         str | None,
@@ -260,7 +260,7 @@ class TraceSettings(Section):
 
 
 class Settings(Section):
-    """The whole tree. Constructed without arguments it reads nothing: all defaults."""
+    """The whole settings tree. Without arguments all fields have their defaults."""
 
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
@@ -282,7 +282,7 @@ class Settings(Section):
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
-    """Every field of the tree, with the section and the name it has there."""
+    """All fields of the tree, as section, name and field."""
     for section, info in Settings.model_fields.items():
         model = info.annotation
         assert isinstance(model, type) and issubclass(model, BaseModel), section
@@ -291,7 +291,7 @@ def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def redacted(settings: BaseModel) -> dict[str, Any]:
-    """The tree as plain values, fit for printing: secrets are asterisks."""
+    """The settings as plain values for printing; secrets are masked with asterisks."""
     return settings.model_dump(mode="json")
 
 
@@ -301,7 +301,10 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Settings:
-    """Flags by their dotted path (`engine.block_size`). Raises SettingsError."""
+    """Load and validate the settings; raises SettingsError.
+
+    `flags`: values by dotted path (`engine.block_size`).
+    """
     sources = [
         from_flags(flags or {}),
         from_environment(os.environ if environ is None else environ),
@@ -315,7 +318,7 @@ def load_settings(
 
 
 def _error_line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
-    """One readable line; never the value, which may be a secret."""
+    """Error message in one line. Never includes the value, which may be a secret."""
     path = [str(part) for part in detail["loc"]]
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
@@ -331,7 +334,10 @@ def _suggestion(path: Sequence[str]) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
-    """What the user wrote; none for a known section, which several sources may have made."""
+    """Name that the setting has in its source: a flag, a variable or a file.
+
+    None for a known section as a whole, because several sources may contribute to it.
+    """
     section, *rest = path
     if rest:
         names = (source.name_of(section, rest[0]) for source in sources)
@@ -345,5 +351,5 @@ def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
 
 
 def _is_sole_source(section: str, source: Source) -> bool:
-    """Whether a source made the section wrong by itself."""
+    """True if this source alone caused the error of the section."""
     return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

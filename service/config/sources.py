@@ -1,6 +1,6 @@
-"""Where settings are named: flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
+"""Sources of settings: flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
 
-A source holds what was written, unparsed, by section and field; the tree validates it.
+A source holds unparsed values by section and field; the settings tree validates them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ DELIMITER = "__"
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; one line for each thing that is wrong."""
+    """Invalid settings; `lines` holds one message per fault."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -24,7 +24,7 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One place that settings come from, and what a field is called there."""
+    """A source of settings: its values, and the name of a field in it."""
 
     values: Mapping[str, Any]
     field_name: Callable[[str, str], str]
@@ -50,12 +50,16 @@ def variable_name(section: str, field: str) -> str:
 
 
 def from_flags(flags: Mapping[str, str]) -> Source:
-    """By their dotted path, `engine.block_size`."""
+    """Source of flags, given by dotted path (`engine.block_size`)."""
     return Source(values=_nest(flags, "."), field_name=flag_name)
 
 
 def from_environment(environ: Mapping[str, str]) -> Source:
-    """Names without the delimiter are not ours: Kubernetes sets COPPICE_PORT for a service."""
+    """Source of environment variables.
+
+    Names without the delimiter are ignored: Kubernetes sets COPPICE_PORT for a Service named
+    coppice.
+    """
     variables = {
         name.removeprefix(PREFIX).lower(): text
         for name, text in environ.items()
@@ -73,7 +77,7 @@ def from_file(file: Path) -> Source:
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """Field by field, the first source that names it wins."""
+    """Merge sources field by field; the first source that has a field wins."""
     tree: dict[str, Any] = {}
     for source in reversed(sources):
         for section, values in source.values.items():
@@ -93,7 +97,7 @@ def _nest(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> object:
-    """Errors name the line and never quote it: it may hold a secret."""
+    """Parse a YAML file. Errors give the line number, never its text: it may hold a secret."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:

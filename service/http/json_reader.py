@@ -1,9 +1,10 @@
-"""Large JSON documents to Python values in bounded steps, for a thread beside the event loop.
+"""Parser of large JSON documents in bounded steps, for a worker thread.
 
 `pydantic_core.from_json` holds the GIL for its whole call, so a thread alone does not free the
-event loop. The document is scanned first, by regular expressions in steps of at most `STEP_BYTES`:
-that counts its values before any of them is built, and finds where it can be cut. Then it is parsed
-piece by piece, each of about `PIECE_BYTES`. Between two calls the interpreter can switch threads.
+event loop. A first pass scans the document with regular expressions, in steps of at most
+`STEP_BYTES`. It counts the values before any of them is built, and finds the positions where the
+document can be cut. A second pass parses pieces of about `PIECE_BYTES`. Between two calls the
+interpreter can switch threads.
 """
 
 import re
@@ -20,11 +21,14 @@ from service.http.errors import BodyTooLarge, InvalidJson
 PIECE_BYTES = 64 * 2**10
 STEP_BYTES = 64 * 2**10
 MAX_DEPTH = 200
-"""pydantic_core's own bound, which pieces would reset."""
+"""pydantic_core's own depth limit, which would otherwise restart at 0 in every piece."""
 MAX_MEMBERS = 65_536
-"""Of one object; pydantic reports every unknown one, about 1 us each, in one call."""
+"""Largest number of members of one object.
 
-# Text between brackets, with the short strings in it, then the bracket.
+pydantic reports all unknown members in one call, about 1 us each.
+"""
+
+# Text up to a bracket, including short strings, then the bracket itself if there is one.
 _STEP = re.compile(rb'((?:[^"\[\]{}]++|"(?:[^"\\]{1,4096}+|\\.){0,64}+")*+)([\[\]{}]?)', re.DOTALL)
 _LONG_STRING = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){1,64}+', re.DOTALL)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -35,7 +39,11 @@ _CLOSER = {b"[": b"]", b"{": b"}"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """`values` are all of a document; objects and arrays among them cost far more memory."""
+    """Limits of a JSON document and sizes of the parser's steps.
+
+    `values`: all values of the document. `containers`: the objects and arrays among them, limited
+    separately because they take far more memory.
+    """
 
     values: int
     containers: int
@@ -44,7 +52,10 @@ class JsonLimits:
 
 
 def read_value(body: bytes, limits: JsonLimits) -> Any:
-    """InvalidJson unless `body` is one JSON document; BodyTooLarge if it exceeds the limits."""
+    """Parse one JSON document.
+
+    Raises InvalidJson if `body` is not one JSON document, BodyTooLarge if it exceeds the limits.
+    """
     start = len(body) - len(body.lstrip(_WHITESPACE))
     outline = _Scan(body, limits).outline()
     if start not in outline.ends:
@@ -62,8 +73,11 @@ def _parsed(piece: bytes) -> Any:
 
 
 def _integers(values: list[Any]) -> list[Any]:
-    """Whole floats as integers, which they are to JSON Schema. Models accept both, but a list of a
-    million such floats takes 0.3 s to validate, in one call."""
+    """The list with whole floats converted to integers, as JSON Schema regards them.
+
+    pydantic models accept both, but validation of a list of a million such floats takes 0.3 s, in
+    one call.
+    """
     if not any(type(value) is float for value in values):
         return values
     return [int(v) if type(v) is float and v.is_integer() else v for v in values]
@@ -71,10 +85,11 @@ def _integers(values: list[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class _Outline:
-    """Containers longer than a piece, by the position where they start.
+    """Containers (objects and arrays) longer than a piece, with the positions of their cuts.
 
-    `ends`: the positions behind them. `cuts`: commas between their elements. `nested`: by the
-    position where a piece starts, the long container that is alone in it.
+    `ends`: start of a container to the position after its end. `cuts`: start of a container to the
+    positions of the commas between its elements where it is cut. `nested`: start of a piece to the
+    start of the long container that is the only element of that piece.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -84,8 +99,11 @@ class _Outline:
 
 @dataclass(slots=True)
 class _Open:
-    """A container that is not closed yet. `closer`: the bracket that it needs. `gap`: where the
-    text before it starts. `piece`: where its own current piece starts."""
+    """A container that is not closed yet.
+
+    `closer`: its closing bracket. `gap`: start of the text before the container, after the previous
+    bracket or long string. `piece`: start of its current piece.
+    """
 
     start: int
     closer: bytes
@@ -94,7 +112,7 @@ class _Open:
 
 
 class _Scan:
-    """One pass over a document, from bracket to bracket."""
+    """First pass: scans a document from bracket to bracket."""
 
     def __init__(self, body: bytes, limits: JsonLimits) -> None:
         self._body = body
@@ -114,7 +132,7 @@ class _Scan:
         return self._outline
 
     def _step(self, position: int) -> int:
-        """Returns where the next step starts."""
+        """Scan one step; returns the position where the next one starts."""
         step = _STEP.match(self._body, position, position + self._limits.step_bytes)
         assert step is not None, "it matches nothing as well"
         text_end, end = step.span(1)[1], step.end()
@@ -141,7 +159,7 @@ class _Scan:
         return self._gap
 
     def _count(self, start: int, end: int) -> None:
-        """One value a comma, and one a container."""
+        """Count values: one per comma here, one per container in `_begin`."""
         if self._body.find(b'"', start, end) < 0:
             self._num_values += self._body.count(b",", start, end)
         else:
@@ -152,7 +170,10 @@ class _Scan:
             )
 
     def _separate(self, end: int) -> None:
-        """Pieces end at a comma. An element that is longer than a piece is not cut here."""
+        """Cut the innermost open container at commas until its piece is short enough.
+
+        An element that is longer than a piece is not cut here.
+        """
         if not self._open or end - self._open[-1].piece <= self._limits.piece_bytes:
             return
         around, free = self._open[-1], self._gap
@@ -176,7 +197,10 @@ class _Scan:
         return max(self._commas(start, end), default=-1)
 
     def _commas(self, start: int, end: int) -> Iterator[int]:
-        """Outside strings. There is no string before `start` that ends after it."""
+        """Positions of commas outside strings in `[start, end)`.
+
+        `start` must not be inside a string.
+        """
         found = _STRING_OR_COMMA.finditer(self._body, start, end)
         return (match.start() for match in found if match[0] == b",")
 
@@ -202,7 +226,11 @@ class _Scan:
                 self._isolate(closed)
 
     def _isolate(self, closed: _Open) -> None:
-        """Its piece starts with it; the next comma ends it, since a piece is that long by then."""
+        """Put a long container into a piece of its own.
+
+        The piece is cut before the container here. `_separate` cuts it at the next comma, because
+        by then it is longer than a piece.
+        """
         around = self._open[-1]
         comma = self._last_comma(max(closed.gap, around.piece), closed.start)
         if comma >= 0:
@@ -214,9 +242,10 @@ class _Scan:
 
 
 class _Builder:
-    """Every piece is parsed as what it is: the elements of an array, or the members of an object.
+    """Second pass: parses the pieces and joins them to one value.
 
-    A cut at a wrong place, which only a malformed document has, leaves pieces that do not parse.
+    A piece is parsed as elements of an array or as members of an object. Only a malformed document
+    can have a cut at a wrong position; its pieces then fail to parse.
     """
 
     def __init__(self, body: bytes, outline: _Outline) -> None:
@@ -256,7 +285,7 @@ class _Builder:
         return ((before + 1, at) for before, at in pairwise(bounds))
 
     def _some(self, form: bytes, first: int, last: int) -> Any:
-        """There is something beside a comma."""
+        """Parse a piece; raises InvalidJson if it is empty next to a comma."""
         value = _parsed(form % self._body[first:last])
         if not value and b"," in (self._body[first - 1 : first], self._body[last : last + 1]):
             raise InvalidJson()

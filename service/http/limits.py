@@ -1,8 +1,7 @@
-"""The edges of every request: how large its head may be, how slowly its body may come, and in what
-pieces its answer leaves.
+"""ASGI middleware with limits of header size, of body read time and of response chunk size.
 
-A plain ASGI wrapper, like the request's scope. What comes before a request reaches the app, and
-readers that do not read, are the connection's business (service/http/protocol.py).
+Limits that apply before a request reaches the app, and clients that do not read their response, are
+handled by the connection's protocol (service/http/protocol.py).
 """
 
 import asyncio
@@ -21,7 +20,10 @@ PIECE_BYTES = 256 * 2**10
 
 
 class LimitsMiddleware:
-    """Inside the request's scope, so that what is refused here has an id and is counted."""
+    """Middleware that enforces the limits of a request.
+
+    Runs inside RequestContextMiddleware, so that refused requests have an id and are counted.
+    """
 
     def __init__(self, app: ASGIApp, *, limits: LimitsSettings) -> None:
         self._app = app
@@ -44,15 +46,15 @@ class LimitsMiddleware:
 
 
 def head_bytes(scope: Scope) -> int:
-    """As they came, but for the separators."""
+    """Bytes of the request's target and headers as received, without separators."""
     header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     return header_bytes + len(scope.get("raw_path", b"")) + len(scope["query_string"])
 
 
 class _TimedBody:
-    """Every block of the body has the same time to come, whatever number of chunks it comes in.
+    """Request body with a timeout per block of `BLOCK_BYTES`, independent of the chunk sizes.
 
-    A time for each chunk alone would let a caller send a byte at a time for ever.
+    A timeout per chunk would let a client send single bytes forever.
     """
 
     def __init__(self, receive: Receive, seconds: float) -> None:
@@ -63,7 +65,10 @@ class _TimedBody:
         self._deadline: float | None = None
 
     async def receive(self) -> Message:
-        """After the end of the body only the disconnect is awaited, as long as it takes."""
+        """Receive the next message within the deadline of the current block.
+
+        After the end of the body the only message is the disconnect, which has no timeout.
+        """
         if not self._has_more:
             return await self._receive()
         self._deadline = self._deadline or asyncio.get_running_loop().time() + self._seconds
@@ -83,14 +88,17 @@ class _TimedBody:
 
 
 def _split_large_bodies(send: Send) -> Send:
-    """So that a large answer is never in the socket's buffer as a whole, and a reader is given time
-    for each piece rather than for all of it."""
+    """Wrap `send` so that large bodies are sent in pieces of `PIECE_BYTES`.
+
+    A large response is then never in the write buffer as a whole, and the write timeout applies to
+    each piece instead of the whole response.
+    """
 
     async def send_in_pieces(message: Message) -> None:
         body = message.get("body", b"")
         if len(body) <= PIECE_BYTES:
             return await send(message)
-        view = memoryview(body)  # slices of bytes would copy what is left once a piece
+        view = memoryview(body)  # slices of bytes would be copies
         for start in range(0, len(body), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             more = start + PIECE_BYTES < len(body) or message.get("more_body", False)

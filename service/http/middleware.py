@@ -1,6 +1,6 @@
-"""What every request gets: an id of our own, its place in metrics, traces and the audit log.
+"""ASGI middleware for request ids, metrics, traces and the audit log.
 
-A plain ASGI wrapper: Starlette's middleware base class would buffer streams and hide disconnects.
+A plain ASGI class: Starlette's BaseHTTPMiddleware would buffer streams and hide disconnects.
 """
 
 import time
@@ -15,7 +15,7 @@ from service.observability.tracing import Tracing
 
 
 class RequestContextMiddleware:
-    """Outermost but for the server's own error handling."""
+    """Outermost middleware except for Starlette's ServerErrorMiddleware."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, traces: Tracing) -> None:
         self._app = app
@@ -45,7 +45,7 @@ class RequestContextMiddleware:
             try:
                 await self._app(scope, receive, send_with_request_id)
             finally:
-                # The route's pattern: an address as it came could be anything.
+                # The route's pattern, because the path itself has unbounded cardinality.
                 route = getattr(scope.get("route"), "path", "none")
                 self._count(route, status, time.monotonic() - began)
                 self._traces.end_request(span, scope, route, status)

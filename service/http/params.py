@@ -1,4 +1,4 @@
-"""What callers write into addresses, checked like any other input."""
+"""Parsing and validation of URL path and query parameters."""
 
 import re
 
@@ -27,7 +27,7 @@ def label(text: str, parameter: str = "version") -> str:
 
 
 def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
-    """The sequence and the base."""
+    """The query parameters `sequence` and `base`."""
     base = _single_param(query, "base", "sequence")
     return _sequence(_single_param(query, "sequence", "base")), None if base is None else label(
         base
@@ -62,8 +62,10 @@ def expected_version(query: QueryParams) -> str | None:
 
 
 def _single_param(query: QueryParams, name: str, *others: str) -> str | None:
-    """A parameter of an address that takes this one and others: any but these, and a second one,
-    are refused."""
+    """Value of the query parameter `name`.
+
+    Raises InvalidRequest if `name` is repeated, or for a parameter other than `name` and `others`.
+    """
     unknown = query.keys() - {name, *others}
     if unknown:
         raise InvalidRequest.of_parameter(min(unknown), "there is no such parameter")

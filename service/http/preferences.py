@@ -1,4 +1,4 @@
-"""What a request's headers ask for: the form of the answer, and whether to wait for it."""
+"""Content negotiation: the `Accept` and `Prefer` headers."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from service.http.errors import NotAcceptable
 
 
 class ResponseFormat(StrEnum):
-    """Media types that a rollout can be answered in."""
+    """Media types of a rollout's response."""
 
     JSON = "application/json"
     NDJSON = "application/x-ndjson"
@@ -15,7 +15,7 @@ class ResponseFormat(StrEnum):
 
 
 def negotiate_format(accept: str | None) -> ResponseFormat:
-    """The most special form that is accepted; JSON if the caller does not care."""
+    """The accepted format: packed before NDJSON before JSON; JSON without `Accept`."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
     for response_format in (ResponseFormat.PACKED, ResponseFormat.NDJSON):
         if response_format in accepted:
@@ -26,7 +26,7 @@ def negotiate_format(accept: str | None) -> ResponseFormat:
 
 
 def accepts_file(accept: str | None) -> bool:
-    """The bytes, unless JSON is asked for by name."""
+    """True if the file's bytes are accepted; False if `Accept` names JSON."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
     if ResponseFormat.JSON in accepted:
         return False
@@ -36,6 +36,6 @@ def accepts_file(accept: str | None) -> bool:
 
 
 def prefers_async(prefer: str | None) -> bool:
-    """RFC 7240; preferences that we do not know are ignored, as it asks."""
+    """True if `Prefer` holds `respond-async`; unknown preferences are ignored (RFC 7240)."""
     preferences = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}
     return "respond-async" in preferences

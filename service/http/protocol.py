@@ -1,10 +1,13 @@
-"""HTTP on one client's connection, with the bounds that uvicorn's own protocol does not have.
+"""uvicorn's HTTP protocol with the timeouts and limits that it lacks.
 
-The head of a request must come whole, in time and not too large, before the app hears of it. What
-is written must be taken by the client in time, or the connection is dropped; the app then sees it
-closed and ends what it was doing. What is left of a body after its answer is not awaited for ever.
-Trailer fields are dropped, requests to upgrade are served as HTTP/1.1, and a client that closes its
-connection is noticed while reading is paused.
+- The head of a request must arrive completely, in time and within its size limit before the app is
+  called.
+- The client must read written data in time. Otherwise the connection is dropped, and the app gets a
+  disconnect and cancels its work.
+- The rest of a request's body has a timeout once the response is complete.
+- Trailer fields are dropped.
+- Requests with Upgrade are served as HTTP/1.1.
+- A client that closes its connection is detected even while reading is paused.
 """
 
 import asyncio
@@ -26,30 +29,37 @@ from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeou
 from service.http.exception_handlers import problem_response
 
 SEND_BODY_EXTENSION = "coppice.handoff"
-"""The extension of the scope that sends the body of an answer which has begun."""
+"""ASGI extension that sends the body of a response directly on the socket.
+
+It is called after the response has started.
+"""
 
 CROWDED = "coppice.crowded"
-"""The extension of the scope of a request on a connection past the limit."""
+"""ASGI extension that marks requests on a connection past the connection limit."""
 
 CROWDED_SECONDS = 1.0
-"""Time that such a connection has for the head of its request."""
+"""Timeout of a request's head on a connection past the limit, in seconds."""
 
 CHUNK_LINE_BYTES = 32
-"""Bytes of framing that each chunk of a body may have: its size, and the ends of two lines."""
+"""Framing bytes that a chunk may have: its size field and two line ends."""
 
 MAX_PIPELINED_REQUESTS = 64
-"""Requests on one connection that wait for the response to an earlier one."""
+"""Limit of pipelined requests: those that wait for the response to an earlier one."""
 
 HANGUP_SECONDS = 0.3
-"""Interval of the checks for a closed connection while reading is paused."""
+"""Interval of the checks for a closed connection while reading is paused, in seconds."""
 
 SendBody = Callable[[socket.socket], Awaitable[bool]]
-"""Sends all of it on a socket that is its own to close, and says whether it could."""
+"""Sends the whole body on the socket, which it owns and closes; returns False on failure."""
 SendBodyExtension = Callable[[SendBody], Awaitable[None]]
 
 
 class TimeoutProtocol(HttpToolsProtocol):
-    """Made by uvicorn, of the class that `protocol_with_limits` returns."""
+    """HTTP protocol with timeouts and size limits.
+
+    uvicorn instantiates the subclass that `protocol_with_limits` returns, one object per
+    connection.
+    """
 
     limits: LimitsSettings
     pool: Connections
@@ -65,14 +75,14 @@ class TimeoutProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # one byte that is not taken starts the clock
+        transport.set_write_buffer_limits(high=0)  # the first unsent byte starts the write timer
         self._crowded = not self.pool.add(self)
         if self._crowded and not self.pool.has_reserve:
             return transport.abort()
         self._start_read_timer()
 
     def close(self) -> None:
-        """To make room for another connection."""
+        """Close the idle connection to make room for another one."""
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -95,13 +105,17 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._watch_hangup()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailer fields are dropped: they are never merged into the headers (RFC 9110, 6.5.1)."""
+        """Handle a header field.
+
+        Trailer fields are dropped, because they must not be merged into the headers (RFC 9110,
+        6.5.1).
+        """
         if self._is_reading_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # parsed again, by `_feed`
+            return  # `_feed` parses this request again
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             raise httptools.HttpParserError("too many pipelined requests")
         self._is_reading_head, self._framing_bytes = False, 0
@@ -154,9 +168,11 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._send_error(MalformedRequest("this is not HTTP that the server can read"))
 
     async def _hand_off(self, cycle: RequestResponseCycle, send: SendBody) -> None:
-        """Past the transport, whose buffer must be empty then and which writes nothing meanwhile.
+        """Let `send` write the body directly to the socket, bypassing the transport.
 
-        What cannot be sent breaks the connection: the answer's length has been announced.
+        The transport's write buffer must be empty, and the transport writes nothing meanwhile. If
+        the body cannot be sent completely, the connection is aborted, because Content-Length has
+        been sent already.
         """
         transport = self.transport
         while transport.get_write_buffer_size() and not transport.is_closing():
@@ -180,10 +196,11 @@ class TimeoutProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _feed(self, data: memoryview) -> memoryview | None:
-        """The bytes after the head of a request to upgrade, which is parsed again without Upgrade.
+        """Feed the parser; returns the bytes that it did not consume, after an Upgrade request.
 
-        The parser takes such a request to have no body, and its body for the next request. A
-        server may ignore Upgrade (RFC 9110, 7.8).
+        The parser assumes that a request with Upgrade has no body, and would parse its body as the
+        next request. Therefore its head is parsed again without the Upgrade header. A server may
+        ignore Upgrade (RFC 9110, 7.8).
         """
         try:
             self.parser.feed_data(data)
@@ -205,7 +222,11 @@ class TimeoutProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _check_sizes(self) -> None:
-        """Framing is what of a body's bytes is neither its content nor a chunk's plain size."""
+        """Send an error if the head or the framing of the body is too large.
+
+        Framing bytes are the body's bytes without its content, less `CHUNK_LINE_BYTES` per chunk:
+        chunk extensions and trailers.
+        """
         limit = self.limits.max_header_bytes
         self._framing_bytes = max(0, self._framing_bytes)
         if self._is_reading_head and self._head_bytes > limit:
@@ -216,7 +237,10 @@ class TimeoutProtocol(HttpToolsProtocol):
             )
 
     def _watch_hangup(self) -> None:
-        """While reading is paused the event loop does not report the end of the connection."""
+        """Poll for a closed connection while reading is paused.
+
+        The event loop does not report the end of the connection then.
+        """
         if self.flow.read_paused and self._hangup is None and not self.transport.is_closing():
             self._hangup = self.loop.call_later(HANGUP_SECONDS, self._check_hangup)
 
@@ -227,7 +251,10 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._watch_hangup()
 
     def _disconnect_running(self) -> None:
-        """uvicorn tells only the latest request of the connection."""
+        """Signal the disconnect to the running request.
+
+        uvicorn signals it only to the latest request of the connection.
+        """
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -249,7 +276,10 @@ class TimeoutProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_read_timeout(self) -> None:
-        """Who has sent nothing of a request is told nothing."""
+        """Answer with a timeout error if a part of the head was received, otherwise abort.
+
+        While reading is paused the timer is restarted.
+        """
         self._read_timer = None
         if self.flow.read_paused:
             self._start_read_timer()
@@ -266,7 +296,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Whether what would be said now would be taken for another request's answer."""
+        """True if a response sent now would be taken for the response to another request."""
         if self.cycle is None:
             return False
         if self.pipeline:
@@ -281,7 +311,10 @@ class TimeoutProtocol(HttpToolsProtocol):
 def protocol_with_limits(
     limits: LimitsSettings, pool: Connections | None = None
 ) -> type[TimeoutProtocol]:
-    """`pool`: of the port; a port without one counts by itself."""
+    """Protocol class with these limits.
+
+    `pool`: the connections of the port; created here if None.
+    """
     pool = pool or Connections(connection_limit(limits.max_connections))
     return type("Bounded", (TimeoutProtocol,), {"limits": limits, "pool": pool})
 
@@ -295,7 +328,10 @@ def _raw_response(error: ServiceError) -> bytes:
 
 
 def _has_hung_up(connection: socket.socket) -> bool:
-    """Whatever has not been read yet; Linux reports POLLHUP and POLLERR unasked."""
+    """True if the client has closed the connection, even if unread data is left.
+
+    Linux reports POLLHUP and POLLERR without being requested.
+    """
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -1,6 +1,6 @@
-"""What a route can answer, declared beside its code: media types, and what it raises.
+"""Declarations of a route's possible responses: status codes, media types and errors.
 
-The declarations serve one purpose: a test compares them with openapi.yaml, in both directions.
+Their only use is a test that compares them with openapi.yaml in both directions.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,7 +46,11 @@ ENGINE_ERRORS: Problems = (
 def declare_responses(
     successes: Mapping[int, Collection[str]], *raised: type[ServiceError]
 ) -> Responses:
-    """For a route's `responses=`: the media types of each status, then what it can raise."""
+    """Value of a route's `responses=`.
+
+    `successes`: the media types of each success status. `raised`: the errors that the route can
+    raise, besides `COMMON_ERRORS`.
+    """
     responses: Responses = {
         status: _content(media_types) for status, media_types in successes.items()
     }

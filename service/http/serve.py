@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn from the first connection to the drained end."""
+"""Runs the app under uvicorn, from the start to the end of the drain."""
 
 import asyncio
 import json
@@ -20,14 +20,17 @@ from service.http.protocol import protocol_with_limits
 from service.http.shutdown import GracefulShutdown, ServerLifecycle
 
 POLL_SECONDS = 0.1
-GRACEFUL_SHUTDOWN_SECONDS = 10  # for answers that are on their way once everything has ended
+GRACEFUL_SHUTDOWN_SECONDS = 10  # for responses still being sent after the drain
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 log = logging.getLogger(__name__)
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Listens at once, so that a second server for the same port fails before it loads a model."""
+    """Open the listening socket.
+
+    It listens at once, so that a second server for the same port fails before it loads a model.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -61,7 +64,10 @@ def example_command(url: str) -> str:
 
 
 class SignalFreeServer(uvicorn.Server):
-    """uvicorn but for signals: at the first it would stop listening, before anything is drained."""
+    """uvicorn server without signal handlers.
+
+    uvicorn's own handler would stop listening at the first signal, before the drain.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,7 +77,10 @@ class SignalFreeServer(uvicorn.Server):
 def run_server(
     app: FastAPI, lifecycle: ServerLifecycle, settings: Settings, listener: socket.socket
 ) -> None:
-    """Returns when the server has drained. StartFailed when the engine never came to serve."""
+    """Run the server until it has drained.
+
+    Raises StartFailed if the engine did not start.
+    """
     server = SignalFreeServer(_config(app, settings, lifespan="on"))
     with (
         _operators(app, settings) as operators,
@@ -79,14 +88,14 @@ def run_server(
     ):
         try:
             failure = runner.run(_serve(server, lifecycle, settings, listener, operators))
-        except SystemExit:  # uvicorn's answer to a failed lifespan
+        except SystemExit:  # uvicorn exits when the lifespan's startup fails
             failure = lifecycle.health().reason or "the log says why"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
 
 class OperatorsServer(SignalFreeServer):
-    """Their listener, which lives as long as the callers' does."""
+    """uvicorn server of the operators' port; runs as long as the callers' server."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
@@ -135,7 +144,10 @@ async def _serve(
     listener: socket.socket,
     operators: OperatorsServer | None,
 ) -> str | None:
-    """Why the engine never came to serve; none: it did, or was stopped before."""
+    """Serve until shutdown.
+
+    Returns the reason why the engine did not start; None if it started or was stopped before.
+    """
     shutdown = GracefulShutdown(lifecycle, server, drain_seconds=settings.server.drain_seconds)
     async with asyncio.TaskGroup() as group:
         ready_task = group.create_task(_log_when_ready(server, lifecycle, settings, listener))
@@ -156,7 +168,10 @@ async def _log_when_ready(
     settings: Settings,
     listener: socket.socket,
 ) -> str | None:
-    """Says once that the engine serves. If it dies on the way there: ends the server, says why."""
+    """Log once that the engine serves.
+
+    If the engine dies during the start, stops the server and returns the reason.
+    """
     url = server_url(listener)
     while not (server.started and lifecycle.health().stage == "serving"):
         if server.should_exit:

@@ -1,7 +1,7 @@
-"""What signals do: the first drains and then ends the server, the second ends it at once.
+"""Graceful shutdown on signals: the first drains and stops the server, the second stops it at once.
 
-While it drains the server still listens, so that whoever comes is told to go elsewhere instead of
-being met by silence, and whoever waits can still be answered.
+The server keeps listening during the drain: new requests get a 503 instead of a refused connection,
+and waiting requests are still answered.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerLifecycle(Protocol):
-    """What the runner asks of the server behind the app."""
+    """Operations of the server that its runner uses."""
 
     def health(self) -> EngineHealth: ...
 
@@ -31,7 +31,7 @@ class ServerLifecycle(Protocol):
 
 
 class GracefulShutdown:
-    """Lives on the event loop that serves."""
+    """Signal handlers that drain and stop the server. Used on the serving event loop."""
 
     def __init__(
         self, lifecycle: ServerLifecycle, listener: uvicorn.Server, *, drain_seconds: float
@@ -62,7 +62,7 @@ class GracefulShutdown:
             log.warning("ending at once")
             self._lifecycle.kill()
             self._drain_task.cancel()
-            # Here as well: a task that is cancelled before its first step runs nothing at all.
+            # Set here too: a task that is cancelled before its first step runs no code.
             self._listener.should_exit = True
 
     async def _drain(self) -> None:
