@@ -1,4 +1,7 @@
-"""What goes on just now, as the live page shows it. No prompt, no token, no text, no handle."""
+"""Snapshots of the server's activity for the dashboard at /ui.
+
+A snapshot never holds prompts, tokens, text or KV handles.
+"""
 
 import heapq
 from collections import defaultdict
@@ -56,8 +59,9 @@ def snapshot(server: Server) -> dict[str, Any]:
 
 
 def speculation(registry: CollectorRegistry) -> dict[str, Any] | None:
-    """From the metrics about it, once anything was drafted: what of it was accepted, what that is
-    worth, and how often drafts had which length.
+    """Acceptance, gain and numbers of drafts by length, read from the speculation metrics.
+
+    None until a draft was verified.
     """
     levels: dict[str, float] = {}
     drafts: dict[int, float] = {}
@@ -71,7 +75,10 @@ def speculation(registry: CollectorRegistry) -> dict[str, Any] | None:
 
 
 def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
-    """Of its leases those that run out first; what is held until its rollout ends comes last."""
+    """Usage of the KV arena, and the `MAX_LEASES` leases that expire first.
+
+    Handles whose lease has not begun, because their rollout is still running, come last.
+    """
     handles = prompt_kv.handles
     leases = [
         {
@@ -101,7 +108,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def _group(group: Group, ended: list[SampleAnswer]) -> dict[str, Any]:
-    """Of the samples that still run vLLM tells the length when they end."""
+    """A group. The length of running samples is unknown: vLLM reports it when they end."""
     return {
         "index": group.index,
         "n": group.n,
@@ -123,7 +130,7 @@ def _sample(sample: SampleAnswer) -> dict[str, Any]:
 
 
 def _tree(group: TreeGroup) -> dict[str, Any]:
-    """Parents before their children, as it is now: what was dropped is not in it."""
+    """The current tree without dropped segments; parents come before their children."""
     segments = group.tree.segments()[:MAX_SEGMENTS]
     shown = {segment.id for segment in segments} | {None}
     return {

@@ -1,4 +1,4 @@
-"""What becomes of drafters and of their training, as metrics."""
+"""Metrics of drafters and of their training."""
 
 from collections.abc import Mapping
 from typing import get_args
@@ -9,7 +9,7 @@ from engine.protocol import DrafterOutcome, DrafterStatus, TrainingState
 
 
 class DrafterMetrics:
-    """Without a drafter nothing but zeros."""
+    """Metrics of the drafter; all zero without one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._acceptance = Gauge(
@@ -47,7 +47,11 @@ class DrafterMetrics:
         self.update(self._previous)
 
     def update(self, status: DrafterStatus | None) -> None:
-        """The latest few pairs of versions; of those before them nothing is shown any more."""
+        """Update the metrics from the engine's latest status.
+
+        Acceptance is exported only for the pairs of drafter and weights version in `status`, the
+        latest few; older pairs are removed.
+        """
         if status is None:
             return
         previous, self._previous = self._previous, status

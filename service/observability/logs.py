@@ -1,7 +1,7 @@
-"""Logging: one handler and one format for every logger of every process of the server.
+"""Logging: one handler and one format for all loggers in all processes of the server.
 
-Records carry the ids of the request, rollout and group that they were made for, and the name of
-the key that asked. No caller of a logger passes it prompts or responses.
+Records have the ids of their request, rollout and group, and the name of the caller's key. Prompts
+and responses are never passed to a logger.
 """
 
 import json
@@ -27,14 +27,14 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
     "asctime",
     "message",
     "taskName",
-    "color_message",  # uvicorn's message once more, with escape codes
+    "color_message",  # uvicorn's message with escape codes
     "vllm_process_name",
 }
 
 
 @contextmanager
 def log_context(**ids: str) -> Iterator[None]:
-    """Puts ids, by the names of the variables above, on the records of a block."""
+    """Set ids for the log records of a block, by the names of the variables above."""
     variables = {variable.name: variable for variable in _IDS}
     tokens = [(variables[name], variables[name].set(value)) for name, value in ids.items()]
     try:
@@ -55,12 +55,12 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _process(record: logging.LogRecord) -> str:
-    """vLLM names its processes better than multiprocessing does."""
+    """Process name; vLLM's own name is more descriptive than that of multiprocessing."""
     return str(getattr(record, "vllm_process_name", record.processName))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter with one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """Time, level, process if it is another one, message, and what belongs to it."""
+    """Formatter with time, level, message, the process if not the main one, and extra fields."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -92,7 +92,10 @@ class HumanFormatter(logging.Formatter):
 
 
 def logging_config(settings: LogSettings) -> dict[str, Any]:
-    """For `dictConfig`, in this process and, by way of a file, in those of the engine."""
+    """Configuration for `dictConfig`, in this process.
+
+    The engine's processes read the same configuration from a file.
+    """
     formatter = JsonFormatter if settings.format == "json" else HumanFormatter
     return {
         "version": 1,
@@ -108,9 +111,9 @@ def logging_config(settings: LogSettings) -> dict[str, Any]:
         "root": {"handlers": ["coppice"], "level": settings.level.upper()},
         "loggers": {
             "uvicorn": {"handlers": [], "propagate": True, "level": settings.level.upper()},
-            # Whatever else is left out.
+            # At every configured level.
             "coppice.audit": {"handlers": [], "propagate": True, "level": "INFO"},
-            # Every request is counted in the metrics; a line each would drown the rest.
+            # Requests are counted in the metrics; a line per request would drown other logs.
             "uvicorn.access": {"handlers": [], "propagate": False},
             "vllm": {"handlers": [], "propagate": True, "level": _vllm_level(settings)},
         },
@@ -118,12 +121,18 @@ def logging_config(settings: LogSettings) -> dict[str, Any]:
 
 
 def _vllm_level(settings: LogSettings) -> str:
-    """vLLM tells a library's developer what it chose, at length; that is for debugging here."""
+    """Log level of vLLM.
+
+    At INFO, vLLM logs its choices in detail, which is only useful for debugging.
+    """
     return "INFO" if settings.level == "debug" else "ERROR"
 
 
 def configure_logging(settings: LogSettings) -> None:
-    """To be called before vLLM is imported, which reads its variables and hands them down."""
+    """Configure logging of this process and, by environment variables, of vLLM's processes.
+
+    Must be called before vLLM is imported, because the import reads the variables.
+    """
     config = logging_config(settings)
     dictConfig(config)
     os.environ.update(
@@ -134,7 +143,7 @@ def configure_logging(settings: LogSettings) -> None:
 
 
 def _write_config_file(config: dict[str, Any]) -> Path:
-    """In memory, so that not even a killed server leaves a file."""
+    """Write the configuration to an in-memory file, which even a killed server does not leave."""
     file = os.memfd_create("coppice-logging")
     os.write(file, json.dumps(config).encode())
     return Path(f"/proc/{os.getpid()}/fd/{file}")

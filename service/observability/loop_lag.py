@@ -1,4 +1,4 @@
-"""How late the event loop comes back to what was due: what every request feels of the others."""
+"""Measurement of the event loop's lag: how late it runs a timer that is due."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,7 +1,8 @@
-"""The service's own metrics, prefix coppice_, beside vLLM's in the default registry.
+"""The service's Prometheus metrics, with the prefix coppice_.
 
-Label values come from fixed sets and start at zero, so that a rate over a rare event has a base.
-docs/metrics.md is the table of them; dashboards and rules name nothing that is not there.
+vLLM's metrics are in the default registry. Label values come from fixed sets and are initialized to
+zero, so that `rate` is defined for rare events too. docs/metrics.md lists all metrics; dashboards
+and alert rules use only metrics of that list.
 """
 
 import statistics
@@ -43,7 +44,10 @@ RATIO_BUCKETS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 
 
 class Metrics:
-    """One registry per service, so that several can live in one process."""
+    """Metrics of one server.
+
+    Each server has its own registry, so that one process can hold several servers.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -209,7 +213,10 @@ class Metrics:
         self._init_labels()
 
     def record_group(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
-        """`sample_seconds`: how long each sample took, in the order in which they ended."""
+        """Record a finished group.
+
+        `sample_seconds`: the duration of each sample, in order of completion.
+        """
         self.group_seconds.observe(max(sample_seconds, default=0.0))
         if len(sample_seconds) > 1 and (median := statistics.median(sample_seconds)) > 0:
             self.straggler_ratio.observe(max(sample_seconds) / median)
@@ -251,7 +258,7 @@ class Metrics:
         self.directory_replicas.set(len(fleet.view.replicas))
 
     def update_attention(self, counts: SharedPrefixStats) -> None:
-        """The engine counts; what it has counted since it was last asked is added here."""
+        """Add the engine's cumulative counts since the last update."""
         previous, self._shared_prefix = self._shared_prefix, counts
         self.shared_prefix_steps.inc(counts.steps_grouped - previous.steps_grouped)
         self.shared_prefix_rows.inc(counts.rows_grouped - previous.rows_grouped)
@@ -262,7 +269,7 @@ class Metrics:
             self.shared_prefix_skipped.labels(reason).inc(more)
 
     def update_graphs(self, counts: CudaGraphStats) -> None:
-        """As `update_attention`."""
+        """Add the engine's cumulative counts since the last update, and set the gauges."""
         previous, self._graphs = self._graphs, counts
         self.graphs.set(counts.num_graphs)
         self.graph_bytes.labels("budget").set(counts.budget_bytes)

@@ -1,4 +1,4 @@
-"""Whether a server can be sent requests now, and whether a restart would help it."""
+"""Readiness and liveness of a server."""
 
 from engine.protocol import Engine, EngineHealth
 from service.cluster.registry import ReplicaState
@@ -10,8 +10,10 @@ WEIGHTS_RETRY_SECONDS = 2.0
 
 
 class Readiness:
-    """`started`: the model is there; `caught_up`: and so are the weights that the fleet serves;
-    `draining`: nothing new is taken. Written by the server, each of them once.
+    """State of the server's lifecycle, as the checks of probes and routes.
+
+    `started`: the model is loaded. `caught_up`: the weights version that the cluster serves is
+    active too. `draining`: admission is closed. The server sets each flag once.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,13 +29,13 @@ class Readiness:
         return "serving" if self.caught_up else "starting"
 
     def check_ready(self) -> None:
-        """Raises the problem for which a new request cannot be served now."""
+        """Raise an error if the server cannot serve a new request now."""
         if self.draining:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
         self.check_serving()
 
     def check_serving(self) -> None:
-        """As above, for what serves the requests that were taken before a drain."""
+        """Raise an error if the server cannot serve requests that were admitted before a drain."""
         self.check_started()
         if not self.caught_up:
             raise NotReady(
@@ -41,8 +43,10 @@ class Readiness:
             )
 
     def check_started(self) -> None:
-        """Raises the problem for which the model is not there. What it then waits for, it does not
-        get sooner by being started again."""
+        """Raise an error if the model is not loaded or the engine is dead.
+
+        Does not require `caught_up`: a restart would not fetch the weights sooner.
+        """
         health = self._engine.health()
         if health.stage == "dead" or (self.started and not health.alive):
             raise EngineGone(retry_after_seconds=30)
@@ -52,6 +56,6 @@ class Readiness:
     def check_alive(self) -> EngineHealth:
         health = self._engine.health()
         if not health.alive:
-            # Why it did not start may name a path: that is for the log.
+            # The reason of a failed start may hold a path, so it is only logged.
             raise EngineGone(health.reason if self.started else "the engine did not start")
         return health

@@ -1,4 +1,4 @@
-"""What speculation does and what it is worth, as metrics."""
+"""Metrics of speculative decoding: drafts, acceptance and gain."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar, get_args
@@ -12,7 +12,7 @@ Label = TypeVar("Label")
 
 
 class SpeculationMetrics:
-    """The engine counts; what it has counted since it was last asked is added here."""
+    """Metrics updated from the engine's cumulative counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""What a server does just now, as it is told to callers and to Prometheus."""
+"""The server's current status, for GET /v1/status and for Prometheus gauges."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,10 @@ def status(server: Server) -> StatusAnswer:
 
 
 def update_gauges(server: Server) -> None:
-    """Levels are read when they are asked for, counters are counted when things happen."""
+    """Set the gauges, and add the engine's cumulative counts, before metrics are exported.
+
+    The service's own counters are incremented when the events happen.
+    """
     health = server.engine.health()
     metrics, readiness = server.metrics, server.readiness
     metrics.rollouts_running.set(server.rollouts.num_running)

@@ -1,7 +1,8 @@
-"""Spans of requests and groups, sent over OTLP; a caller's traceparent is their parent.
+"""OpenTelemetry spans of requests and groups, exported over OTLP.
 
-Spans hold counts, names of versions and ids of our own: no prompt, no token, nothing that a caller
-named. Without an endpoint nothing is imported but OpenTelemetry's interface, and nothing is done.
+The parent of a request's span is the caller's traceparent, if there is one. Spans hold counts,
+weights versions and ids that the server generated, never prompts, tokens or names that a caller
+chose. Without an endpoint only OpenTelemetry's API is imported, and no spans are created.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 HEADERS = (b"traceparent", b"tracestate")
 MAX_HEADER_BYTES = 512
 EXPORT_SECONDS = 5
-MAX_SAMPLES = 100  # of a group, as events of its span
+MAX_SAMPLES = 100  # exported as events of a group's span
 
 
 class Tracing:
-    """Owner of the exporter's thread; `close` sends what is left."""
+    """Tracer of the service. Owns the exporter's thread; `close` sends the remaining spans."""
 
     def __init__(self, settings: TraceSettings) -> None:
         self._provider = None if settings.endpoint is None else _provider(settings)
@@ -64,7 +65,7 @@ class Tracing:
     def group(
         self, rollout_id: str, group: GroupAnswer, began_at: float, sample_seconds: Sequence[float]
     ) -> None:
-        """Told once it has ended, in the context of the request that it belongs to."""
+        """Record the span of a finished group. Called in the context of its request."""
         if self._provider is None:
             return
         began = time.time_ns() - _nanoseconds(asyncio.get_running_loop().time() - began_at)
@@ -87,7 +88,7 @@ class Tracing:
         span.end(began + _nanoseconds(max(sample_seconds, default=0.0)))
 
     def close(self) -> None:
-        """Blocks for as long as the exporter takes, a few seconds at most."""
+        """Send the remaining spans and stop the exporter. Blocks for a few seconds at most."""
         if self._provider is not None:
             self._provider.shutdown()
 

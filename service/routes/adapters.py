@@ -1,4 +1,4 @@
-"""/v1/adapters: load or upload, look, unload."""
+"""Routes under /v1/adapters: list, load, upload and unload LoRA adapters."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel

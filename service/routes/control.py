@@ -1,4 +1,4 @@
-"""Pause and resume."""
+"""Routes that pause and resume sampling."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -32,7 +32,10 @@ async def pause(request: Request, server: ReadyServer) -> Response:
 @router.post("/resume", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS))
 @requires_role("admin")
 async def resume(server: ServingServer) -> Response:
-    """Also while draining: what is frozen could never end otherwise."""
+    """Resume sampling.
+
+    Allowed while draining too, because paused samples could not finish otherwise.
+    """
     await server.run_to_completion(server.activation.resume())
     return _json(PauseAnswer(paused=False))
 

@@ -1,4 +1,4 @@
-"""What routes ask for: the server, that it is ready, and that it is the one that has it."""
+"""FastAPI dependencies: the server, checks of readiness, and redirects to the owning replica."""
 
 from typing import Annotated
 
@@ -33,7 +33,10 @@ async def _check_rollout_local(
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
-    """The bytes went with their replica, as they do when a lease is over."""
+    """Redirect to the replica that owns the handle.
+
+    Raises KvGone if that replica is gone, as for an expired lease: its KV no longer exists.
+    """
     replica_id = replica_id_of(handle)
     if replica_id is not None:
         try:

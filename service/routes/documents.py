@@ -1,4 +1,4 @@
-"""The contract itself, served as it was written."""
+"""Route that serves openapi.yaml."""
 
 from functools import cache
 from pathlib import Path

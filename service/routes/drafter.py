@@ -1,4 +1,4 @@
-"""/v1/drafter: ask about it, take it home, bring one that was trained elsewhere."""
+"""Routes under /v1/drafter: status, download and upload of the drafter."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ async def drafter(request: Request, server: ReadyServer) -> Response:
         answer = server.drafters.answer()
         return Response(answer.model_dump_json(), media_type="application/json")
     version, path = server.drafters.serving()
-    # Before another takes its place: open it stays what it is, whatever becomes of its name.
+    # Opened now: the open file keeps its content even if the path is replaced or deleted.
     content = path.open("rb")
     num_bytes = os.fstat(content.fileno()).st_size
     return StreamingResponse(

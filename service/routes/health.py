@@ -1,9 +1,9 @@
-"""The probes, each with its own question.
+"""Routes of the health probes.
 
-/startupz  has the model been loaded?
-/readyz    can requests be sent here now?
-/livez     would a restart help if this is false?
-/health    as /readyz, for clients that expect it
+/startupz  succeeds once the model is loaded
+/readyz    succeeds while new requests can be served
+/livez     fails if the engine is dead, so that a restart would help
+/health    same as /readyz, for clients that expect it
 """
 
 from fastapi import APIRouter, Response

@@ -1,4 +1,4 @@
-"""/v1/kv: what a handle is of, its bytes, who else has them, its lease, its end."""
+"""Routes under /v1/kv: layout, data, NIXL agent, lease and release of a prompt KV handle."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel

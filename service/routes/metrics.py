@@ -1,4 +1,4 @@
-"""GET /metrics."""
+"""Route of the Prometheus metrics, GET /metrics."""
 
 from fastapi import APIRouter, Response
 

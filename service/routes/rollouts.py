@@ -1,4 +1,4 @@
-"""/v1/rollouts: start one, come back to it, end it."""
+"""Routes under /v1/rollouts: start, get and abort rollouts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -68,7 +68,11 @@ ABORT_RESPONSES = declare_responses(
 @router.post("", responses=START_RESPONSES)
 @requires_role("rollout")
 async def start(request: Request, server: AnyServer, caller: Caller) -> Response:
-    """With a key it may be the retry of what runs already, which a drain does not send away."""
+    """Start a rollout.
+
+    With an idempotency key the request is served during a drain too, because it may be a retry for
+    a rollout that is already running.
+    """
     headers = request.headers
     key = headers.get("idempotency-key")
     if key is None:
@@ -103,7 +107,10 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
 async def get_rollout(
     rollout_id: str, request: Request, server: AnyServer, caller: Caller
 ) -> Response:
-    """What has ended is answered at once, what has not is awaited as long as the caller likes."""
+    """Get a rollout's result, or its progress if it has not ended.
+
+    Waits for the end of a running rollout for up to `wait` seconds.
+    """
     response_format = negotiate_format(request.headers.get("accept"))
     seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
@@ -121,7 +128,10 @@ async def get_rollout(
 @router.delete("/{rollout_id}", responses=ABORT_RESPONSES, dependencies=[ROLLOUT_LOCAL])
 @requires_role("rollout")
 async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Caller) -> Response:
-    """The tokens so far come back here as well as to whoever started the rollout."""
+    """Abort a rollout.
+
+    The tokens sampled so far are returned here and to the request that started the rollout.
+    """
     response_format = negotiate_format(request.headers.get("accept"))
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     await server.rollouts.cancel(rollout)
@@ -132,7 +142,7 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
 
 
 async def _claim(owner: str, key: str, content: bytes) -> IdempotencyClaim:
-    """A large body takes long to hash."""
+    """The idempotency claim; a large body is hashed in a thread."""
     if len(content) <= INLINE_BYTES:
         return IdempotencyClaim.of(owner, key, content)
     return await asyncio.to_thread(IdempotencyClaim.of, owner, key, content)
@@ -143,7 +153,10 @@ def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:
 
 
 async def _lines_until_disconnect(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
-    """For whoever started the rollout; others may come and go."""
+    """NDJSON lines for the request that started the rollout.
+
+    Its disconnect cancels the rollout unless it is detached; disconnects of other readers do not.
+    """
     try:
         async for line in _lines(rollout):
             yield line
@@ -158,8 +171,11 @@ async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
 
 
 async def _answer(rollout: Rollout, response_format: ResponseFormat) -> Response:
-    """Encoded in a thread: large answers would hold up everybody else's streams."""
-    rollout.awaits_fetch = False  # a server that stops waits for what it is sending
+    """The rollout's result as a response.
+
+    Encoded in a thread, because a large result would block the streams of other requests.
+    """
+    rollout.awaits_fetch = False  # the shutdown waits for responses in progress
     answer = await rollout.answer()
     parts = await asyncio.to_thread(_encode, answer, response_format)
     return PartsResponse(parts, media_type=response_format, headers=_headers(rollout))

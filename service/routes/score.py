@@ -1,4 +1,4 @@
-"""POST /v1/score."""
+"""Route of POST /v1/score."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""GET /v1/status."""
+"""Route of GET /v1/status."""
 
 from fastapi import APIRouter, Response
 

@@ -1,4 +1,4 @@
-"""/v1/rollouts/{id}/branch and /segments: a tree that somebody outside grows."""
+"""Routes of external trees: /v1/rollouts/{id}/branch and /v1/rollouts/{id}/segments."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -63,7 +63,7 @@ async def branch(
 @router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)
 @requires_role("rollout")
 async def drop(rollout_id: str, segment_id: str, server: ReadyServer, caller: Caller) -> Response:
-    """The group is in the segment's own name."""
+    """Drop a segment and its subtree. The segment's id starts with the index of its group."""
     index = segment_id.partition(".")[0]
     group = int(index) if index.isdecimal() and len(index) < 5 else 0
     tree = await server.external_trees.find(rollout_id, group, owner=caller.name)

@@ -1,4 +1,4 @@
-"""Files of weights versions, for the other replicas."""
+"""Route that serves the files of weights versions to other replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,10 @@ async def file(version: str, name: str, server: AnyServer) -> Response:
 
 
 def _path(version: Version | None, name: str) -> Path | None:
-    """Only what was uploaded here, under a known name: no path is made of what was asked."""
+    """Path of an uploaded file of a version; None if there is no such file.
+
+    The name must be one that was recorded at the upload, so that the request cannot choose a path.
+    """
     if version is None or version.state == "incomplete":
         return None
     if name in version.digests:

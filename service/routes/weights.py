@@ -1,4 +1,4 @@
-"""/v1/weights: upload or stage, look, activate, delete."""
+"""Routes under /v1/weights: upload, stage, list, activate and delete weights versions."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel

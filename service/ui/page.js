@@ -1,5 +1,5 @@
-// Draws what /ui/events tells, once a second. Everything is set as text or as numbers: nothing that
-// the server sends becomes markup.
+// Renders the snapshots of /ui/events, one per second. Values are set only as text or numbers: data
+// of the server is never parsed as markup.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
@@ -15,7 +15,7 @@ function element(name, className, text) {
   return made;
 }
 
-// A version keeps its colour for as long as the page is open.
+// Colour of a weights version, constant while the page is open.
 function colour(version) {
   if (!hues.has(version)) hues.set(version, HUES[hues.size % HUES.length]);
   return `hsl(${hues.get(version)} 45% 45%)`;
@@ -47,8 +47,8 @@ function drawn(name, attributes, title) {
   return made;
 }
 
-// Every node of a tree with its place: `from` and `to` in tokens, `row` in leaves. A path that grows
-// is a node too, as long as nothing: how far it has come is not known before it ends.
+// Layout of a tree: every node gets `from` and `to` in tokens, and `row` in leaves. A path that is
+// being generated is a node of length 0, because its length is unknown until it ends.
 function placed(told) {
   const below = new Map();
   const growing = told.growing.map((parent) => ({ parent, tokens: 0, growing: true }));
@@ -203,7 +203,7 @@ function state(text, bad) {
   byId("state").className = bad ? "bad" : "";
 }
 
-// fetch and not EventSource, which cannot send a key. The key stays in this page's memory.
+// fetch instead of EventSource, which cannot send a key. The key is only kept in memory.
 async function watch(secret) {
   const headers = secret ? { Authorization: `Bearer ${secret}` } : {};
   const answer = await fetch("/ui/events", { headers });
