@@ -1,8 +1,8 @@
-"""One group's prompt, predicted from anchors; or computed, and an anchor from then on.
+"""Plan of a prompt that is predicted from anchors, or prefilled and stored as a new anchor.
 
-All its samples are one request each, which loads everything but its last token. A computed prompt
-enters the engine as any other, so its keys and values are exact; segments that are not kept yet are
-computed alone beside it.
+A predicted prompt is loaded by one engine request per sample, except its last token. A prefilled
+prompt is submitted like any other, so its KV is exact; spans that are not cached yet are prefilled
+alone, concurrently with it.
 """
 
 import uuid
@@ -30,12 +30,12 @@ from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.template import PromptTemplate, template_of
 
 MAX_SECTIONS = 128
-"""Each is compared with each anchor's, and each with a name is computed alone."""
+"""Maximum number of sections; each is compared with every anchor, each named one is prefilled."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnchorPlan:
-    """A Preparation for `num_samples` samples."""
+    """PromptPlan of a group with `num_samples` samples that uses anchors."""
 
     lease: SegmentLease
     anchors: AnchorStore
@@ -98,14 +98,17 @@ class AnchorPlan:
         self.lease.release(settled=settled)
 
     def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
-        """Of every named stretch."""
+        """Cache entries of the named sections' KV prefilled alone, by section index."""
         named = {span.name: span for span in self.spans if span.name is not None}
         sections = enumerate(template.sections)
         return self.lease.acquire({i: named[s.name] for i, s in sections if s.name is not None})
 
     @contextmanager
     def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
-        """Until those that are chosen are pinned for longer: meanwhile others may drop them."""
+        """Pin anchors until the selected ones are pinned by the lease.
+
+        The selection awaits, and unpinned anchors could be dropped meanwhile.
+        """
         held = [cached for anchor in anchors for cached in anchor.cached()]
         for cached in held:
             cached.pins += 1
@@ -132,7 +135,7 @@ class AnchorPlan:
     def _prefill_and_store(
         self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: ReuseReason
     ) -> None:
-        """Its first sample writes the anchor, if there is no such one yet."""
+        """Prefill the prompt; its first sample writes the anchor unless that exists already."""
         self.reason = reason
         for request, cached in self.lease.write_requests():
             self.prefill_requests.append(request)

@@ -1,9 +1,9 @@
-"""Which anchors a prompt is predicted from, or that it is not.
+"""Selection of the anchors from which a prompt is predicted, or rejection of the prediction.
 
-A stretch whose text, like all in front of it, is an anchor's own is taken from that anchor: it is
-what the prompt's own would be. Any other is predicted from anchors whose text there is at least as
-long. They are shareable if some of them are much nearer than the others, that is, if the entropy of
-how near they are is low (KVCOMM, arXiv 2510.12872).
+If an anchor has the same text up to and including a section, the section's KV is taken from that
+anchor: it equals the prompt's own. Any other section is predicted from anchors whose text there is
+at least as long. They are shareable if some of them are much nearer than the others, that is, if
+the entropy of their similarity weights is low (KVCOMM, arXiv 2510.12872).
 """
 
 import math
@@ -14,17 +14,21 @@ from service.kv_reuse.anchors import Anchor
 from service.kv_reuse.template import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
-"""The nearest: each is read as often as something is predicted from it."""
+"""Number of nearest anchors used; each is read once per section predicted from it."""
 USED_WEIGHT_SHARE = 0.9
 
 DistanceMap = Mapping[tuple[int, Anchor], float]
-"""By stretch, which has a name, and anchor."""
+"""Distances by index of a named section and anchor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionCandidates:
-    """Of a stretch: the anchor that begins with the same texts, or those that may tell. Of a
-    nameless one these are the same as of the name in front of it, stretch `compared_section`."""
+    """Anchors that can provide one section of the prompt.
+
+    `exact_match` is an anchor with the same texts up to this section; otherwise `anchors` are the
+    candidates for a prediction. An unnamed section has the candidates and distances of the
+    preceding named one, section `compared_section`.
+    """
 
     exact_match: Anchor | None
     anchors: Sequence[Anchor]
@@ -33,9 +37,12 @@ class SectionCandidates:
 
 @dataclass(slots=True, kw_only=True)
 class AnchorSelection:
-    """Stretch by stretch, how much each anchor counts; nothing where one has the same texts.
-    `exact_tokens`: so many of the prompt's first are what they would be. `used` have told most of
-    texts with a name. `sources` are all that is read."""
+    """Weights of the anchors for each section.
+
+    `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
+    the prompt's prefix with exact KV. `used` are the anchors with most of the weight of the named
+    sections, `sources` all anchors that are read.
+    """
 
     weights: list[dict[Anchor, float]] = field(default_factory=list)
     exact_tokens: int = 0
@@ -46,8 +53,11 @@ class AnchorSelection:
 def find_candidates(
     template: PromptTemplate, anchors: Sequence[Anchor]
 ) -> list[SectionCandidates] | None:
-    """None if there are too few for a stretch. What comes behind the last name is left out, and
-    computed, unless all that may tell of it have it."""
+    """Candidates of each section; None if a section has too few.
+
+    An unnamed section after the last named one is left out, and prefilled, unless all candidates
+    have the same text there.
+    """
     found: list[SectionCandidates] = []
     by, there = 0, list(anchors)
     for index, section in enumerate(template.sections):
@@ -84,7 +94,7 @@ def select_anchors(
     distances: DistanceMap,
     threshold: float,
 ) -> AnchorSelection | None:
-    """None if they are not shareable."""
+    """Weights of the candidates; None if a section is not shareable."""
     selection = AnchorSelection(exact_tokens=_exact_tokens(template, found))
     for section, candidates in zip(template.sections, found, strict=False):
         if candidates.exact_match is not None:
@@ -107,24 +117,27 @@ def select_anchors(
 
 
 def are_shareable(distances: Sequence[float], threshold: float) -> bool:
-    """Each of another text: two anchors of one tell apart nothing, so that one text is near enough
-    only where it is this one."""
+    """True if the entropy of the similarity weights is low enough for a prediction.
+
+    There is one distance per distinct text: two anchors with the same text do not discriminate. A
+    single text is shareable only if it equals the prompt's.
+    """
     if threshold in (0.0, 1.0):
-        return threshold == 1.0  # whatever rounding makes of the entropy
+        return threshold == 1.0  # exact comparison, independent of rounding in the entropy
     if len(distances) == 1:
         return distances[0] == 0.0
     return entropy(similarity_weights(distances)) <= threshold * math.log2(len(distances))
 
 
 def similarity_weights(distances: Sequence[float]) -> list[float]:
-    """Softmax of minus the distances."""
+    """Softmax of the negated distances."""
     least = min(distances)
     shares = [math.exp(least - distance) for distance in distances]
     return [share / sum(shares) for share in shares]
 
 
 def entropy(weights: Sequence[float]) -> float:
-    """In bits."""
+    """Entropy in bits."""
     return -sum(weight * math.log2(weight) for weight in weights if weight > 0)
 
 
@@ -145,8 +158,11 @@ def _heaviest(ranked: Sequence[tuple[float, Anchor]]) -> Iterator[Anchor]:
 
 
 def _exact_tokens(template: PromptTemplate, found: Sequence[SectionCandidates]) -> int:
-    """What the prompt begins with is a prefix whatever it is, and so is what an anchor begins with
-    too."""
+    """Number of prompt tokens with exact KV.
+
+    The first section is a prefix whatever it contains; the following ones are exact as long as an
+    anchor has the same texts.
+    """
     exact = 0
     for index, candidates in enumerate(found):
         if index and candidates.exact_match is None:

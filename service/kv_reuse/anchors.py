@@ -1,11 +1,11 @@
-"""Prompts that were computed, kept so that others of their context can be predicted from them.
+"""Anchors: prefilled prompts from which others with the same template context are predicted.
 
-An anchor is a prompt's real keys and values, as a computed prompt has written them, and those of
-its named segments alone. It is of one key, one salt, one activation and one shape, and dies with
-its activation. Of a context so many are kept; of the oldest the least used makes room, and where
-the store has none left, one that nobody uses.
+An anchor consists of the KV of a whole prompt, as its prefill has written it, and the KV of each of
+its named spans prefilled alone. It belongs to one API key, cache salt, weights epoch and template,
+and is dropped at the next activation. The number of anchors per context is bounded: the least used
+of the oldest is evicted. If the store is full, an anchor that nothing uses is evicted.
 
-Lives on one event loop.
+Not thread-safe; runs on one event loop.
 """
 
 import asyncio
@@ -34,7 +34,11 @@ class AnchorContext(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Anchor:
-    """Changed by its owner only. `bases` are by stretch; all are pinned."""
+    """Stored prompt; modified only by the AnchorStore.
+
+    `real` is the KV of the whole prompt. `bases` are the KV of its named sections prefilled alone,
+    by section index. All of them are pinned.
+    """
 
     context: AnchorContext
     template: PromptTemplate
@@ -47,7 +51,10 @@ class Anchor:
 
 
 class AnchorStore:
-    """Owns a pin on all that an anchor is made of. `num_by_outcome` counts."""
+    """Registry of anchors; holds a pin on each cache entry of an anchor.
+
+    `num_by_outcome` counts anchors by what became of them.
+    """
 
     def __init__(self, store: SegmentCache) -> None:
         self._store = store
@@ -63,7 +70,7 @@ class AnchorStore:
         return sum(map(len, self._contexts.values()))
 
     def find(self, scope: Scope, template: PromptTemplate) -> list[Anchor]:
-        """Those of its context that are written, the oldest first."""
+        """Completely written anchors of the template's context, oldest first."""
         self._drop_outdated()
         context = self._context(scope, template)
         for anchor in list(self._contexts.get(context, ())):
@@ -77,19 +84,22 @@ class AnchorStore:
     def begin(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> Anchor | None:
-        """To be written by whoever computes this prompt, and ended then. None if there is no room.
-        It is found as soon as it is written."""
+        """Reserve a new anchor; None if there is no room.
+
+        The caller prefills the prompt, which writes the anchor, and then calls `end`. The anchor is
+        found as soon as it is written.
+        """
         context = self._context(scope, template)
         key = CacheKey(
             scope, context.epoch, "", template.context
-        )  # no segment's: names are not empty
+        )  # differs from the keys of spans, whose names are not empty
         real = self._store.reserve(template.num_tokens, key)
         if real is None:
             return None
         if len(self._contexts.get(context, ())) >= MAX_ANCHORS_PER_CONTEXT:
             self._drop(least_used_of_oldest(self._contexts[context]), "evicted")
         anchor = Anchor(context=context, template=template, real=real, bases=dict(bases))
-        for cached in anchor.cached():  # the room is pinned for its writer
+        for cached in anchor.cached():  # the slot of `real` is also pinned for its writer
             cached.pins += 1
         self._contexts.setdefault(context, []).append(anchor)
         return anchor
@@ -97,8 +107,10 @@ class AnchorStore:
     def is_missing(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> bool:
-        """None of the same texts is written or about to be, and weights have not changed since its
-        segments were found."""
+        """True if no anchor with the same texts exists or is being written.
+
+        False also if the weights have changed since the spans were looked up.
+        """
         existing = self._contexts.get(self._context(scope, template), ())
         is_there = any(a.template.sections == template.sections for a in existing)
         return not is_there and all(k.key.epoch == self._store.epoch for k in bases.values())
@@ -108,7 +120,7 @@ class AnchorStore:
             anchor.num_uses += 1
 
     def end(self, anchor: Anchor) -> None:
-        """Its writer has left the engine."""
+        """Complete an anchor whose writing request has left the engine."""
         if self._store.is_committed(anchor.real):
             self._on_write_end(anchor, is_written=True)
             return
@@ -117,12 +129,12 @@ class AnchorStore:
         task.add_done_callback(self._settle_tasks.discard)
 
     def forget(self, anchors: Sequence[Anchor]) -> None:
-        """The engine knows them no more."""
+        """Drop anchors that the engine can no longer load."""
         for anchor in anchors:
             self._drop(anchor, "outdated")
 
     def check(self) -> None:
-        """What is kept is pinned."""
+        """Assert that all anchors are pinned."""
         for anchors in self._contexts.values():
             assert 0 < len(anchors) <= MAX_ANCHORS_PER_CONTEXT
             assert all(cached.pins > 0 for anchor in anchors for cached in anchor.cached())
@@ -136,7 +148,7 @@ class AnchorStore:
         try:
             is_written = await self._store.finish_write(anchor.real)
         except EngineError:
-            return  # nobody will ever need the bytes
+            return  # the engine is gone, so the bytes are not needed again
         self._on_write_end(anchor, is_written=is_written)
 
     def _on_write_end(self, anchor: Anchor, *, is_written: bool) -> None:
@@ -149,7 +161,7 @@ class AnchorStore:
         self._store.unpin(anchor.real, settled=True)
 
     def _evict_idle(self) -> bool:
-        """One less, of the context that was asked for longest ago."""
+        """Evict one unused anchor, of the least recently requested context that has any."""
         if self._drop_outdated():
             return True
         for anchors in self._contexts.values():
@@ -172,7 +184,7 @@ class AnchorStore:
         return bool(outdated)
 
     def _drop(self, anchor: Anchor, fate: AnchorOutcome) -> None:
-        """Found no more; its bytes are free once nobody uses them."""
+        """Remove an anchor; its bytes are freed once nothing uses them."""
         existing = self._contexts.get(anchor.context, [])
         if anchor not in existing:
             return
@@ -188,5 +200,5 @@ class AnchorStore:
 
 
 def least_used_of_oldest(anchors: Sequence[Anchor]) -> Anchor:
-    """Of the oldest few, the oldest of those."""
+    """Least used of the oldest EVICTION_WINDOW anchors; the oldest in case of a tie."""
     return min(anchors[:EVICTION_WINDOW], key=lambda anchor: anchor.num_uses)

@@ -1,4 +1,4 @@
-"""Keys and values that the engine wrote into the segments' arena, or is to write."""
+"""Entries of the span cache: KV that the engine has written or will write to its arena."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from service.prompt_kv.allocator import Extent
 
 
 class CacheKey(NamedTuple):
-    """A segment of one key and salt under one activation; another text has another digest."""
+    """Identity of a cached span: owner and salt, weights epoch, name, and digest of its tokens."""
 
     scope: Scope
     epoch: int
@@ -20,9 +20,9 @@ class CacheKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CacheEntry:
-    """Changed by its store only.
+    """KV of one span in the arena; modified only by its cache.
 
-    `ended` once it is `is_written` or never will be. It is not freed while `pins` are on it.
+    `ended` is set once `is_written` is final. The entry is not freed while it has `pins`.
     """
 
     slot: ExportSlot

@@ -1,4 +1,4 @@
-"""A group whose samples begin from a prompt that is put together."""
+"""Group whose samples start from a prompt with reused KV."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -14,7 +14,11 @@ from service.rollouts.group import EndReason, Group, OnPart
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class KvReuseGroup(Group):
-    """Cancelling `run` anywhere ends what is in the engine, segments, links or samples."""
+    """Group that prepares its prompt with a PromptPlan.
+
+    Cancelling `run` at any point aborts all its engine requests: writers of spans, prefill requests
+    and samples.
+    """
 
     plan: PromptPlan
     reuse: ReuseReport
@@ -56,7 +60,7 @@ class KvReuseGroup(Group):
             self.plan.release(settled=is_complete)
 
     async def _prepare(self, engine: Engine) -> None:
-        """The samples load what is placed, or nothing."""
+        """Prepare the prompt; the samples load the plan's KV, or nothing if the plan failed."""
         try:
             self.load = await self.plan.prepare(engine, self)
             self.reuse.reason = self.plan.reason
@@ -69,9 +73,12 @@ class KvReuseGroup(Group):
         self.reuse.round_trips = self.plan.lease.round_trips + 1
 
     def _requests(self) -> list[SampleRequest]:
-        """Links that samples stand on come first: who comes later finds what they leave. Others
-        come behind the first sample, whose prompt they are not to delay: other groups may wait for
-        what they write."""
+        """Requests of the samples and of the plan's prefills, in submission order.
+
+        If the samples load KV, the prefills come first, since samples use the blocks that these
+        leave. Otherwise they come after the first sample, whose prefill they must not delay: other
+        groups may wait for the KV that it writes.
+        """
         first, *others = Group._requests(self)
         samples = [replace(first, export=self.plan.export), *others]
         at = self._prefills_at
@@ -98,7 +105,11 @@ class KvReuseGroup(Group):
             self.on_finished(request.id)
 
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
-        """What the engine did not load, because it has forgotten what it wrote, was computed."""
+        """Complete the reuse report and return the answer.
+
+        If the engine loaded nothing, because it no longer knows the exported KV, the prompt was
+        prefilled.
+        """
         self.reuse.num_computed = self.plan.num_computed
         self.reuse.num_prepared = self.plan.lease.num_prepared
         if self.load is not None:

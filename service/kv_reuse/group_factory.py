@@ -1,4 +1,4 @@
-"""From a prompt in segments to its group: in another order, with a chain in front, or as it is."""
+"""Creation of groups with prompt spans: reordered, spliced, predicted or unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ from service.rollouts.group import Group, GroupOptions
 
 
 class KvReuse:
-    """Owns what is known of earlier prompts in segments: their orders, and what is kept of them."""
+    """Orders of earlier prompts, the span cache and the anchors; creates groups that use them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class KvReuse:
         await self.store.close()
 
     def plan_order(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
-        """The group's prompt in the order that it is computed in."""
+        """Apply the requested span order to the group's prompt and attach its reuse report."""
         spans = spans_of_prompt(request.groups[options["index"]].prompt)
         if spans is None:
             return options
@@ -69,7 +69,7 @@ class KvReuse:
     def kv_reuse_group(
         self, request: RolloutRequest, options: GroupOptions, *, finish_policy: FinishPolicy | None
     ) -> Group | None:
-        """None unless its prompt is to be put together."""
+        """Group with approximate KV reuse; None if the request does not ask for it."""
         requested, reuse = request.reuse or REUSE_OFF, options["reuse"]
         if requested.mode not in APPROXIMATE_MODES or reuse is None:
             return None

@@ -1,4 +1,4 @@
-"""What a group's prompt in segments is to become, and what became of it."""
+"""Report of the KV reuse of one group."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,11 @@ from coppice.wire.rollouts import GroupAnswer
 
 @dataclass(slots=True, kw_only=True)
 class ReuseReport:
-    """Counts are of prompt tokens: `num_computed` in links before the samples. `exact` until keys
-    and values of another place were sampled from."""
+    """KV reuse of one group; counts are prompt tokens.
+
+    `num_computed` counts the tokens of the prefill requests before the samples. `exact` is false
+    once a token was sampled from KV of another position or of a prediction.
+    """
 
     mode: ReuseMode
     order: list[int] | None = None

@@ -1,8 +1,8 @@
-"""How far texts are from each other: the norm of the difference of their values alone, over all
-layers, heads, channels and as many tokens as the first has.
+"""Distance between texts, as the norm of the difference of their value tensors.
 
-Read from the segments' arena, of which both have to be pinned. A pair is compared once: what an
-export's name stands for does not change.
+Both texts are prefilled alone. The norm is over all layers, heads, channels and the tokens of the
+first text. The tensors are read from the span cache's arena, where both must be pinned. Each pair
+is compared once: an export name always denotes the same KV.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class DistanceCache:
-    """Owns what was compared, and the thread that compares. On one event loop."""
+    """Cache of distances, and the thread that computes them; runs on one event loop."""
 
     def __init__(self, store: SegmentCache) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class DistanceCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
 
     async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        """Cancelling it ends the comparison behind the pair that is being compared."""
+        """Distances of the pairs; cancelling it stops the computation after the current pair."""
         distances: dict[Pair, float] = {}
         unknown = []
         for pair in dict.fromkeys(pairs):
@@ -68,7 +68,7 @@ class DistanceCache:
 
 
 def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: ExportSlot) -> float:
-    """Layer by layer, so that no more than one is held in float32."""
+    """Distance over the tokens of `text`; one layer at a time is held in float32."""
     total = 0.0
     for layer in range(kv_format.num_layers):
         ours = _values(view, kv_format, text, layer)
@@ -79,7 +79,7 @@ def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: Exp
 
 
 def _values(view: memoryview, kv_format: KvFormat, slot: ExportSlot, layer: int) -> Floats:
-    """[H, T, D] of one layer."""
+    """Values of one layer in float32, shape [num_kv_heads, num_tokens, head_dim]."""
     dtype = np.dtype(
         "<u2" if kv_format.dtype == "bfloat16" else f"<f{_ITEM_BYTES[kv_format.dtype]}"
     )

@@ -1,8 +1,8 @@
-"""Which tokens of a prompt are computed and which are placed from kept segments.
+"""Division of a prompt into prefilled tokens and tokens spliced from cached spans.
 
-vLLM computes a prompt's tail and nothing else, so every run of computed tokens is the tail of an
-engine request of its own: they form a chain, whose last link is the sampled group. A link finds
-what the one before it computed in whole cache blocks, so what is placed begins where a block does.
+vLLM prefills only the tail of a prompt, so every run of prefilled tokens is the tail of a separate
+engine request. These requests form a chain that ends with the group's samples. A request finds the
+KV of the previous one in whole cache blocks, so a spliced run starts at a block boundary.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpan:
-    """A segment of a prompt; what has no name is nobody else's."""
+    """Piece of a prompt; its KV is reusable by other prompts only if it has a name."""
 
     token_ids: Sequence[int]
     name: str | None = None
@@ -19,9 +19,10 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Tokens start..end (end excluded) of a prompt.
+    """Tokens [start, end) of a prompt.
 
-    `span` is the segment that they are placed from, which begins at `origin`; None: computed.
+    `span` is the index of the span whose cached KV is spliced in, and `origin` that span's position
+    in the prompt. Without `span` the tokens are prefilled.
     """
 
     start: int
@@ -35,11 +36,11 @@ class TokenRun:
 
 
 def token_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
-    """They follow one another; the last is computed, if only a token of it.
+    """Consecutive runs that cover the prompt; the last is prefilled and has at least one token.
 
-    Of a named segment the first tokens are computed, up to where a block begins, and all of it
-    where less than a block would be placed, or where the prompt begins with it: there it is a true
-    prefix, and exact.
+    Of a named span, the first tokens up to a block boundary are prefilled. It is prefilled
+    completely if less than one block would be spliced, or if the prompt starts with it: there it is
+    an ordinary prefix and exact.
     """
     spliced = [
         run

@@ -1,5 +1,8 @@
-"""The segments of one group: found where they are kept, and else computed alone, from position 0
-on. They stay where they are until they are given back."""
+"""Lease on the cached spans of one group.
+
+Spans that are not cached are prefilled alone, from position 0 on. All are pinned until the lease is
+released.
+"""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,11 @@ PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SegmentLease:
-    """Counts are of what was computed alone for it."""
+    """Pinned spans of one group.
+
+    `num_prepared` counts the tokens prefilled alone for it, `round_trips` the batches of such
+    prefills.
+    """
 
     store: SegmentCache
     scope: Scope
@@ -30,7 +37,10 @@ class SegmentLease:
     _unwritten: dict[int, tuple[PromptSpan, CacheEntry]] = field(default_factory=dict)
 
     def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, CacheEntry]:
-        """By the same numbers. Some are still to be written, here or by others."""
+        """Pin the cache entries of spans, by the same indices.
+
+        Entries may still have to be written, by this lease or by another one.
+        """
         for index in sorted(spans):
             entry_and_ownership = self.store.get_or_reserve(self.scope, spans[index])
             if entry_and_ownership is None:
@@ -43,20 +53,23 @@ class SegmentLease:
         return self._entries
 
     def pin(self, cached: CacheEntry) -> None:
-        """Kept already, and for others too."""
+        """Pin an additional entry, which must be pinned already."""
         assert cached.pins > 0, "what nobody holds may be gone"
         cached.pins += 1
         self._pinned.append(cached)
 
     def write_requests(self) -> list[tuple[SampleRequest, CacheEntry]]:
-        """What has to enter the engine so that all are written."""
+        """Requests that write the missing spans."""
         return [
             (self.request(list(span.token_ids), export=cached.slot), cached)
             for span, cached in self._unwritten.values()
         ]
 
     async def write(self, engine: Engine, monitor: GroupMonitor) -> None:
-        """Returns when all are; Broken if they cannot be."""
+        """Write the missing spans and wait for those that other leases write.
+
+        Raises ReuseFailed if a span cannot be written.
+        """
         if self._unwritten:
             await self._write(engine, monitor, self.write_requests())
         for cached in self._entries.values():
@@ -67,7 +80,7 @@ class SegmentLease:
     async def on_completed(
         self, cached: CacheEntry, request: SampleRequest, done: Completion
     ) -> bool:
-        """Its writer has ended: whether it is written."""
+        """Record that the writing request has ended; True if the entry is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
         is_written = await self.store.finish_write(cached)

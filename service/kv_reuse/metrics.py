@@ -1,4 +1,4 @@
-"""What is counted of prompts that come in segments."""
+"""Prometheus metrics of prompts with spans."""
 
 from typing import get_args
 
@@ -14,7 +14,7 @@ ANCHOR_REASONS = frozenset({"no_anchor", "not_shareable"})
 
 
 class KvReuseMetrics:
-    """Of one registry. The reuse rate is reused over reused and computed tokens."""
+    """KV reuse metrics; the reuse rate is reused / (reused + computed) tokens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._groups = Counter(

@@ -1,4 +1,4 @@
-"""Between what prepares a prompt and its group."""
+"""Interface between the preparation of a prompt and its group."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ReuseFailed(Exception):
-    """The prompt has to be computed whole."""
+    """The prompt cannot reuse KV and must be prefilled."""
 
     def __init__(self, reason: ReuseReason) -> None:
         super().__init__(reason)
@@ -18,14 +18,14 @@ class ReuseFailed(Exception):
 
 
 class GroupMonitor(Protocol):
-    """The group: told of requests that enter the engine, and of those that left it."""
+    """Group as seen by its plan: tracks the plan's engine requests and signals its end."""
 
     @property
     def ends(self) -> bool:
-        """Nothing is wanted any more; what enters the engine now is to be aborted."""
+        """True once the group is ending; requests submitted from then on must be aborted."""
 
     async def wait_for_end(self) -> None:
-        """Returns once nothing is wanted any more."""
+        """Wait until the group is ending."""
 
     def on_submitted(self, request_id: str) -> None: ...
 
@@ -33,7 +33,7 @@ class GroupMonitor(Protocol):
 
 
 async def cancel_on_end(monitor: GroupMonitor, wait: Coroutine[Any, Any, T]) -> T | None:
-    """None, and the wait is cancelled, once nothing is wanted any more."""
+    """Result of the coroutine; None, with the coroutine cancelled, once the group is ending."""
     work_task, ended = asyncio.create_task(wait), asyncio.create_task(monitor.wait_for_end())
     try:
         await asyncio.wait((work_task, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What the engine is to load: the pieces of a prompt that is predicted from anchors."""
+"""Load pieces of a prompt that is predicted from anchors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ def load_pieces(
     found: Sequence[SectionCandidates],
     selection: AnchorSelection,
 ) -> tuple[LoadPiece, ...]:
-    """They follow one another from the first token on."""
+    """Consecutive pieces from the first token on."""
     return tuple(_pieces(template, bases, found, selection))
 
 
@@ -45,7 +45,7 @@ def _pieces(
 def _from_anchor(
     section: TemplateSection, anchor: Anchor, index: int, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """From where it stands in an anchor."""
+    """Piece from an anchor's prompt KV."""
     there = anchor.template.sections[index]
     return LoadPiece(
         source=anchor.real.slot,
@@ -60,7 +60,7 @@ def _from_anchor(
 def _from_base(
     section: TemplateSection, base: CacheEntry, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """From the text as it was computed alone."""
+    """Piece from a section's KV that was prefilled alone."""
     return LoadPiece(
         source=base.slot,
         token_offset=0,

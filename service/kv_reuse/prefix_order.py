@@ -1,7 +1,7 @@
-"""In which order segments make most of a prefix that has been computed before.
+"""Order of prompt spans that maximizes the prefix shared with earlier prompts.
 
-What one key asked for, with one salt and under one version, is known to nobody else. Only orders
-are kept, as digests of tokens; what is still cached behind them is the engine's affair.
+Orders are private to one API key, cache salt and weights epoch. Only the orders are stored, as
+digests of tokens; whether their KV blocks are still cached is not tracked here.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ PrefixOrder = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose prefixes may be found: a key's, with one salt."""
+    """Isolation scope of KV reuse: the API key and the cache salt."""
 
     owner: str
     salt: str | None
@@ -32,14 +32,14 @@ def digest(span: PromptSpan) -> bytes:
 
 
 class PrefixOrders:
-    """Those used longest ago are forgotten first; all are with the weights. On one event loop."""
+    """LRU cache of span orders, dropped when the weights change; runs on one event loop."""
 
     def __init__(self, epoch: Callable[[], int]) -> None:
         self._epoch = epoch
         self._known: OrderedDict[tuple[Scope, int], OrderedDict[PrefixOrder, None]] = OrderedDict()
 
     def suggest(self, scope: Scope, spans: Sequence[PromptSpan]) -> list[int]:
-        """Indices of all parts: named ones first, then the others as they stand."""
+        """Order of all spans as indices: named ones first, then the others in their given order."""
         named = {i: digest(span) for i, span in enumerate(spans) if span.name is not None}
         known = self._known.get((scope, self._epoch()), ())
         matches = (_match_prefix(order, named) for order in known)
@@ -49,8 +49,10 @@ class PrefixOrders:
         return [*longest, *rest, *(i for i in range(len(spans)) if i not in named)]
 
     def remember(self, scope: Scope, spans: Sequence[PromptSpan]) -> None:
-        """The named parts that this prompt begins with: its own text comes after them, if at all
-        of use to others."""
+        """Store the order of the named spans that the prompt starts with.
+
+        Text after the first unnamed span is specific to this prompt and is of no use to others.
+        """
         order = []
         for span in spans:
             if span.name is None:
@@ -74,7 +76,7 @@ class PrefixOrders:
 
 
 def _match_prefix(order: PrefixOrder, named: dict[int, bytes]) -> list[int]:
-    """How far the order goes with these segments, each used as often as it is there."""
+    """Indices of the spans that match the longest prefix of an order; each is used at most once."""
     left: dict[bytes, list[int]] = {}
     for i in reversed(named):
         left.setdefault(named[i], []).append(i)

@@ -1,4 +1,4 @@
-"""What prepares a group's prompt, as the group knows it."""
+"""Protocol of the plans that prepare a group's prompt."""
 
 from typing import Protocol
 
@@ -10,11 +10,11 @@ from service.kv_reuse.monitor import GroupMonitor
 
 
 class PromptPlan(Protocol):
-    """What a group's samples load instead of computing it. Counts are of tokens.
+    """Prompt KV that a group's samples load instead of prefilling it; counts are tokens.
 
-    `lease` are its segments. `prefill_requests` enter the engine with the samples, of which the
-    first carries `export`. `reason`: why there is nothing to load. `num_anchors` are those that the
-    prompt was predicted from.
+    `lease` pins the spans. `prefill_requests` are submitted with the samples, the first of which
+    carries `export`. `reason` says why there is nothing to load. `num_anchors` is the number of
+    anchors from which the prompt was predicted.
     """
 
     @property
@@ -31,28 +31,35 @@ class PromptPlan(Protocol):
 
     @property
     def num_computed(self) -> int:
-        """By links, in front of the samples."""
+        """Tokens prefilled by the prefill requests before the samples."""
 
     @property
     def num_anchors(self) -> int: ...
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
-        """None: the prompt is computed. Broken: and nothing comes of it. Cancelling it leaves
-        requests in the engine, which the watch knows."""
+        """KV for the samples to load; None if the prompt is prefilled.
+
+        Raises ReuseFailed if the KV cannot be prepared. If cancelled, its requests remain in the
+        engine; the monitor knows them.
+        """
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        """In their order."""
+        """Record the end of a prefill request; called in the order of `prefill_requests`."""
 
     def is_approximate(self, num_cached: int) -> bool:
-        """Whether anything that is not exact stands in front of a sample that had so many tokens
-        cached."""
+        """True if a sample with `num_cached` cached tokens has used approximate KV."""
 
     def is_loaded(self, num_cached: int) -> bool:
-        """Whether anything was."""
+        """True if a sample with `num_cached` cached tokens has loaded KV of this plan."""
 
     def forget(self) -> None:
-        """The engine knows no more that it was written: it is to be written anew."""
+        """Drop the plan's KV from the caches, so that it is written again.
+
+        Called when the engine no longer knows that it was written.
+        """
 
     def release(self, *, settled: bool) -> None:
-        """Gives back what is pinned, however far it came. `settled`: every request that was to load
-        has ended by itself."""
+        """Release all pins, even after an incomplete preparation.
+
+        `settled`: every request that was to load has ended by itself.
+        """

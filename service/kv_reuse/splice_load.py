@@ -1,4 +1,4 @@
-"""The links of a chain: where each ends, and what all of them load."""
+"""Prefill requests of a spliced prompt and the KV load that they share with the samples."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,15 +7,17 @@ from service.kv_reuse.layout import TokenRun
 
 
 def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
-    """Of every link but the last, which is the sampled group: one for each run of computed tokens
-    that others are placed behind."""
+    """Prompt lengths of the prefill requests: one per prefilled run with a spliced run after it.
+
+    The last prefilled run is part of the group's samples.
+    """
     return [run.end for run in runs[:-1] if run.span is None]
 
 
 def build_load(
     runs: Sequence[TokenRun], segments: Mapping[int, ExportSlot], *, chain: str, num_requests: int
 ) -> KvLoad:
-    """From the kept segments, by their part."""
+    """KV load of the spliced runs; `segments` are the cached spans by index."""
     pieces = tuple(
         LoadPiece(
             source=segments[run.span],

@@ -1,10 +1,11 @@
-"""One group's chain: segments computed alone where they are not kept, then, together with the
-group's samples, a request of one token for every place where tokens are computed.
+"""Plan of a prompt whose spans are spliced from the cache.
 
-The links differ in where they end only: the engine lets each find what those before it left, and
-loads what is placed in between. What lies in front of the first placed token is exact, and found
-and left as any prompt's. Whatever keeps the segments from being there ends the chain, with a
-reason, and the prompt is computed whole.
+Spans that are not cached are prefilled alone. Then the samples are submitted together with one
+request of one token for every other run of prefilled tokens. These requests form a chain and differ
+only in their length: each finds the blocks of the previous ones in the prefix cache, and the engine
+loads the spliced KV in between. The KV before the first spliced token is exact and is cached like
+that of any prompt. If the spans cannot be provided, the plan fails with a reason and the prompt is
+prefilled.
 """
 
 import uuid
@@ -22,7 +23,7 @@ from service.kv_reuse.splice_load import build_load, prefill_lengths
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SplicePlan:
-    """A Preparation for `num_samples` samples."""
+    """PromptPlan of a group with `num_samples` samples that splices spans."""
 
     lease: SegmentLease
     spans: Sequence[PromptSpan]
@@ -38,7 +39,7 @@ class SplicePlan:
     _num_prefilled: int = 0
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
-        """What its links and the samples are to load."""
+        """KV that the prefill requests and the samples load."""
         if self.lease.store.reason is not None:
             raise ReuseFailed(self.lease.store.reason)
         runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.info.block_size)
@@ -62,12 +63,15 @@ class SplicePlan:
             return
         self.num_computed += len(request.prompt_token_ids) - done.num_cached_tokens
         if request is not self.prefill_requests[0] and done.num_cached_tokens > self._num_prefilled:
-            self._any_spliced = True  # more than those before it left: it has loaded
+            self._any_spliced = True  # more than earlier requests left in the cache: it has loaded
         self._num_prefilled = len(request.prompt_token_ids)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """What links left may have been evicted before it came: then it has loaded for itself, or
-        computed."""
+        """True if a sample with `num_cached` cached tokens has used spliced KV.
+
+        Blocks of the prefill requests may have been evicted before it started: then it has loaded
+        the KV itself or prefilled.
+        """
         behind_first = num_cached > len(self.prefill_requests[0].prompt_token_ids)
         return behind_first and (self._any_spliced or num_cached > self._num_prefilled)
 

@@ -1,12 +1,13 @@
-"""The keys and values of segments, in shared memory of their own, of bounded size.
+"""Span cache: KV of spans in a shared-memory arena of bounded size.
 
-Each is of one key, one salt, one name, one text and one activation: nothing else ever finds it. The
-engine writes a segment once, alone, from position 0 on; chains place it. What was used longest ago
-makes room, what is in use does not; then `evict_anchor`, which anchors answer, as they do
-`drop_outdated_anchors`, when what was kept for other weights goes. Bytes that the engine may still
-write or read are left alone until it has settled.
+An entry is specific to an API key, cache salt, span name, text and weights epoch; nothing else
+finds it. The engine writes it once, by a prefill of the span alone from position 0 on, and loads it
+at other positions. Entries that are not pinned are evicted in LRU order; after these,
+`evict_anchor` evicts anchors. `drop_outdated_anchors` drops the anchors of earlier weights together
+with the entries of these. The AnchorStore sets both callbacks. Bytes that the engine may still read
+or write are not freed before its exports are flushed.
 
-Lives on one event loop.
+Not thread-safe; runs on one event loop.
 """
 
 import asyncio
@@ -33,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class SegmentCache:
-    """`open` once the engine serves; `close` after the last group. `reason`: why it is no use."""
+    """Span cache; `open` it once the engine serves, `close` it after the last group has ended.
+
+    `reason` says why the cache is unavailable; None if it is available.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class SegmentCache:
         self._unpin_tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Does not fail: without it prompts are computed."""
+        """Create the arena; sets `reason` on failure, and prompts are then prefilled."""
         if not self._capacity_bytes:
             return
         info = self._engine.info
@@ -102,7 +106,7 @@ class SegmentCache:
 
     @property
     def num_bytes(self) -> int:
-        """Taken, also by what is forgotten and still in use."""
+        """Allocated bytes, including those of dropped entries that are still pinned."""
         return self._extents.capacity_bytes - self._extents.free_bytes
 
     @property
@@ -110,7 +114,7 @@ class SegmentCache:
         return len(self._entries)
 
     def get_or_reserve(self, scope: Scope, span: PromptSpan) -> tuple[CacheEntry, bool] | None:
-        """Pinned, and whether the caller has to have it written; None if there is no room."""
+        """Pinned entry, and True if the caller must have it written; None if there is no room."""
         assert span.name is not None, "only named segments are kept"
         self._drop_outdated()
         key = CacheKey(scope, self._epoch(), span.name, digest(span))
@@ -127,12 +131,12 @@ class SegmentCache:
         return cached, True
 
     def reserve(self, num_tokens: int, key: CacheKey) -> CacheEntry | None:
-        """Pinned and unwritten; None if there is no room that could be made."""
+        """Pinned, unwritten entry; None if no room can be made."""
         assert self._arena is not None, "there is a store"
         num_bytes = PAGE_BYTES + _data_bytes(self.kv_format, num_tokens)
         extent = self._extents.allocate(num_bytes)
         if extent is None and num_bytes > self._extents.capacity_bytes:
-            return None  # nobody's segments would make room enough
+            return None  # no eviction would make enough room
         while extent is None and (self._evict_one() or self.evict_anchor()):
             extent = self._extents.allocate(num_bytes)
         if extent is None:
@@ -148,7 +152,7 @@ class SegmentCache:
         return CacheEntry(slot=slot, extent=extent, key=key, pins=1)
 
     async def finish_write(self, cached: CacheEntry) -> bool:
-        """Its writer has ended: whether it is written, for good."""
+        """Record the end of the writing request; True if the entry is written."""
         if not self.is_committed(cached):
             await self._engine.flush_exports()
         cached.is_written = self.is_committed(cached)
@@ -158,13 +162,16 @@ class SegmentCache:
         return cached.is_written
 
     def abandon(self, cached: CacheEntry) -> None:
-        """Pinned by whoever was to have it written, and did not: whoever waits is told."""
+        """Drop and unpin an entry that its caller has not written; wakes up its waiters."""
         self.forget(cached)
         cached.ended.set()
         self.unpin(cached, settled=False)
 
     def unpin(self, cached: CacheEntry, *, settled: bool) -> None:
-        """`settled`: the engine neither writes nor reads it for the caller any more."""
+        """Release one pin.
+
+        `settled`: the engine no longer writes or reads the entry on behalf of the caller.
+        """
         assert cached.pins > 0, "unpinned more often than pinned"
         if settled:
             self._unpin_now(cached)
@@ -174,7 +181,7 @@ class SegmentCache:
         task.add_done_callback(self._unpin_tasks.discard)
 
     def check(self) -> None:
-        """The books balance: of an idle server all that is taken are segments."""
+        """Assert the invariants of the allocator and of the keys."""
         self._extents.check()
         assert all(key == cached.key for key, cached in self._entries.items())
 
@@ -182,7 +189,7 @@ class SegmentCache:
         try:
             await self._engine.flush_exports()
         except EngineError:
-            return  # nobody will ever need the bytes
+            return  # the engine is gone, so the bytes are not needed again
         self._unpin_now(cached)
 
     def _unpin_now(self, cached: CacheEntry) -> None:
@@ -202,7 +209,7 @@ class SegmentCache:
         self.drop_outdated_anchors()
 
     def _drop_other_texts(self, key: CacheKey) -> None:
-        """Of its name, unless an anchor or a prompt under way has them."""
+        """Drop unpinned entries of the same name with other texts."""
         for other in [k for k in self._entries if (k.scope, k.name) == (key.scope, key.name)]:
             if not self._entries[other].pins:
                 self.forget(self._entries[other])
@@ -214,7 +221,7 @@ class SegmentCache:
         return unused is not None
 
     def forget(self, cached: CacheEntry) -> None:
-        """Nobody finds it any more; it is freed once nobody uses it."""
+        """Remove an entry from the index; its bytes are freed once it is not pinned."""
         if self._entries.get(cached.key) is not cached:
             return
         del self._entries[cached.key]

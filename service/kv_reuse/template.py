@@ -1,7 +1,7 @@
-"""A prompt as its context and what changes in it from time to time.
+"""Prompt templates: the fixed context of a prompt and its variable spans.
 
-Texts with a name change, those without one stay: prompts of one shape are those whose nameless
-texts are the same up to the last name. What comes behind that may differ.
+Named spans vary, unnamed spans are fixed: prompts share a template if their unnamed texts up to the
+last named span are the same. The text after it may differ.
 """
 
 import hashlib
@@ -16,8 +16,11 @@ from service.kv_reuse.prefix_order import digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSection:
-    """Tokens start..end (end excluded) of a prompt, of one named segment, or of all nameless ones
-    between two. `text_digest` is the digest of the whole of it."""
+    """Tokens [start, end) of one named span or of consecutive unnamed ones.
+
+    `text_digest` is the digest of the complete text, including a last token of the prompt that is
+    outside of [start, end).
+    """
 
     start: int
     end: int
@@ -31,13 +34,13 @@ class TemplateSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """All of a prompt but its last token, which is always computed."""
+    """Sections of a prompt without its last token, which is always prefilled."""
 
     sections: tuple[TemplateSection, ...]
 
     @cached_property
     def context(self) -> bytes:
-        """What a shape is known by."""
+        """Digest of the template: names of the named sections, texts of the unnamed ones."""
         known = hashlib.sha256()
         for section in self.sections[: self.num_template_sections]:
             content = section.text_digest if section.name is None else section.name.encode()
@@ -46,7 +49,7 @@ class PromptTemplate:
 
     @cached_property
     def num_template_sections(self) -> int:
-        """Stretches up to the last that has a name."""
+        """Number of sections up to and including the last named one."""
         named = [i for i, section in enumerate(self.sections) if section.name is not None]
         return named[-1] + 1 if named else 0
 
@@ -55,7 +58,7 @@ class PromptTemplate:
         return self.sections[-1].end
 
     def has_same_prefix(self, other: "PromptTemplate", num: int) -> bool:
-        """The first `num` stretches are the same texts."""
+        """True if the first `num` sections have the same texts."""
         ours, theirs = self.sections[:num], other.sections[:num]
         return [s.text_digest for s in ours] == [s.text_digest for s in theirs]
 
@@ -80,7 +83,7 @@ def template_of(spans: Sequence[PromptSpan]) -> PromptTemplate:
 
 
 def _merge_unnamed(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
-    """Nameless ones that follow one another are one."""
+    """Groups of spans: consecutive unnamed ones are merged."""
     keys = [(i, span.name) if span.name is not None else None for i, span in enumerate(spans)]
     return [
         [span for _, span in group]

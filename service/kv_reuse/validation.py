@@ -1,4 +1,4 @@
-"""What is asked for in segments: what is wrong with it as a whole, and what its parts are."""
+"""Validation of prompt spans and of reuse options, and their defaults."""
 
 from typing import Final
 
@@ -49,7 +49,7 @@ def _check_names(prompt: Prompt) -> None:
 
 
 def spans_of_prompt(prompt: Prompt) -> list[PromptSpan] | None:
-    """None of a prompt that does not come in segments."""
+    """Spans of a prompt; None if it is not given as spans."""
     if prompt.segments is None:
         return None
     return [PromptSpan(token_ids=span.token_ids, name=span.reuse) for span in prompt.segments]

@@ -1,9 +1,9 @@
-"""How much may be under way: per key, and in the whole server.
+"""Admission control per API key and for the whole server.
 
-Samples count from before the first of them is submitted until their rollout has ended; a prompt's
-tokens count once a group. What does not fit is refused at once. A drain closes the door here: what
-holds a reservation is waited for, also if it has not started yet, and nothing else comes in. Lives
-on one event loop.
+Samples are counted from before the first one is submitted until their rollout has ended. Prompt
+tokens are counted once per group. A request that does not fit is rejected at once. A drain closes
+admission: existing reservations are waited for, including those of rollouts that have not started
+yet, and new ones are rejected. Not thread-safe; runs on one event loop.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ DRAINING_RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reservation:
-    """What one request holds of the limits; itself its identity."""
+    """Capacity reserved by one request; compared by identity."""
 
     key: str
     samples: int
@@ -29,7 +29,7 @@ class Reservation:
 
 
 class Admission:
-    """Owner of all reservations; every `reserve` is followed by a `release`."""
+    """Registry of all reservations; every `reserve` must be followed by one `release`."""
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._limits = limits
@@ -60,7 +60,7 @@ class Admission:
         return reservation
 
     def release(self, reservation: Reservation) -> None:
-        """Again changes nothing."""
+        """Release a reservation; idempotent."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
             self._count(reservation, -1)
@@ -79,11 +79,11 @@ class Admission:
         self._closed = True
 
     async def wait_until_idle(self) -> None:
-        """Until nothing is held."""
+        """Wait until there are no reservations."""
         await self._idle.wait()
 
     def check(self) -> None:
-        """The books balance, and no limit is exceeded."""
+        """Assert that the counters match the reservations and that no limit is exceeded."""
         keys = {reserved.key for reserved in self._reservations}
         assert keys == self._samples.keys() | self._prompt_tokens.keys(), "a key is left over"
         for key in keys:
@@ -94,7 +94,7 @@ class Admission:
         assert self._num_samples == sum(self._samples.values()) <= self._limits.max_samples_running
 
     def _check_limits(self, samples: int, prompt_tokens: int) -> None:
-        """What alone exceeds a limit will never fit: no retry can help."""
+        """Reject a request that exceeds a limit on its own, for which a retry cannot help."""
         limits = self._limits
         max_samples = min(limits.max_samples_per_key or samples, limits.max_samples_running)
         if samples > max_samples:

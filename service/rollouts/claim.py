@@ -1,4 +1,4 @@
-"""A claim on an idempotency key: who asked with which key for what."""
+"""Claims on idempotency keys."""
 
 import hashlib
 import re
@@ -11,7 +11,10 @@ _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
-    """The fingerprint tells the same request from another one under the same key."""
+    """Idempotency key of one owner, with the SHA-256 of the request body.
+
+    The fingerprint distinguishes a retry from a different request under the same key.
+    """
 
     owner: str
     key: str
@@ -27,7 +30,7 @@ class IdempotencyClaim:
 
     @property
     def cluster_key(self) -> str:
-        """The same for all replicas."""
+        """Key in the cluster registry, identical on all replicas."""
         return f"{self.owner}\n{self.key}"
 
     @property

@@ -1,7 +1,7 @@
-"""When a group has enough of its samples, and which of them it takes.
+"""Early-finish policies: when a group is done, and which of its samples are selected.
 
-Samples that run side by side end in the order of their lengths, so whoever takes those that end
-first takes short ones. docs/trees.md has figures.
+Samples that run concurrently finish in order of length, so selecting the first to finish biases the
+selection towards short samples. docs/trees.md has measurements.
 """
 
 import random
@@ -12,7 +12,10 @@ FinishPolicyName = Literal["first", "random_k", "balanced_length"]
 
 
 class FinishPolicy:
-    """One group's: `num_required` of `n` samples that end by themselves. Told of each end once."""
+    """Finish policy of one group: selects `num_required` of `n` samples that finish by themselves.
+
+    `on_sample_end` must be called exactly once per finished sample.
+    """
 
     def __init__(
         self, policy: FinishPolicyName, *, num_required: int, n: int, seed: int | None
@@ -34,18 +37,19 @@ class FinishPolicy:
                 return len(self._lengths) > self._length_ranks[-1]
 
     def on_sample_end(self, index: int, length: int) -> bool:
-        """Whether it is enough now, and was not before."""
+        """Record a finished sample; True if it is the one that makes the policy met."""
         before = self.is_met
         self._lengths[index] = length
         return self.is_met and not before
 
     @property
     def chosen(self) -> list[int] | None:
-        """The samples' indices, once there are enough.
+        """Indices of the selected samples in ascending order; None until the policy is met.
 
-        first: those that ended first. random_k: those that were drawn before any had begun,
-        whatever their lengths. balanced_length: evenly over the order of lengths, the shortest
-        first; what is longer than the last of them is not waited for.
+        first: the samples that finished first. random_k: samples drawn before any of them started,
+        independent of their lengths. balanced_length: samples at evenly spaced ranks of the order
+        by length, including the shortest; longer samples than the last selected rank are not waited
+        for.
         """
         if not self.is_met:
             return None

@@ -1,8 +1,8 @@
-"""One prompt and its n samples, from submission to the answer.
+"""Group: one prompt and its n samples, from submission to the answer.
 
-Every group that was submitted ends exactly once, and none of its samples outlives it in the engine:
-`run` aborts what is left however it is left. Its awaits are the submission, the samples and that
-abort; cancelling it at any of them ends the samples.
+Every submitted group ends exactly once, and none of its samples outlives it in the engine: `run`
+aborts the remaining samples on every exit. `run` awaits the submission, the samples and that abort;
+cancelling it at any of these points ends the samples.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 
 class GroupOptions(TypedDict):
-    """What every kind of group is made from."""
+    """Constructor arguments common to all kinds of groups."""
 
     id: str
     index: int
@@ -61,16 +61,18 @@ class GroupOptions(TypedDict):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """Owned by its rollout. `end_reason` says why its running samples are being ended, if they are.
+    """Samples of one prompt; owned by its rollout.
 
-    `finish_policy` says when enough samples have ended by themselves to make the group done; after
-    `deadline_seconds` it takes what there is. Its first samples go on from what has `continued`.
-    Its first request carries the place of the prompt's keys and values, if `exports` were asked
-    for; `load` is what they do not compute of it.
-    The engine knows its samples as siblings by its `name`, which no other has.
-    `sample_seconds` are the samples' times since `began_at` (the event loop's clock), in the order
-    in which they ended. `turns`, its rollout's, spread the answers of samples that end at the same
-    time. `top_logprobs` are, by sample, those that `num_top_logprobs` asks for.
+    `end_reason` is the reason for which the running samples are being aborted, if they are.
+    `finish_policy` decides when enough samples have finished by themselves; after
+    `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
+    in `continued`. If KV `exports` were requested, the first engine request carries the export slot
+    of the prompt. `load` is the prompt KV that the requests load instead of prefilling it. `name`
+    is the globally unique id by which the engine recognizes the samples as siblings.
+    `sample_seconds` are the durations of the samples since `began_at` (event loop clock), in the
+    order in which they finished. `turns`, shared by the rollout, spread the answers of samples that
+    finish at the same time over iterations of the event loop. `top_logprobs` maps a sample's index
+    to the top logprobs of its tokens, if `num_top_logprobs` requests them.
     """
 
     id: str
@@ -111,7 +113,7 @@ class Group:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing happens until somebody comes back."""
+        """True if the group makes no progress until its caller sends another request."""
         return False
 
     async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
@@ -130,7 +132,7 @@ class Group:
         return self._answer(finished)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
-        """Ends the samples that still run; their tokens so far are kept."""
+        """Abort the running samples; their tokens so far are kept."""
         self.end_reason = self.end_reason or end_reason
         await engine.abort(list(self._unfinished))
 
@@ -149,7 +151,8 @@ class Group:
             prompt = [*self.prompt_token_ids, *prior_tokens]
             max_tokens = self.sampling.max_tokens - len(prior_tokens)
             stream_key = (
-                f"{index}+{len(prior_tokens)}"  # not the numbers that it began with once more
+                # Differs from the first run's key, so that its random numbers are not repeated
+                f"{index}+{len(prior_tokens)}"
             )
         return SampleRequest(
             id=sample_id,
@@ -206,7 +209,7 @@ class Group:
         return [task.result() for task in running]
 
     async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
-        """Whoever completes what is enough ends the others, before anything else happens."""
+        """Abort the other samples at once when this one makes the finish policy met."""
         self.num_done += 1
         if self.finish_policy is None or result.finish not in ("stop", "length"):
             return
@@ -215,7 +218,7 @@ class Group:
             await self.end(engine, "surplus")
 
     def _prior(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
-        """What a sample brought along."""
+        """Tokens, logprobs and version spans that a resumed sample already has."""
         if index >= len(self.continued):
             return [], [], []
         given = self.continued[index]
@@ -240,7 +243,7 @@ class Group:
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
-        """A group bound to a version never holds a token of another."""
+        """Number of tokens, cut before the first one of a version that the group excludes."""
         if self.exact_version is None:
             return len(result.token_ids)
         other_version_starts = [
@@ -265,7 +268,7 @@ class Group:
             index=self.index,
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.prompt_token_ids),
-            # Of a sample that is gone on with, tokens behind the prompt are cached as well.
+            # A resumed sample also has cached tokens after the prompt; these are not counted.
             num_cached_tokens=min(finished[0][1], len(self.prompt_token_ids)),
             num_continued_tokens=sum(len(given.token_ids) for given in self.continued),
             chosen=None if self.finish_policy is None else self.finish_policy.chosen,
@@ -292,6 +295,9 @@ def version_spans(result: Completion, num_tokens: int, adapter: str | None) -> l
 
 
 def derive_seed(seed: int, stream_key: int | str) -> int:
-    """Mixed, not added: groups with neighbouring seeds must not share random streams."""
+    """Derive the seed of a random stream by hashing.
+
+    Adding would make groups with neighbouring seeds share random streams.
+    """
     digest = hashlib.blake2b(f"{seed}:{stream_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -1,4 +1,4 @@
-"""From a request to its groups: each with its prompt, its sampling, its rank and its rules."""
+"""Construction of a request's groups: prompt, sampling parameters, priority and finish policy."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from service.trees.factory import create_tree_group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompatOptions:
-    """What other servers' clients may ask for and our own contract does not have."""
+    """Options of compatibility routes that the native API does not have."""
 
     cache_salt: str | None = None
     num_top_logprobs: int = 0
@@ -27,7 +27,7 @@ NO_COMPAT_OPTIONS = CompatOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
-    """What all groups of a rollout have in common, beside what it asks for."""
+    """Options common to all groups of a rollout that are not part of the request."""
 
     owner: str
     exact_version: str | None
@@ -36,7 +36,7 @@ class SharedOptions:
 
 
 class GroupFactory:
-    """Makes groups; starts none."""
+    """Creates groups without starting them."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
-"""Idempotency keys: the same request sent again finds the rollout that the first one started.
+"""Idempotency keys: a retried request finds the rollout that the first attempt started.
 
-draft-ietf-httpapi-idempotency-key-header. A key belongs to its caller. It is claimed before the
-prompts are tokenised and bound once the rollout runs; a refusal releases it. These are the keys of
-this replica; which other one may have one is the directory's to say
-(service/cluster/membership.py). A key outlives its rollout by a fixed time, even if the answer had
-to go earlier: a late retry is then told that the rollout is gone, and never starts a second one.
+Follows draft-ietf-httpapi-idempotency-key-header. A key belongs to its owner. It is claimed before
+the prompts are tokenized and bound once the rollout runs; if the request is rejected, it is
+released. This module holds the keys of this replica; the cluster registry resolves keys that other
+replicas hold (service/cluster/membership.py). A key outlives its rollout by a fixed time, even if
+the result has been evicted earlier: a late retry then gets an error that the rollout is gone and
+never starts a second one.
 """
 
 import time
@@ -23,9 +24,10 @@ class _Entry:
 
 
 class IdempotencyKeys:
-    """`claim` is followed by one `release`, or by one `bind` and one `ended`.
+    """Idempotency keys of this replica.
 
-    `on_released` is told of every claim that is over.
+    `claim` is followed by one `release`, or by one `bind` and one `ended`. `on_released` is called
+    for every claim that is dropped.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class IdempotencyKeys:
         return len(self._claimed)
 
     def claim(self, claim: IdempotencyClaim) -> str | None:
-        """The id of the rollout that this request has started already; None if it is the first."""
+        """Claim the key: None for the first request, else the id of the rollout that it started."""
         self._drop_expired()
         existing = self._claimed.setdefault(claim.local_key, _Entry(claim))
         if existing.claim is claim:

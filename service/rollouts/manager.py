@@ -1,8 +1,9 @@
-"""Every rollout of this server: admits, runs, ends and forgets them.
+"""Rollout manager: admission, execution, cancellation and retention of all rollouts.
 
-The gate is shut while weights are activated: what arrives then waits here, so that a policy is
-judged by the version that will really answer. Between judging a policy and running the rollout
-there is no await, so an activation sees either all of a rollout or nothing.
+The gate is closed while weights are activated. Requests that arrive then wait for it, so that a
+version policy is checked against the version that will generate the samples. There is no await
+between that check and the start of the rollout, so an activation sees either the whole rollout or
+nothing of it.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ POLL_SECONDS = 0.05
 
 
 class RolloutManager:
-    """Owner of all running and kept rollouts; leaving `running` ends every one of them."""
+    """Registry of all running and retained rollouts; leaving `running` cancels the running ones."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class RolloutManager:
         self._stopped = False
 
     def in_flight(self) -> list[Rollout]:
-        """The newest first."""
+        """Running rollouts, newest first."""
         return list(reversed(self._running.values()))
 
     @property
@@ -110,10 +111,10 @@ class RolloutManager:
         claim: IdempotencyClaim | None = None,
         compat_options: CompatOptions = NO_COMPAT_OPTIONS,
     ) -> Rollout:
-        """Everything that can be refused is refused before the first sample enters the engine.
+        """Validate the request and start a rollout; all rejections precede the first submission.
 
-        With a claim, the rollout that this very request has started before, if there is one, also
-        during a drain; Elsewhere if another replica has it.
+        With a claim, returns the rollout that the same request has already started, if there is
+        one, also during a drain. Raises a redirect if another replica holds the claim.
         """
         if claim is None:
             return await self._start(
@@ -145,7 +146,8 @@ class RolloutManager:
                 request, owner=owner, detached=True, claim=claim, compat_options=compat_options
             )
         except ServiceError:
-            # Before the refusal is answered: who is sent the request next must not find it ours.
+            # Released before the error is sent: a replica that receives the retry must not find the
+            # claim held by this one.
             await self._fleet.release_now(claim.cluster_key)
             raise
 
@@ -187,7 +189,10 @@ class RolloutManager:
         owner: str,
         compat_options: CompatOptions,
     ) -> list[Group]:
-        """Made again if the terms changed meanwhile. There is no await behind the last check."""
+        """Create the groups, again if the shared options changed in the meantime.
+
+        There is no await after the last comparison.
+        """
         while True:
             await self.wait_gate_open()
             shared = self._terms(request, owner, compat_options)
@@ -217,7 +222,7 @@ class RolloutManager:
         return rollout
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
-        """Running or kept; another key's is as good as none."""
+        """Running or retained rollout; one of another owner raises RolloutNotFound."""
         rollout = self._running.get(rollout_id) or self._results.get(rollout_id)
         if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
@@ -227,34 +232,36 @@ class RolloutManager:
         await rollout.end(self._engine, "cancelled")
 
     async def cancel_owned_by(self, owner: str) -> None:
-        """All that this key has running."""
+        """Cancel all running rollouts of an API key."""
         for rollout in list(self._running.values()):
             if rollout.owner == owner:
                 await self.cancel(rollout)
 
     def on_disconnect(self, rollout: Rollout) -> None:
-        """Its caller has gone. What could not be come back for is ended, in a task of our own: in
-        the caller's, which is being cancelled, the first await could be the last.
+        """Cancel the rollout of a disconnected caller unless it is detached.
+
+        The cancellation runs in a separate task: the caller's task is itself being cancelled, so
+        its first await might be its last.
         """
         if not (rollout.ended or rollout.detached):
             self.in_background(self.cancel(rollout))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Until the end of all rollouts; after that there is nothing left to work on."""
+        """Run a coroutine in the task group of the rollouts; a no-op once that group has ended."""
         if self._tasks is None:
             work.close()
         else:
             self._tasks.create_task(work)
 
     async def cancel_all(self) -> None:
-        """For good: what waits at the gate is sent away."""
+        """Cancel all rollouts permanently; requests that wait at the gate are rejected."""
         self._stopped = True
         self._gate.set()
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
 
     async def end_groups_bound_to_other_versions(self, version: str) -> int:
-        """Ends the groups that are bound to another exact version; returns how many samples."""
+        """Abort groups bound to another exact version; the number of samples aborted."""
         bound = [
             group
             for rollout in self._running.values()
@@ -281,7 +288,10 @@ class RolloutManager:
 
     @property
     def is_idle(self) -> bool:
-        """Trees that wait for their owners do not count: they may wait longer than anybody."""
+        """True if every rollout is idle, as are trees that wait for their callers.
+
+        Such trees can wait without a bound.
+        """
         return all(rollout.is_idle for rollout in self._running.values())
 
     async def wait_until_idle(self) -> None:
@@ -290,13 +300,12 @@ class RolloutManager:
             await busy.wait_until_idle()
 
     async def wait_until_fetched(self) -> None:
-        """Until every answer that is there and was promised has been given to somebody, or has been
-        kept for as long as any is."""
+        """Wait until no retained result awaits its fetch: each was fetched or has expired."""
         while self._results.num_awaiting_fetch:
             await asyncio.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """The books balance."""
+        """Assert the invariants of the result cache."""
         self._results.check()
 
     def _run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
@@ -321,6 +330,6 @@ class RolloutManager:
             self._results.add(rollout)
         if rollout.claim is not None:
             self._keys.ended(rollout.claim)
-        self._ended(rollout)  # behind the answer: nothing that only counts may lose it
+        self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
         if rollout.detached:
             rollout.drop_groups()

@@ -1,9 +1,9 @@
-"""One number for who is served first: a priority that cannot starve anybody.
+"""Request priorities with ageing, so that no priority can starve another.
 
-vLLM serves the lowest number first and never changes it, so a group's age must be in it from the
-beginning: its arrival, in microseconds, and a handicap for its priority that is always less than a
-bound. A group of the least priority is thus overtaken only by groups that arrive within the bound
-after it. Once it has waited so long, it outranks whatever comes.
+vLLM runs the request with the lowest priority number first and never changes that number, so a
+group's age must be part of it from the start. It is the arrival time in microseconds plus a
+handicap that depends on the priority and is always below a bound. A group of the lowest priority is
+thus overtaken only by groups that arrive within that bound after it; later arrivals rank behind it.
 """
 
 import time
@@ -13,7 +13,10 @@ MICROSECONDS = 1_000_000
 
 
 class PriorityAging:
-    """Given out when a group arrives; its samples, and what grows from them, share its rank."""
+    """Maps priorities to engine priorities when a group arrives.
+
+    Its samples, and the paths that branch from them, share the result.
+    """
 
     def __init__(
         self, *, overtaken_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -23,7 +26,10 @@ class PriorityAging:
         self._started_at = clock()
 
     def to_engine_priority(self, priority: int) -> int:
-        """Lower is served first. Neighbouring priorities are far apart near 0, where people are."""
+        """Engine priority; lower runs first.
+
+        The resolution is finest near 0, where the values used in practice are.
+        """
         fraction = 0.5 * (1 + priority / (1 + abs(priority)))
         handicap = self._overtaken_seconds * fraction
         return int((self._clock() - self._started_at + handicap) * MICROSECONDS)

@@ -1,7 +1,7 @@
-"""Ended rollouts that can still be asked for, bounded in time and bytes.
+"""Cache of ended rollouts, bounded by TTL and bytes.
 
-Only rollouts whose callers may come back are kept: those that were asked for asynchronously or with
-an idempotency key. The oldest go first. Not thread-safe; everything happens on the event loop.
+Only rollouts whose callers may reconnect are kept: those requested asynchronously or with an
+idempotency key. The oldest are evicted first. Not thread-safe; runs on one event loop.
 """
 
 import time
@@ -12,7 +12,7 @@ from service.rollouts.rollout import Rollout
 
 
 class ResultCache:
-    """Drops what is too old or too much whenever it is asked anything."""
+    """Result cache; every access evicts expired and excess entries."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ResultCache:
 
     @property
     def num_awaiting_fetch(self) -> int:
-        """That somebody is to come back for."""
+        """Number of results whose callers were told to fetch them and have not done so yet."""
         self.drop_expired()
         return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
 
@@ -56,7 +56,7 @@ class ResultCache:
             self._drop(oldest)
 
     def check(self) -> None:
-        """Bytes are conserved."""
+        """Assert that the byte count matches the cached rollouts and is within the limit."""
         held = sum(rollout.num_bytes for _, rollout in self._rollouts.values())
         assert held == self._num_bytes <= self._max_bytes, "the books do not balance"
 

@@ -1,8 +1,8 @@
-"""Samples that an earlier rollout did not finish, and that this one goes on with.
+"""Resumption of unfinished samples of an earlier rollout (`continue_from`).
 
-What they bring along stays as it was sampled: its log-probabilities are those of the weights that
-made it, and its spans say which. What follows is sampled by whatever weights serve now; where they
-are the same, the blocks of what is there are still cached.
+The prior tokens stay as they were sampled: their logprobs are those of the weights that generated
+them, and their version spans name these. The following tokens are sampled with the active weights.
+If the weights are still the same, the KV blocks of the prior tokens may still be cached.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ ContinuedSamples = list[UnfinishedSample]
 
 
 def samples_to_continue(request: RolloutRequest) -> Mapping[int, ContinuedSamples]:
-    """By group, those of each in order: they are its first samples."""
+    """Samples to resume by group index; within a group they become its first samples."""
     continued = defaultdict[int, ContinuedSamples](list)
     for sample in () if request.continue_from is None else request.continue_from.samples:
         continued[sample.group].append(sample)

@@ -1,7 +1,8 @@
-"""One request's groups, run side by side, and the log of what happened to them.
+"""Rollout: the groups of one request, run concurrently, and the log of their results.
 
-The log only grows, and any number of readers may read it from the start, so a stream and a plain
-answer are two views of one run. A rollout ends exactly once: with an answer or with a problem.
+The log is append-only and any number of readers can read it from the start, so a streamed and a
+plain answer are two views of the same run. A rollout ends exactly once, with an answer or with an
+error.
 """
 
 import asyncio
@@ -54,11 +55,11 @@ SPAN_BYTES = 1024
 
 
 class Rollout:
-    """Owned by the registry that runs it. Lives on one event loop.
+    """Execution of one request; owned by the manager that runs it, on one event loop.
 
-    `owner` is the key that it was started with: nobody else may see it. A detached rollout outlives
-    its caller's connection. `awaits_fetch`: somebody was told to come back for the answer, and has
-    not.
+    `owner` is the API key that started it; no other key can see it. A detached rollout outlives its
+    caller's connection. `awaits_fetch` is true if a caller was answered that the result can be
+    fetched later and has not fetched it yet.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Rollout:
         self.id = rollout_id
         self.groups = groups
         self.num_samples = sum(group.n for group in groups)
-        self.adapter = groups[0].adapter  # all groups are under the same
+        self.adapter = groups[0].adapter  # one adapter per rollout
         self.owner = owner
         self.detached = detached
         self.claim = claim
@@ -96,7 +97,7 @@ class Rollout:
 
     @property
     def log(self) -> Sequence[Record]:
-        """As far as it has grown."""
+        """Records so far."""
         return self._log
 
     @property
@@ -105,12 +106,12 @@ class Rollout:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory of an ended rollout without its groups: its answer and its log."""
+        """Estimated memory in bytes of the answer and the log, without the groups."""
         return self._num_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Nothing happens until somebody comes back to it."""
+        """True if nothing happens until a caller sends another request."""
         return self.ended or all(group.is_idle for group in self.groups)
 
     async def wait_until_idle(self) -> None:
@@ -125,7 +126,8 @@ class Rollout:
             async with asyncio.TaskGroup() as tasks:
                 for group in self.groups:
                     running = tasks.create_task(self._run_group(engine, prompt_kv, group))
-                    # Beside the task, lest a failure to count loses an answer.
+                    # In a callback outside the task: an error in the metrics must not lose an
+                    # answer.
                     running.add_done_callback(partial(self._count, group, record_group))
                     await self._spread(group)
         except ExceptionGroup as failures:
@@ -137,7 +139,7 @@ class Rollout:
             self._end()
 
     async def _spread(self, group: Group) -> None:
-        """A turn of the event loop for every so many samples, which enter the engine in it."""
+        """Yield to the event loop once per PER_TURN samples, so that these enter the engine."""
         self._num_started += group.n
         while self._num_started >= PER_TURN:
             self._num_started -= PER_TURN
@@ -148,7 +150,10 @@ class Rollout:
             record_group(self, group, self._answers[group.index])
 
     def on_never_started(self) -> None:
-        """Cancelled before its first step, a task runs nothing at all, not even `finally`."""
+        """End a rollout whose task was cancelled before its first step.
+
+        Such a task runs nothing, not even `finally`.
+        """
         self.error = Draining(retry_after_seconds=30)
         self._end()
 
@@ -162,7 +167,10 @@ class Rollout:
                 group.exports.start_leases()
 
     def drop_groups(self) -> None:
-        """Of an ended rollout: prompts, samplings, trees. The answer needs none of them."""
+        """Free the groups (prompts, sampling parameters, trees) of an ended rollout.
+
+        The answer does not need them.
+        """
         self._num_done = sum(group.num_done for group in self.groups)
         self.groups = ()
 
@@ -170,7 +178,7 @@ class Rollout:
         await self._ended.wait()
 
     def answers(self) -> list[GroupAnswer]:
-        """Of the groups that have ended."""
+        """Answers of the groups that have ended, by index."""
         return [self._answers[index] for index in sorted(self._answers)]
 
     def progress(self) -> RunningAnswer:
@@ -178,7 +186,7 @@ class Rollout:
         return RunningAnswer(id=self.id, samples=self.num_samples, samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
-        """Waits for the end; raises the problem if that is how it ended."""
+        """Wait for the end and return the answer; raises the error if the rollout failed."""
         await self.wait()
         if self.error is not None:
             raise self.error
@@ -187,7 +195,7 @@ class Rollout:
         )
 
     async def records(self) -> AsyncIterator[Record]:
-        """The whole log from its start, as it grows; a progress record when it stands still."""
+        """Yield the log from its start as it grows, and a progress record whenever it stalls."""
         position, turn = 0, TimeSlice()
         while True:
             for record in self._log[position:]:
@@ -201,7 +209,8 @@ class Rollout:
                 yield ProgressRecord(samples=progress.samples, samples_done=progress.samples_done)
 
     async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
-        group_id.set(str(group.index))  # the caller's own name for it could hold anything
+        # Not `group.id`, which the caller chose and which could contain anything
+        group_id.set(str(group.index))
 
         def done(part: SampleAnswer | SegmentAnswer) -> None:
             self._num_bytes += _num_bytes(part)
@@ -211,7 +220,8 @@ class Rollout:
                 self._append(SampleRecord(group=group.index, sample=part))
 
         def on_kv_state(segment: str | None, state: KvState) -> None:
-            if segment is not None or state.kv is not None:  # the group's own answer has the reason
+            # For the prompt without KV, the group's answer has the reason
+            if segment is not None or state.kv is not None:
                 record = KvRecord(group=group.index, segment=segment, **state._asdict())
                 self._append(record)
 
@@ -266,9 +276,9 @@ class Rollout:
 
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
-    """A number and its place in a list take about 36 bytes."""
+    """Estimated bytes of a record; a number and its list entry take about 36 bytes."""
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
     if isinstance(part, SampleAnswer):
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
-    # The log has a segment as it was when it ended, the answer as it is.
+    # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
     return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))

@@ -1,7 +1,7 @@
-"""Teacher-forced log-probabilities of given responses, each of one weights version.
+"""Teacher-forced logprobs of given responses, each computed on one weights version.
 
-vLLM may compute a long prompt in chunks, and an activation between two of them would mix versions
-without a trace. So what was computed across an activation is computed again.
+vLLM may prefill a long prompt in chunks, and an activation between two chunks would mix versions
+undetected. A computation that spans an activation is therefore repeated.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
 
 
 class ScoringOptions(NamedTuple):
-    """What holds for every response of a request."""
+    """Options common to all responses of a request."""
 
     policy: Policy | None
     adapter: str | None
 
 
 class Scoring:
-    """Holds nothing between two requests."""
+    """Scoring of responses and prompts; keeps no state between requests."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Scoring:
         owner: str,
         options: ScoringOptions,
     ) -> list[list[TopLogprobs]]:
-        """Each of one version, in their order."""
+        """Top-k logprobs of each prompt in order, each computed on one weights version."""
         for prompt in prompts:
             self._check(prompt, [])
 
@@ -139,7 +139,7 @@ class Scoring:
     async def _compute_on_one_version(
         self, compute: Callable[[str | None], Awaitable[Result]], options: ScoringOptions
     ) -> tuple[Result, str, str | None]:
-        """With the labels of the weights and of the adapter that it is of."""
+        """Result with the labels of the weights version and of the adapter that it used."""
         while True:
             await self._rollouts.wait_gate_open()
             self._versions.admit(options.policy)

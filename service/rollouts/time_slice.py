@@ -1,4 +1,4 @@
-"""Work on the event loop that is spread over its turns, so that other requests run in between."""
+"""Cooperative scheduling of bulk work on the event loop, so that other requests can run."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ SLICE_SECONDS = 0.005
 
 
 class Turns:
-    """Lets at most `per_turn` pieces of work begin in one turn of the event loop, in order."""
+    """Rate limiter: lets at most `per_turn` waiters proceed per event loop iteration, in order."""
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn
@@ -33,7 +33,7 @@ class Turns:
         self._left = self._per_turn
         while self._waiting and self._left:
             turn = self._waiting.popleft()
-            if not turn.done():  # its caller was cancelled
+            if not turn.done():  # false if its caller was cancelled
                 turn.set_result(None)
                 self._left -= 1
         self._scheduled = self._left < self._per_turn
@@ -42,7 +42,7 @@ class Turns:
 
 
 class TimeSlice:
-    """One coroutine's loop: `pause` lets the event loop turn once the slice is used up."""
+    """Time budget of one coroutine; `pause` yields to the event loop once it is used up."""
 
     def __init__(self, seconds: float = SLICE_SECONDS) -> None:
         self._seconds = seconds

@@ -1,7 +1,7 @@
-"""Prompts to token ids and token ids to text, off the event loop.
+"""Tokenization and detokenization outside the event loop.
 
-One thread does all of it: tokenizers are not safe to share between threads, and text is rare here.
-Its work is queued per API key, prompts apart from responses, and the queues are served in turn.
+One thread does all of it: tokenizers are not thread-safe, and text is rare here. Work is queued per
+API key, with separate queues for prompts and responses, and the queues are served round-robin.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ from service.rollouts.time_slice import TimeSlice
 Result = TypeVar("Result")
 
 WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
-"""Characters of prompts; a tokenizer takes about 1 s for 1 MiB."""
+"""Limits of queued prompts in characters; a tokenizer takes about 1 s for 1 MiB."""
 
 
 class Tokenizer:
-    """Owns the tokenizer's thread; `close` ends it."""
+    """Tokenizer thread and its queues; `close` ends the thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class Tokenizer:
         return self._check_token_ids(await self.rendered(chat_request))
 
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
-        """As above, of any length."""
+        """Token ids of a rendered chat request, without the length check of `chat_request`."""
         try:
             return await self._encoded(
                 _num_chars(chat_request.messages) + _num_chars(chat_request.tools),
@@ -61,7 +61,7 @@ class Tokenizer:
             raise NoChatTemplate() from error
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Of any length: callers bound the text."""
+        """Token ids of a text of any length; callers bound it."""
         engine = self._engine
         return await self._encoded(
             len(text), lambda: engine.encode_text(text, add_special_tokens=add_special_tokens)
@@ -71,7 +71,7 @@ class Tokenizer:
         return await self._decoded(lambda: self._engine.decode(token_ids))
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Text including special tokens."""
         return await self._decoded(
             lambda: self._engine.decode(token_ids, skip_special_tokens=False)
         )
@@ -80,7 +80,7 @@ class Tokenizer:
         return await self._decoded(lambda: self._engine.token_pieces(token_ids))
 
     async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
-        """The text of each token; every token of the vocabulary is decoded once."""
+        """Text of each collected token; every token of the vocabulary is decoded only once."""
 
         def decode() -> Mapping[int, str]:
             known = self._token_texts
@@ -119,7 +119,7 @@ class Tokenizer:
         return await self.rendered(ChatRequest(messages=messages))
 
     async def _text_tokens(self, text: str) -> list[int]:
-        """Refuses what cannot fit before it is tokenized."""
+        """Token ids of a text; one that is certainly too long is rejected before tokenization."""
         info = self._engine.info
         if info.max_token_chars is not None:
             max_chars = info.max_context_tokens * info.max_token_chars
@@ -134,12 +134,12 @@ class Tokenizer:
         return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
-        """What was sampled is never refused."""
+        """Run a decoding; it counts no characters, so generated tokens are never rejected."""
         return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
 
 
 def _num_chars(value: object) -> int:
-    """Of all strings in plain values, without recursion."""
+    """Total length of all strings in nested plain values, without recursion."""
     total, waiting = 0, [value]
     while waiting:
         found = waiting.pop()

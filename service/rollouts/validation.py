@@ -1,4 +1,4 @@
-"""What a request asks for: what is wrong with it as a whole, and how much it takes."""
+"""Request validation across fields, and the capacity that a request needs."""
 
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from service.http.errors import InvalidRequest
@@ -9,8 +9,10 @@ from service.trees.plan import check as check_branching
 
 
 def check(request: RolloutRequest, *, is_blocking: bool) -> None:
-    """What its fields do not say one by one. `is_blocking`: its caller hears nothing before the
-    end."""
+    """Validate a request across its fields.
+
+    `is_blocking`: the caller receives nothing before the rollout has ended.
+    """
     check_reuse(request)
     if request.branching is not None:
         for group in request.groups:
@@ -33,12 +35,12 @@ def num_samples(request: RolloutRequest) -> int:
 
 
 def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:
-    """The most that it may have in the engine at once."""
+    """Maximum number of samples that the group may have in the engine at once."""
     return group.n if request.branching is None else request.branching.max_leaves
 
 
 def num_continued_tokens_of(request: RolloutRequest) -> int:
-    """Tokens that samples bring along."""
+    """Number of prior tokens of all resumed samples."""
     continue_from = request.continue_from
     return (
         0

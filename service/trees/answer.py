@@ -1,4 +1,4 @@
-"""A tree as its caller gets it, once nothing grows any more."""
+"""Answer of a finished tree."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -8,11 +8,11 @@ from service.rollouts.group import Decode
 from service.trees.tree import LeafPath, Segment
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
-"""How a path ends by itself; a budget is a limit like any other."""
+"""Finish reasons of a path that ended by itself; the token budget is a limit like any other."""
 
 
 async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
-    """What a flat sample would have been."""
+    """A leaf's path as the answer of a flat sample."""
     finish = row.leaf.finish
     return SampleAnswer(
         index=index,
@@ -32,8 +32,11 @@ def outcome_of(
     was_truncated: bool,
     cancelled: bool,
 ) -> Outcome:
-    """`complete_finishes`: the ends that leave nothing to be wished for. `was_truncated`: paths
-    were kept from it."""
+    """Outcome of a tree.
+
+    `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: paths were not
+    started or aborted before the tree was complete.
+    """
     finishes = Counter(leaf.finish for leaf in leaves)
     num_complete = sum(finishes[finish] for finish in complete_finishes)
     if num_required is not None and num_complete >= num_required:

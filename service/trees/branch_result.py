@@ -1,4 +1,4 @@
-"""What one request made grow, for whoever waits for it."""
+"""Result of one branch request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,10 @@ from service.trees.tree import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BranchResult:
-    """The tasks are the tree's: to stop waiting for them does not end them."""
+    """Pending segments of a branch request.
+
+    The tasks belong to the tree: to stop waiting for them does not end them.
+    """
 
     tasks: Sequence["asyncio.Task[Segment | None]"]
     path_ids: Sequence[str]
@@ -23,7 +26,7 @@ class BranchResult:
         return all(task.done() for task in self.tasks)
 
     async def segments(self) -> list[SegmentAnswer]:
-        """Without those that were dropped meanwhile."""
+        """Wait for the segments; those dropped in the meantime are left out."""
         await asyncio.wait(self.tasks)
         failures = [e for task in self.tasks if not task.cancelled() and (e := task.exception())]
         if failures:

@@ -1,12 +1,12 @@
-"""How many more tokens a tree may sample, and how they are shared out.
+"""Token budget of a tree and its distribution over paths.
 
-A path holds what it may grow to while it grows, so the bound is never passed; what it did not use
-goes to whoever starts next. Every leaf still to come gets an equal part of what is left.
+A running path reserves its maximum length, so the bound is never exceeded. Unused tokens return to
+the budget for the paths that start next. Every future leaf gets an equal part of the remainder.
 """
 
 
 class Budget:
-    """Owner of a tree's tokens: `reserve` is followed by one `release`."""
+    """Token budget of one tree; every `reserve` must be followed by one `release`."""
 
     def __init__(self, tokens: int) -> None:
         self._total = tokens
@@ -20,7 +20,10 @@ class Budget:
         return self._remaining
 
     def part(self, leaves: int, num_starting_leaves: int) -> int:
-        """What so many leaves get if so many start now, beside those that are still to come."""
+        """Tokens for `leaves` of the `num_starting_leaves` leaves that start now.
+
+        The remainder is divided by these and the future leaves.
+        """
         return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
     def reserve(self, tokens: int) -> None:

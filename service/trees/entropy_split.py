@@ -1,8 +1,8 @@
-"""Where a path that has ended is cut, judged by how uncertain its tokens were.
+"""Selection of cut positions on a finished path by the entropy of its tokens.
 
-A token's entropy is that of the distribution it was drawn from, so the fork belongs before it; the
-cut moves on to the next place that costs nothing, and each such place counts for the most uncertain
-of the tokens that move to it.
+A token's entropy is that of the distribution it was sampled from, so the fork belongs before that
+token. The cut moves to the next position at which no KV is recomputed (`next_cut`), and that
+position's score is the highest entropy of the tokens that move to it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from service.trees.plan import Plan, next_cut
 def select_entropy_cuts(
     plan: Plan, entropy: Sequence[float], *, start: int, max_cuts: int
 ) -> list[int]:
-    """Path lengths, rising and at most so many, at which what grew from `start` is cut."""
+    """At most `max_cuts` ascending path lengths at which the tokens from `start` on are cut."""
     scores = _scores(plan, entropy, start)
     gap = max(plan.branching.min_gap, 1)
     chosen: list[int] = []
@@ -24,7 +24,7 @@ def select_entropy_cuts(
 
 
 def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float]:
-    """The places that may be cut: after the first split, and off the fork that it began at."""
+    """Scores of the allowed positions: after the first split, and `min_gap` after the fork."""
     earliest = max(plan.prompt_length + plan.branching.first_split, start + 1)
     if start > plan.prompt_length:
         earliest = max(earliest, start + plan.branching.min_gap)
@@ -37,9 +37,10 @@ def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float
 
 
 def distribute_leaves(leaves: int, capacities: Sequence[int], *, per_cut: int) -> list[list[int]]:
-    """For each cut, whose paths can come to so many leaves each, the shares of those paths.
+    """Shares of leaves of the paths at each cut.
 
-    One leaf at a time, so that they come out even; what nobody can use is left over.
+    A path at cut `i` can have at most `capacities[i]` leaves. Leaves are dealt one at a time, so
+    that shares are even; leaves that exceed all capacities are dropped.
     """
     shares = [[0] * per_cut for _ in capacities]
     seats = [(cut, seat) for seat in range(per_cut) for cut in range(len(capacities))]

@@ -1,7 +1,7 @@
-"""A tree that somebody outside grows: a search, or a process reward model.
+"""Tree that an external caller grows: a search or a process reward model.
 
-It is open as long as it is used: every branch and every drop renews its lease, which does not run
-while a path grows. When the lease is over, or its rollout is ended, it is whole as it stands.
+Every branch and every drop renews its lease, which does not expire while a path is running. The
+tree ends as it is when the lease expires or its rollout is ended.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class _Claim:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExternalTree(TreeGroup):
-    """TreeClosed is raised to whoever comes before `run` has begun or after it has ended."""
+    """Externally grown tree; raises TreeClosed before `run` has begun and after it has ended."""
 
     lease_seconds: float
     _expires: float = 0.0
@@ -45,11 +45,14 @@ class ExternalTree(TreeGroup):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing happens until somebody comes back to it."""
+        """True if no path is running, so that nothing happens until the caller branches again."""
         return not self._unfinished
 
     async def branch(self, request: BranchRequest, claim: IdempotencyClaim | None) -> BranchResult:
-        """The same request with the same key again gets what grew the first time."""
+        """Start paths from a segment.
+
+        A retry with the same idempotency key gets the result of the first request.
+        """
         self._check_open()
         existing = None if claim is None else self._claims.get(claim.key)
         if existing is None:
@@ -66,7 +69,7 @@ class ExternalTree(TreeGroup):
         paths = self._create_paths(request)
         if claim is not None:
             self._claims[claim.key] = _Claim(claim.fingerprint)
-        # In the tree's own task: what fails here fails for the tree, and is seen by all.
+        # In the tree's task group: an error here fails the whole tree and reaches all its callers.
         starting = self._tasks.create_task(self._submit(paths, self._register(paths)))
         try:
             tasks = await asyncio.shield(starting)
@@ -82,7 +85,7 @@ class ExternalTree(TreeGroup):
         return branch_result
 
     def _create_paths(self, request: BranchRequest) -> list[Path]:
-        """Everything that can be refused is refused here, before anything is held."""
+        """Validate the branch request and create its paths; rejections precede any reservation."""
         parent = self.tree.get_segment(request.segment)
         check_branch(self.plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
         start = len(self.prompt_token_ids) + len(self.tree.token_ids(parent))
@@ -93,7 +96,7 @@ class ExternalTree(TreeGroup):
         return paths
 
     async def drop(self, segment_id: str) -> list[str]:
-        """Takes the segment and all below it out of the tree; what grows there ends."""
+        """Remove a segment and its descendants from the tree and abort the paths below them."""
         self._check_open()
         segment = self.tree.get_segment(segment_id)
         assert segment is not None
@@ -109,18 +112,21 @@ class ExternalTree(TreeGroup):
         return sorted(dropped_ids)
 
     async def cancel_branch(self, branch_result: BranchResult) -> None:
-        """Nobody waits for it any more, and nobody could come back for it."""
+        """Abort the paths of a disconnected caller, unless an idempotency key allows a retry."""
         if not branch_result.has_idempotency_key:
             await self._engine.abort(branch_result.path_ids)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
-        """To end an open tree is how its owner says that it is whole; nobody else can say that."""
+        """End the tree.
+
+        A cancellation is its owner's way to complete it; any other reason truncates it.
+        """
         self._was_truncated |= end_reason != "cancelled"
         await TreeGroup.end(self, engine, end_reason)
         self._changed.set()
 
     def close(self) -> None:
-        """It ends as soon as nothing grows."""
+        """Reject further branches and end as soon as no path is running."""
         self._is_closing = True
         self._changed.set()
 
@@ -138,7 +144,10 @@ class ExternalTree(TreeGroup):
             self._is_open = False
 
     def _is_alive(self) -> bool:
-        """What grows is awaited in any case, by the task group that it grows in."""
+        """True while paths are running or the lease lasts.
+
+        When the tree ends early, the task group still awaits its running paths.
+        """
         if self.end_reason or not self._unfinished and self._is_closing:
             return False
         return bool(self._unfinished) or self._expires > _now()
@@ -152,19 +161,22 @@ class ExternalTree(TreeGroup):
             raise TreeClosed()
 
     def _num_leaves_with(self, parent: Segment | None, n: int) -> int:
-        """Leaves, and paths that grow, once n more have begun at the parent."""
+        """Number of leaves and running paths once n more paths have started at the parent."""
         parents = {path.parent.id for path in self._paths.values() if path.parent}
         parents |= set() if parent is None else {parent.id}
         leaves = sum(leaf.id not in parents for leaf in self.tree.leaves())
         return leaves + len(self._paths) + n
 
     def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
-        """What grows from there is for somebody else to say."""
+        """Add the segment without forks; the caller decides about its children."""
         return self._add_segment(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
 
     @property
     def complete_finishes(self) -> Collection[SegmentFinish]:
-        """Its owner cut where the tree was to end."""
+        """Finish reasons of a complete leaf, including "cut".
+
+        The caller decides where a tree ends.
+        """
         return {*COMPLETE_FINISHES, "cut"}
 
 

@@ -1,4 +1,4 @@
-"""Every tree that somebody outside grows, found among the rollouts that run."""
+"""Lookup of externally grown trees among the running rollouts."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from service.trees.external_tree import ExternalTree
 
 
 class ExternalTrees:
-    """Holds nothing: a tree is its rollout's."""
+    """Stateless view of all externally grown trees; each tree is owned by its rollout."""
 
     def __init__(self, rollouts: RolloutManager) -> None:
         self._rollouts = rollouts
 
     async def find(self, rollout_id: str, index: int, *, owner: str) -> ExternalTree:
-        """Behind the gate, as everything that starts samples."""
+        """Tree of a rollout's group; waits at the activation gate like all requests for samples."""
         await self._rollouts.wait_gate_open()
         groups = self._rollouts.get(rollout_id, owner=owner).groups
         group = groups[index] if index < len(groups) else None
@@ -24,12 +24,12 @@ class ExternalTrees:
         return group
 
     def on_disconnect(self, tree: ExternalTree, branch_result: BranchResult) -> None:
-        """Whoever waited for it has gone."""
+        """Cancel a branch whose caller has disconnected."""
         if not branch_result.done:
             self._rollouts.in_background(tree.cancel_branch(branch_result))
 
     def close(self) -> None:
-        """Nobody may grow them any more: they end as soon as nothing grows."""
+        """Close all trees: no further branches, and an end once no path is running."""
         for tree in self._running():
             tree.close()
 

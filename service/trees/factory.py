@@ -1,4 +1,4 @@
-"""Which kind of tree a request asks for."""
+"""Factory of tree groups."""
 
 from coppice.wire.branching import Branching
 from service.rollouts.group import GroupOptions

@@ -1,8 +1,9 @@
-"""A group whose samples are a tree: paths grow, are cut, and fork.
+"""Group whose samples form a tree: paths are sampled, cut and forked.
 
-Every path is one engine request whose prompt is the path that leads to it, so a fork costs what of
-its prompt is not cached: one token. Paths that are cut by place stop there; paths that are cut by
-entropy grow to their end and are cut afterwards, where they were least certain.
+Every path is one engine request whose prompt is the group's prompt plus the segments above it, so a
+fork prefills only what of that is not cached: one token. In the modes that cut by position, paths
+stop there. In mode entropy, paths run to their end and are cut afterwards at their most uncertain
+tokens.
 """
 
 import asyncio
@@ -27,12 +28,15 @@ from service.trees.tokens import GeneratedTokens, tokens_from_completion
 from service.trees.tree import Segment, Tree
 
 Fork = tuple[Segment | None, int, list[int]]
-"""Where paths begin, how often what leads there was split, and each path's share of leaves."""
+"""Parent segment of new paths, its depth in splits, and each path's share of leaves."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TreeGroup(Group):
-    """`n` is the most leaves that it may come to. Cancelling `run` anywhere ends all its paths."""
+    """Group that samples a tree.
+
+    `n` is the maximum number of leaves. Cancelling `run` at any point aborts all its paths.
+    """
 
     plan: Plan
     tree: Tree = field(init=False)
@@ -64,7 +68,7 @@ class TreeGroup(Group):
 
     @property
     def growing(self) -> list[str | None]:
-        """Of each path that grows, the segment that it goes on from."""
+        """Parent segment id of each running path."""
         return [path.parent_id for path in self._paths.values()]
 
     async def _run_until_done(self) -> None:
@@ -97,7 +101,7 @@ class TreeGroup(Group):
     def _create_path(
         self, parent: Segment | None, depth: int, start: int, bounds: PathBounds
     ) -> Path:
-        """It holds its tokens from here on."""
+        """Create a path and reserve its tokens."""
         at = "" if parent is None else parent.name
         self._num_children[at] += 1
         self.budget.reserve(bounds.limit)
@@ -112,7 +116,7 @@ class TreeGroup(Group):
         )
 
     async def _start(self, paths: Sequence[Path]) -> None:
-        """Whatever begins together enters the engine together."""
+        """Submit paths together; once the group is ending, release their budget instead."""
         if self.end_reason or not paths:
             self._was_truncated |= bool(paths)
             for path in paths:
@@ -121,7 +125,7 @@ class TreeGroup(Group):
         await self._submit(paths, self._register(paths))
 
     def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
-        """From here on they count as growing."""
+        """Register paths as running and return their engine requests."""
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
         return [self._path_request(path) for path in paths]
@@ -156,7 +160,7 @@ class TreeGroup(Group):
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
-        """The first that goes on from somewhere has all that leads there for its prompt."""
+        """Export slot of the first path from a fork, whose prompt is the whole path up to there."""
         if self.exports is None or not path.is_first:
             return None
         if path.parent_id is None:
@@ -164,7 +168,7 @@ class TreeGroup(Group):
         return self.exports.begin(prompt, path.parent_id)
 
     async def _await_path(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
-        """The segment that the path ends with, unless it was dropped meanwhile."""
+        """Add a finished path to the tree and return its last segment; None if it was dropped."""
         result = await completion
         self._unfinished.discard(path.id)
         self._release_budget(path, used=len(result.token_ids))
@@ -187,7 +191,7 @@ class TreeGroup(Group):
         self.budget.num_future_leaves -= path.bounds.num_future_leaves
 
     async def _count_leaf(self, segment: Segment, forks: Sequence[Fork]) -> None:
-        """As with plain samples, whoever completes what is enough ends the others at once."""
+        """Count a leaf; as in flat groups, the one that meets the finish policy ends the others."""
         if segment.finish == "cut":
             return
         self.num_done += 1
@@ -209,7 +213,7 @@ class TreeGroup(Group):
     def _add_to_tree(
         self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
     ) -> tuple[Segment, list[Fork]]:
-        """Adds what grew to the tree; its last segment, and where paths fork now."""
+        """Add generated tokens to the tree; returns the last segment and the new forks."""
         if finish == "cut":
             return self._cut_at_position(path, tokens)
         cuts, shares = self._entropy_forks(path, tokens, finish)

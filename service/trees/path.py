@@ -1,4 +1,4 @@
-"""What grows in the engine: one request, from a fork to its next cut or to its own end."""
+"""Path: one engine request, from a fork to its next cut or its end."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from service.trees.tree import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathBounds:
-    """How far a path may grow, and what may come of it.
+    """Limits of a path.
 
-    `limit` counts its tokens. `share` is how many leaves it may come to, `num_future_leaves` how
-    many of them start only after it. `cut`: at its limit it is cut; `is_budget_limited`: its limit
-    is the budget's doing.
+    `limit` is its maximum number of tokens. `share` is its maximum number of leaves,
+    `num_future_leaves` how many of them start only after it has ended. `cut`: the path is cut when
+    it reaches its limit. `is_budget_limited`: the limit comes from the tree's token budget.
     """
 
     limit: int
@@ -25,7 +25,11 @@ class PathBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Path:
-    """`start` is the length that it begins with, `depth` how often what leads there was split."""
+    """Running path.
+
+    `start` is its initial length in tokens, prompt included. `depth` is the number of splits before
+    it.
+    """
 
     id: str
     name: str
@@ -40,15 +44,17 @@ class Path:
 
     @property
     def is_first(self) -> bool:
-        """Of those that begin where it does."""
+        """True for the first path of its fork."""
         return self.name.endswith("/1")
 
 
 def path_bounds(
     plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
 ) -> PathBounds:
-    """Of a path that starts together with others, `num_starting_leaves` leaves in all. Holds
-    nothing yet."""
+    """Limits of a path that starts together with others; reserves nothing.
+
+    `num_starting_leaves` is the number of leaves of all paths that start together.
+    """
     rest = plan.max_length - start
     if plan.branching.mode == "entropy":
         part = budget.part(1, num_starting_leaves)

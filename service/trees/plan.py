@@ -1,6 +1,6 @@
-"""What a branching request comes to on this engine: where its paths are cut, and into how many.
+"""Geometry of a tree for a branching request: positions of cuts and numbers of children.
 
-Lengths here are of whole paths, the prompt included, unless they say response. Pure arithmetic.
+Lengths are those of whole paths, prompt included, unless named response lengths.
 """
 
 import math
@@ -16,21 +16,21 @@ UNUSED_FIELDS = {
     "entropy": ("interval", "positions", "lease_seconds"),
     "external": ("interval", "positions", "factor", "min_gap", "first_split", "on_early_stop"),
 }
-"""What says nothing in a mode, and is refused there: it would not do what its sender expects."""
+"""Fields that have no effect in a mode; rejected, since they would not do what is expected."""
 
 
 def next_cut(length: int, block_size: int) -> int:
-    """The first path length from this one on at which a child computes a single token.
+    """Smallest path length >= `length` at which a child prefills a single token.
 
-    The blocks of a path are cached when they are full, and its last token is always computed again,
-    so the cheapest path to go on from is one token longer than a multiple of the block.
+    Full KV blocks of a path are cached, and its last token is always recomputed, so the cheapest
+    path to fork is one token longer than a multiple of the block size.
     """
     return length + (1 - length) % block_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One tree's. `prompt_length` and `max_length`, which a path never exceeds, count tokens."""
+    """Plan of one tree; `prompt_length` and the bound `max_length` of paths are in tokens."""
 
     branching: Branching
     prompt_length: int
@@ -38,13 +38,13 @@ class Plan:
     block_size: int
 
     def factor(self, depth: int) -> int:
-        """Into how many a path is split that has been split so often."""
+        """Number of children of a path at this depth."""
         factor = self.branching.factor
         return factor if isinstance(factor, int) else factor[min(depth, len(factor) - 1)]
 
     @cached_property
     def max_depth(self) -> int:
-        """How often a path may be split."""
+        """Maximum number of splits of a path."""
         if self.branching.mode == "positions":
             return min(self.branching.max_depth, len(self.branching.positions))
         return self.branching.max_depth
@@ -56,9 +56,9 @@ class Plan:
         return self.branching.first_split == 0
 
     def cut(self, start: int, depth: int) -> int | None:
-        """Where a path that goes on from `start`, after `depth` splits, is cut next; None: never.
+        """Length at which a path is cut that starts at `start` after `depth` splits; None: never.
 
-        At least `min_gap` and one token after the last cut, and with a token left to come.
+        At least `min_gap` tokens and one token after the previous cut, and below `max_length`.
         """
         if depth >= self.max_depth:
             return None
@@ -70,7 +70,7 @@ class Plan:
         return length if length < self.max_length else None
 
     def capacity(self, depth: int) -> int:
-        """The most leaves that a path can come to which has been split so often."""
+        """Maximum number of leaves below a path at this depth."""
         most = self.branching.max_leaves
         leaves = 1
         for at in range(self.max_depth - 1, depth - 1, -1):
@@ -78,7 +78,7 @@ class Plan:
         return leaves
 
     def _leaves_above(self, leaves: int, depth: int) -> int:
-        """Of a path whose parts, one split deeper, come to so many."""
+        """Number of leaves of a path at this depth, given those of each child."""
         factor = self.factor(depth)
         if self.branching.mode == "entropy" and not (depth == 0 and self.splits_at_prompt):
             cuts = min(self.entropy.top_n, self.max_depth - depth)
@@ -86,7 +86,7 @@ class Plan:
         return factor * leaves
 
     def _response_position(self, depth: int) -> int:
-        """Response tokens before the split that comes after so many."""
+        """Number of response tokens before the split at this depth."""
         branching = self.branching
         if branching.mode == "positions":
             return branching.positions[depth]
@@ -102,7 +102,7 @@ class Plan:
 
 
 def check(branching: Branching, *, n: int) -> None:
-    """What its fields do not say one by one."""
+    """Validate a branching request across its fields."""
     if n != 1:
         raise InvalidRequest("a tree has n = 1: its leaves are its samples")
     for name in UNUSED_FIELDS[branching.mode]:
@@ -116,6 +116,6 @@ def check(branching: Branching, *, n: int) -> None:
 
 
 def split(share: int, parts: int) -> list[int]:
-    """Leaves dealt to parts as evenly as they go; no part without one."""
+    """Distribute leaves as evenly as possible over at most `parts` children, at least one each."""
     parts = min(share, parts)
     return [math.ceil((share - i) / parts) for i in range(parts)]

@@ -1,4 +1,4 @@
-"""What a request to branch may ask of a tree, and how far it lets it grow."""
+"""Validation of branch requests and the limits of their paths."""
 
 from coppice.wire.branching import BranchRequest
 from service.http.errors import InvalidRequest
@@ -18,7 +18,7 @@ def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None
 
 
 def path_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
-    """Of each of its segments."""
+    """Limits of each path of a branch request."""
     part = budget.remaining // request.n
     if part < 1:
         raise InvalidRequest("max_new_tokens_total is used up")

@@ -1,4 +1,4 @@
-"""Tokens that grew in one go, before and after they are cut."""
+"""Generated tokens of a path and their metadata."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from service.trees.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedTokens:
-    """One logprob, one version and, where it was asked for, one entropy a token."""
+    """Tokens with one logprob, one version and, if requested, one entropy per token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -28,7 +28,7 @@ class GeneratedTokens:
         )
 
     def pieces(self, cuts: Sequence[int]) -> list["GeneratedTokens"]:
-        """Between rising places, all of them inside."""
+        """Split at ascending positions, all of them inside."""
         borders = [0, *cuts, len(self.token_ids)]
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
 

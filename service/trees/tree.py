@@ -1,6 +1,6 @@
-"""A tree's segments: what grew between two cuts. Owned by the group that grows it.
+"""Tree and its segments, the tokens between two cuts; owned by the tree group.
 
-Parents stand before their children. A segment never changes once it is here.
+Parents precede their children. Segments are immutable once added.
 """
 
 from collections import Counter
@@ -14,7 +14,11 @@ from service.trees.tokens import GeneratedTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """`depth`: how often its path was split. `name` is the same whenever the same tree grows."""
+    """Node of a tree.
+
+    `depth` is the number of splits on its path. `name` is deterministic: the same for every run
+    that grows the same tree.
+    """
 
     id: str
     name: str
@@ -39,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafPath:
-    """A leaf's whole path, as one sample's tokens."""
+    """Tokens of the whole path to a leaf, as those of one sample."""
 
     leaf: Segment
     token_ids: list[int]
@@ -48,7 +52,7 @@ class LeafPath:
 
 
 class Tree:
-    """`prefix` makes the segments' ids unique among the trees of a rollout."""
+    """Segments of one tree; `prefix` makes their ids unique within a rollout."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -57,7 +61,7 @@ class Tree:
         self.num_dropped = 0
 
     def get_segment(self, segment_id: str | None) -> Segment | None:
-        """None stands for the prompt."""
+        """Segment with this id; None stands for the prompt."""
         if segment_id is None:
             return None
         if segment_id not in self._segments:
@@ -86,7 +90,7 @@ class Tree:
         return segment
 
     def path(self, segment: Segment | None) -> list[Segment]:
-        """From the prompt to the segment, itself included."""
+        """Segments from the prompt to this one, inclusive."""
         path: list[Segment] = []
         while segment is not None:
             path.append(segment)
@@ -101,7 +105,7 @@ class Tree:
         return [segment for segment in self._segments.values() if segment.id not in parents]
 
     def descendants(self, segment: Segment) -> set[str]:
-        """The ids of the segment and of all that grew from it."""
+        """Ids of the segment and of its descendants."""
         found = {segment.id}
         for each in self._segments.values():
             if each.parent in found:
