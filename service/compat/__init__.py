@@ -1,5 +1,5 @@
-"""What clients of other servers speak, mapped onto the same rollouts, weights and limits.
+"""Compatibility APIs of other inference servers, mapped onto rollouts, weights and limits.
 
-Nothing here is part of openapi.yaml. Shapes are taken from the clients named in docs/trainers.md,
-and tested with their own code.
+These routes are not part of openapi.yaml. Their formats are taken from the clients named in
+docs/trainers.md and are tested with the code of these clients.
 """

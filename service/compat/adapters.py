@@ -1,7 +1,7 @@
-"""LoRA adapters, as vLLM's, prime-rl's and SGLang's clients load and unload them.
+"""Routes that load and unload LoRA adapters for the clients of vLLM, prime-rl and SGLang.
 
-They name no version, so every other content of a name is its next one. What a name has already is
-taken for a call that was sent again, and changes nothing.
+These clients send no version, so different content under a known name becomes its next version.
+Content that the name already has is treated as a retry and changes nothing.
 """
 
 from typing import Annotated
@@ -46,7 +46,10 @@ TEXT = ("text/plain",)
 
 
 class LoadBody(CompatModel):
-    """`load_inplace`: in the place of what has the name already, which otherwise is refused."""
+    """Body of a load request.
+
+    `load_inplace` replaces an adapter of the same name; without it a name in use is rejected.
+    """
 
     lora_name: str
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -64,7 +67,7 @@ class UnloadBody(CompatModel):
 )
 @requires_role("admin")
 async def load(request: Request, server: ReadyServer) -> Response:
-    """vLLM's own, which answers a sentence."""
+    """Load an adapter as vLLM does; the answer is plain text."""
     body = await read_compat_body(request, LoadBody, server)
     await _load(server, body, replace=body.load_inplace)
     return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -89,7 +92,10 @@ async def unload(request: Request, server: ReadyServer) -> Response:
 )
 @requires_role("admin")
 async def load_replacing(request: Request, server: ReadyServer) -> Response:
-    """prime-rl's and SGLang's: trainers that have one name for all of their steps."""
+    """Load or replace an adapter, for prime-rl and SGLang.
+
+    Their trainers use one name for the adapters of all steps.
+    """
     body = await read_compat_body(request, LoadBody, server)
     adapter = await _load(server, body, replace=True)
     return _json({"status": "ok", **_loaded_adapters(server), "adapter_version": adapter.version})

@@ -1,4 +1,4 @@
-"""The sub-application: asked when none of our own routes has the address."""
+"""Sub-application for other servers' APIs; receives requests that no native route matches."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -50,7 +50,11 @@ ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
 def create_compat_app(
     shapes: Sequence[CompatApi], audience: RouteAudience = "everybody"
 ) -> FastAPI:
-    """Routes that two shapes share are there once. Operators are who needs the role admin."""
+    """Sub-application with the routes of the given APIs.
+
+    A route that two of them share occurs once. The audience "operators" selects the routes that
+    require the role admin, "callers" the others.
+    """
     app = FastAPI(
         dependencies=[Depends(authorize)],
         openapi_url=None,
@@ -66,7 +70,7 @@ def create_compat_app(
 
 @cache
 def _routes(shapes: tuple[CompatApi, ...]) -> Sequence[BaseRoute]:
-    """They find their server in the request, so all apps share them."""
+    """Routes of the given APIs, shared by all apps: they get their server from the request."""
     selected = [router for shape in shapes for router in ROUTERS[shape]]
     combined = APIRouter(dependencies=[Depends(authorize)])
     for router in {id(router): router for router in selected}.values():
@@ -82,7 +86,11 @@ def _serves(audience: RouteAudience, route: BaseRoute) -> bool:
 
 
 def _add_openapi_route(app: FastAPI) -> None:
-    """Generated when it is first asked for: few ask, and it is most of the time the app takes."""
+    """Add the route of the OpenAPI document, which is generated at the first request.
+
+    The document is rarely requested, and generating it takes most of the time that the app needs to
+    start.
+    """
     content = cache(lambda: to_json(build_openapi(app.routes)))
 
     @app.get(OPENAPI_PATH, include_in_schema=False)

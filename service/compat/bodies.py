@@ -1,8 +1,8 @@
-"""Bodies of clients that were written for other servers.
+"""Request bodies of clients written for other servers.
 
-They send more than is needed, so what nobody here knows is ignored and counted. What would change
-the samples is refused (service/compat/unsupported_params.py); what would reach into the engine is
-dropped.
+These clients send more fields than are needed. Unknown fields are ignored and counted. Fields that
+would change the samples are rejected (service/compat/unsupported_params.py). Fields that would
+reach into the engine are dropped.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,17 @@ from service.compat import unsupported_params
 from service.observability.metrics import Metrics
 from service.server import Server
 
-# Keys to the insides of an engine: for its own operator, not for whoever may ask for samples.
+# These fields control engine internals. They are for the engine's operator, not for callers.
 IGNORED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
 
 Text = Annotated[str, Field(min_length=1, max_length=16 * 2**20)]
-# Of a union every member is tried: without fail_fast each collects an error per element.
+# Pydantic tries every member of a union; without fail_fast each collects an error per element.
 Texts = Annotated[list[Text], Field(max_length=MAX_GROUPS, fail_fast=True)]
 ListsOfTokenIds = Annotated[list[TokenIds], Field(max_length=MAX_GROUPS, fail_fast=True)]
 
 
 class CompatModel(BaseModel):
-    """Part of a body; what it does not name is kept apart until `check_extra_fields` has judged
-    it."""
+    """Model of a request body that keeps unknown fields for `check_extra_fields`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -36,7 +35,7 @@ class CompatModel(BaseModel):
 Body = TypeVar("Body", bound=CompatModel)
 
 Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
-"""A field that is false by default, and that upstream declares as `bool | None`."""
+"""Boolean field with default false that upstream declares as `bool | None`."""
 
 
 async def read_compat_body(

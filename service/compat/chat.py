@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions, as OpenAI defines it and vLLM extends it.
+"""POST /v1/chat/completions with OpenAI's fields and vLLM's extensions.
 
-The model's own template makes tokens of a conversation, and the parsers that the engine was given
-make tool calls and reasoning of a response.
+The messages are tokenized with the model's own chat template. Tool calls and reasoning are
+extracted from a response by the parsers that the engine is configured with.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ router = APIRouter(route_class=OpenAIRoute)
 
 
 class ChatMessage(CompatModel):
-    """Content is text, or parts that are all text."""
+    """Chat message; its content is text or a list of text parts."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -54,7 +54,10 @@ class ChatMessage(CompatModel):
     task: str | None = None
 
     def to_template_message(self) -> dict[str, Any]:
-        """vLLM's renderer reads `reasoning` only, and hands a template both names."""
+        """Message for the chat template.
+
+        vLLM's renderer reads only `reasoning`, and passes both names to the template.
+        """
         explicit = self.model_dump(exclude_none=True, include=set(type(self).model_fields))
         if self.reasoning is None and self.reasoning_content is not None:
             explicit["reasoning"] = self.reasoning_content
@@ -69,7 +72,7 @@ class ChatMessage(CompatModel):
 
 
 class Function(CompatModel):
-    """`parameters` is a JSON schema; the model's template shows it to the model."""
+    """Function of a tool; `parameters` is a JSON schema that the chat template renders."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -82,7 +85,11 @@ class Tool(CompatModel):
 
 
 class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
-    """`logprobs`: of the sampled tokens, and of so many others as `top_logprobs` says."""
+    """Body of a chat request.
+
+    `logprobs` returns the logprob of each sampled token, and those of the top `top_logprobs` tokens
+    at its position.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
@@ -133,13 +140,17 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
 
 
 def _count_ignored(server: Server, options: dict[str, Any]) -> None:
-    """Clients send `enable_thinking` to every model; vLLM too ignores what a template lacks."""
+    """Count template options that the chat template does not use.
+
+    They are not rejected: clients send `enable_thinking` to every model, and vLLM also ignores
+    options that a template lacks.
+    """
     ignored = options.keys() - server.engine.info.template_variables
     server.metrics.compat_fields.labels("unknown").inc(len(ignored))
 
 
 class ChatResponseBuilder:
-    """One request's conversation, and how its responses are written down."""
+    """Response format of one chat request, as a whole or as a stream."""
 
     def __init__(
         self,
@@ -196,7 +207,10 @@ class ChatResponseBuilder:
         return events.stream_response(self._server, rollout, head, chunk, self._body.stream_options)
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Beside the choices. In a stream vLLM sends it with the first chunk of each choice."""
+        """Prompt token ids, returned beside `choices`, in a stream with every choice.
+
+        vLLM streams them with the first chunk of each choice.
+        """
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
     async def _chat_response(self, sample: SampleAnswer) -> ChatResponse:
@@ -238,7 +252,7 @@ def _message(chat_response: ChatResponse) -> dict[str, Any]:
 
 
 def _index_tool_calls(choice: dict[str, Any]) -> dict[str, Any]:
-    """In a stream every tool call says which one it is."""
+    """Add the index of each tool call, which OpenAI's streaming format requires."""
     calls = choice["delta"].get("tool_calls", [])
     for index, call in enumerate(calls):
         call["index"] = index

@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI defines it and vLLM extends it."""
+"""POST /v1/completions with OpenAI's fields and vLLM's extensions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,13 +41,13 @@ from service.server import Server
 router = APIRouter(route_class=OpenAIRoute)
 
 Drawn = Sequence[tuple[int, SampleAnswer]]
-"""Samples, each with the index of its group."""
+"""Samples with the index of their group."""
 
 NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
 
 
 class CompletionBody(EchoFields, SamplingFields, CommonRequestFields, events.StreamFields):
-    """`logprobs`: so many of the likeliest tokens beside each that is sampled."""
+    """Body of a completion request; `logprobs` is the number of top logprobs per sampled token."""
 
     prompt: Text | Texts | TokenIds | ListsOfTokenIds
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
@@ -70,7 +70,7 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     prompts = await cancel_on_disconnect(request, tokenize_prompts(server, lambda: _prompts(body)))
     if prompts is None:
         return CLIENT_DISCONNECTED
-    # With max_tokens 0 vLLM samples one token as well, and leaves it out.
+    # With max_tokens 0 vLLM also samples one token and leaves it out of the answer.
     most = body.max_tokens if body.max_tokens != 0 else 1
     job = body.job(prompts, body, most, adapter, body.logprobs)
     prompt_scores = await token_logprobs.compute_prompt_logprobs(
@@ -121,7 +121,7 @@ def _tokens(prompt_param: object) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBuilder:
-    """What a choice is written from, beside its sample."""
+    """Inputs of a choice other than its sample."""
 
     body: CompletionBody
     rollout: Rollout
@@ -131,7 +131,7 @@ class CompletionBuilder:
     echoed: list[str] | None = None
 
     async def as_completion_logprobs(self, server: Server, drawn: Drawn) -> "CompletionBuilder":
-        """With the texts of tokens, and of prompts that are echoed."""
+        """Copy of the builder with the texts of all tokens and of echoed prompts."""
         name, echoed = self.name, None
         if self.body.logprobs is not None:
             as_ids = self.body.return_tokens_as_token_ids
@@ -149,7 +149,11 @@ class CompletionBuilder:
                 yield from token_names.tokens_of_places(self.prompt_scores[group])
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
-        """Prompt by prompt, its n samples one after the other: clients count on the order."""
+        """Choice of one sample.
+
+        Its index counts the n samples of each prompt consecutively, in prompt order, as clients
+        expect.
+        """
         if self.body.max_tokens == 0:
             text, sample = "", sample.model_copy(update=NOTHING_SAMPLED)
         choice = {

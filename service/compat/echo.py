@@ -1,6 +1,7 @@
-"""`echo` of completions: the prompt before the response, as lm-eval reads log-likelihoods.
+"""`echo` of completions: the prompt before the response, with logprobs; used by lm-eval.
 
-One sample per prompt, or one short request would return its prompt a thousand times.
+Only one sample per prompt is allowed, since a short request could otherwise return its prompt a
+thousand times.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from service.server import Server
 
 
 class EchoFields(CompatModel):
-    """Part of a completion's body."""
+    """Fields of a completion request that concern the prompt."""
 
     echo: Flag = False
     logprobs: token_logprobs.Count | None = None
@@ -22,7 +23,7 @@ class EchoFields(CompatModel):
 
     @property
     def num_of_prompts(self) -> int | None:
-        """How many log-probabilities per prompt token are computed; none: no prompt is scored."""
+        """Number of top logprobs per prompt token; None: the prompts are not scored."""
         return self.logprobs if self.echo else self.prompt_logprobs
 
 
@@ -40,7 +41,7 @@ def check(fields: EchoFields, *, n: int, stream: bool, max_tokens: int | None) -
 
 
 async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
-    """The prompts as they were sent, or as text of the token ids that were."""
+    """Texts of the prompts: as they were sent, or decoded from the token ids that were sent."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], str):
@@ -49,6 +50,6 @@ async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]
 
 
 def own(prompt: Sequence[int], per_token: Sequence[TopLogprobs]) -> list[float | None]:
-    """The log-probability of each prompt token; the first has none."""
+    """Logprob of each prompt token; None for the first token."""
     found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
     return [of_place.get(token) for token, of_place in zip(prompt, found, strict=True)]

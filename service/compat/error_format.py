@@ -1,4 +1,4 @@
-"""Problems with one member more, which is all that OpenAI's client shows of an error."""
+"""Problem documents with the member `error`, the only one that OpenAI's client shows."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ def to_openai_json(problem: Problem) -> str:
 
 
 def with_openai_error(problem: Problem) -> dict[str, Any]:
-    """`error` as OpenAI writes it, beside the members of every problem."""
+    """Problem document with OpenAI's `error` object added to its members."""
     field_errors = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
     wrong = problem.errors[0]["location"] if problem.errors else None
     messages = [text for text in (problem.detail or problem.title, *field_errors) if text]

@@ -1,4 +1,4 @@
-"""Server-sent events, in the way of OpenAI's streams."""
+"""Server-sent events in the format of OpenAI's streams."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,11 +24,11 @@ KEEP_ALIVE = b": samples are still being drawn\n\n"
 DONE = b"data: [DONE]\n\n"
 
 Chunk = Callable[[int, SampleAnswer], Awaitable[dict[str, Any]]]
-"""What to write of a sample of the group with this index: `choices`, and fields beside it."""
+"""Payload of a sample of the group with this index: `choices` and top-level fields."""
 
 
 class StreamOptions(CompatModel):
-    """As in vLLM, `continuous_usage_stats` does nothing without `include_usage`."""
+    """Streaming options; as in vLLM, `continuous_usage_stats` requires `include_usage`."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -50,15 +50,18 @@ def stream_response(
     chunk: Chunk,
     options: StreamOptions | None,
 ) -> Response:
-    """For whoever started the rollout: it ends when they leave."""
+    """Event stream of a rollout for its caller; a disconnect cancels the rollout."""
     stream = _Stream(server, rollout, head, chunk, options or StreamOptions())
     return StreamingResponse(stream.events(), media_type=EVENT_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A rollout's events. A choice is sent when it has ended: the engine hands out samples, not
-    single tokens."""
+    """Event stream of one rollout.
+
+    Each choice is sent as a whole once it has ended, since the engine returns samples and not
+    single tokens.
+    """
 
     server: Server
     rollout: Rollout
@@ -67,7 +70,10 @@ class _Stream:
     options: StreamOptions
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The status was sent before the first event, so an error is an event as well."""
+        """Encoded events of the stream.
+
+        An error is an event as well, since the status is sent before the first event.
+        """
         try:
             async for event in self._chunks():
                 yield event
@@ -93,7 +99,7 @@ class _Stream:
                     yield _sse_event({**self.head, "choices": [], "usage": total})
 
     def _usage(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
-        """OpenAI's own chunks have null where there is none yet."""
+        """Usage field of a chunk; null, as in OpenAI's chunks, while there is no usage yet."""
         if not self.options.include_usage:
             return {}
         if not self.options.continuous_usage_stats:
@@ -102,7 +108,7 @@ class _Stream:
         return {"usage": token_counts(len(prompt), len(sample.token_ids))}
 
     def _error(self, problem: Problem) -> bytes:
-        """vLLM's ErrorResponse."""
+        """Error event in the format of vLLM's ErrorResponse."""
         self.server.metrics.problems.labels(problem.code).inc()
         error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
         return _sse_event({"error": error})
@@ -113,5 +119,5 @@ def _sse_event(value: object) -> bytes:
 
 
 def unix_time() -> int:
-    """Seconds since 1970, which is what `created` means to these clients."""
+    """Seconds since 1970, the unit of `created`."""
     return int(time.time())

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: vLLM's way to send token ids and to get token ids."""
+"""POST /inference/v1/generate: vLLM's route with token ids as input and output."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -33,7 +33,11 @@ router = APIRouter()
 
 
 class GenerateSampling(SamplingFields):
-    """`logprobs`: 0 or 1 for those of the sampled tokens alone, more for the likeliest as well."""
+    """Sampling parameters.
+
+    `logprobs` 0 and 1 return the logprobs of the sampled tokens only, larger values also the top-k
+    logprobs.
+    """
 
     max_tokens: MaxTokens | None = None
     logprobs: token_logprobs.Count | None = None
@@ -41,12 +45,15 @@ class GenerateSampling(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int:
-        """A client that sends 1 reads the sampled token's, and checks that there is no other."""
+        """Number of top logprobs; zero for `logprobs` 1.
+
+        A client that sends 1 reads the sampled token's logprob and requires that there is no other.
+        """
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
 class GenerateBody(CommonRequestFields):
-    """Without max_tokens a response may fill the context."""
+    """Body of a generate request; without max_tokens a response may fill the context."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     sampling_params: GenerateSampling = GenerateSampling()
@@ -103,7 +110,10 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
 
 
 def logprobs(sample: SampleAnswer, per_token: Sequence[TopLogprobs]) -> list[dict[str, Any]]:
-    """vLLM 0.32 renamed `token` to `token_id`; clients of either kind find theirs."""
+    """Logprobs with the token under both names.
+
+    vLLM 0.32 renamed `token` to `token_id`; this supports clients of either version.
+    """
     others = [token_logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [
         []
     ] * len(sample.token_ids)

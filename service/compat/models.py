@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, adapters too, as OpenAI's and vLLM's clients ask for it."""
+"""GET /v1/models: the served model and its adapters, in the format of OpenAI and vLLM."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Routes whose refusals look like OpenAI's: 400 where the native routes answer 422."""
+"""Route class that answers invalid requests with 400, where the native routes answer 422."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -14,7 +14,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class OpenAIRoute(APIRoute):
-    """OpenAI's clients, and proxies before vLLM, know 400 as the status of a wrong request."""
+    """Route that turns status 422 into 400.
+
+    OpenAI's clients, and proxies for vLLM, expect 400 for an invalid request.
+    """
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -31,5 +34,5 @@ class OpenAIRoute(APIRoute):
 
 
 def as_openai(responses: Responses) -> Responses:
-    """The declaration of such a route's answers."""
+    """Response declarations of such a route."""
     return {status: answer for status, answer in responses.items() if status != UNPROCESSABLE}

@@ -1,4 +1,4 @@
-"""The document of the sub-application, generated from its routes and its bodies' models."""
+"""OpenAPI document of the sub-application, generated from its routes and body models."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -16,7 +16,10 @@ _BODY_MODELS: dict[str, type[BaseModel]] = {}
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's `openapi_extra=`: bodies are parsed by us, where FastAPI does not see it."""
+    """Request body declaration for a route's `openapi_extra=`.
+
+    FastAPI does not know the body models, since the routes parse their bodies themselves.
+    """
     _BODY_MODELS[model.__name__] = model
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
@@ -38,7 +41,10 @@ def build_openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
-    """FastAPI adds a 422 of its own to routes with parameters; its validation never fails here."""
+    """Remove FastAPI's own 422 response from routes with parameters.
+
+    FastAPI's validation never fails on these routes.
+    """
     for operation in operations.values():
         responses = operation["responses"]
         if "application/json" in responses.get("422", {}).get("content", {}):

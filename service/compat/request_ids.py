@@ -1,4 +1,4 @@
-"""Rollouts that run under a name of their client's, so that it can end them by that name."""
+"""Registry of running rollouts by the request id that the client chose, used to abort them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from service.rollouts.rollout import Rollout
 
 
 class RequestIds:
-    """A key's names are its own. The same name may be given to several requests."""
+    """Request ids per API key; several rollouts may have the same id."""
 
     def __init__(self) -> None:
         self._rollouts: dict[tuple[str, str], set[Rollout]] = {}

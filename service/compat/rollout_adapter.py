@@ -1,7 +1,7 @@
-"""Rollouts on behalf of clients that know nothing of rollouts.
+"""Execution of other servers' requests as rollouts.
 
-Prompts are token ids before anything starts, so what a client is told about its prompt is what the
-engine was given, and no token is ever made into text and back.
+Prompts are converted to token ids before the rollout starts. The prompt token ids in an answer are
+therefore exactly those that the engine received, and no token is ever decoded and encoded again.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ STREAM_RESPONSES = as_openai(declare_responses({200: (*JSON, EVENT_STREAM)}, *RO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingJob:
-    """One request of such a client: prompts, and n samples of each."""
+    """One request in native terms: prompts and n samples of each."""
 
     prompts: Sequence[list[int]]
     n: int
@@ -80,12 +80,12 @@ class SamplingJob:
 
 
 def _checked(token_ids: list[int]) -> Prompt:
-    """Without being validated once more, which is slow on the event loop."""
+    """Prompt without another validation, which is slow on the event loop."""
     return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
 
 
 class CommonRequestFields(CompatModel):
-    """What OpenAI's shapes and vLLM's say beside a prompt and a distribution."""
+    """Common fields of OpenAI's and vLLM's requests besides prompt and sampling parameters."""
 
     model: str | None = None
     return_token_ids: Flag = False
@@ -115,12 +115,15 @@ class CommonRequestFields(CompatModel):
 
 
 def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
-    """A key's salts are its own: no key can look into the cache of another by guessing its salt."""
+    """Cache salt prefixed by the API key's name.
+
+    No key can probe the cache of another one by guessing its salt.
+    """
     return None if given is None else f"{caller.name}:{given}"
 
 
 def resolve_adapter(server: Server, model: str | None) -> str | None:
-    """The adapter that a model's name stands for; none for the served model itself."""
+    """Adapter that a model name denotes; None for the served model itself."""
     info = server.engine.info
     if model in (None, info.model, info.model_given):
         return None
@@ -131,7 +134,7 @@ def resolve_adapter(server: Server, model: str | None) -> str | None:
 
 
 def name_of(server: Server, model: str | None) -> str:
-    """What an answer calls the model that a request names, which may have been its path."""
+    """Model name in the answer; the served name if the request names the model's path."""
     info = server.engine.info
     return info.model if model is None or model == info.model_given else model
 
@@ -139,7 +142,10 @@ def name_of(server: Server, model: str | None) -> str:
 async def tokenize_prompts(
     server: Server, build_prompts: Callable[[], list[Prompt]]
 ) -> list[list[int]]:
-    """A rollout's prompts have bounds that the client's own shape does not know."""
+    """Token ids of the prompts, validated against the limits of a rollout.
+
+    The client's request format does not enforce these limits.
+    """
     try:
         prompts = build_prompts()
     except ValidationError as error:
@@ -161,7 +167,7 @@ async def start(server: Server, caller: ApiKey, job: SamplingJob) -> Rollout:
 async def wait_for_answer(
     request: Request, server: Server, rollout: Rollout
 ) -> RolloutAnswer | None:
-    """None if the caller has gone; its rollout is ended then."""
+    """Answer of the rollout; None if the caller disconnected, which cancels the rollout."""
     try:
         await cancel_on_disconnect(request, rollout.wait())
     finally:
@@ -170,13 +176,13 @@ async def wait_for_answer(
 
 
 async def json_response(build: Callable[[], object]) -> Response:
-    """In a thread: large answers would hold up everybody else."""
+    """JSON response that is serialized in a thread: a large one would block the event loop."""
     parts = await asyncio.to_thread(lambda: list(value_parts(build())))
     return PartsResponse(parts, media_type="application/json")
 
 
 async def decode_samples(server: Server, answer: RolloutAnswer) -> list[list[str]]:
-    """Of every sample, group by group."""
+    """Texts of all samples by group."""
     return [
         [await server.prompts.text(sample.token_ids) for sample in group.samples]
         for group in answer.groups
@@ -188,7 +194,7 @@ def finish_reason(sample: SampleAnswer) -> str:
 
 
 def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
-    """Which weights version sampled which tokens."""
+    """Weights version of each range of sampled tokens."""
     return [span.model_dump() for span in sample.versions]
 
 

@@ -1,4 +1,4 @@
-"""What other servers call the fields of a sampling distribution."""
+"""Sampling parameters under the names of other servers."""
 
 from typing import Annotated
 
@@ -15,11 +15,11 @@ Count = Annotated[
     BeforeValidator(lambda value: 1 if value is None else value),
 ]
 
-_SEED_MASK = 2**62 - 1  # trainers draw 63 bits
+_SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
 
 
 class SamplingFields(CompatModel):
-    """Shared by all; how many tokens there may be is called differently everywhere."""
+    """Sampling parameters common to all APIs; the name of the token limit differs between them."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
@@ -30,7 +30,7 @@ class SamplingFields(CompatModel):
     n: Count = 1
 
     def sampling(self, max_tokens: int | None) -> Sampling:
-        """Both -1 and 0 mean that no token is cut off by its rank."""
+        """Native sampling parameters; top_k -1 and 0 both disable top-k."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,

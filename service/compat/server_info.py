@@ -1,4 +1,4 @@
-"""GET /server_info, which vLLM's and SGLang's clients both ask for and read different parts of."""
+"""GET /server_info with the fields that vLLM's and SGLang's clients read."""
 
 from typing import Any
 
@@ -49,7 +49,10 @@ def _sglang(info: EngineInfo) -> dict[str, Any]:
 
 
 def _single_node(request: Request) -> dict[str, Any]:
-    """What miles compares with what it would have started itself, address and all."""
+    """Values that miles compares with those of a server that it would start itself.
+
+    These include the address.
+    """
     return {
         "host": request.url.hostname,
         "port": request.url.port,

@@ -1,4 +1,4 @@
-"""SGLang's routes for a trainer: pause, abort, weights from a directory, and how it is."""
+"""SGLang's control routes for trainers: pause, abort, weights from a directory, and status."""
 
 from typing import Annotated, Literal
 
@@ -26,7 +26,8 @@ from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()
 
-# What SGLang calls them: in place, samples keep what they hold; retracted, they compute it anew.
+# SGLang's pause modes. With in_place, running samples keep their KV; with retract, SGLang
+# recomputes it.
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
@@ -77,7 +78,7 @@ async def resume(request: Request, server: ServingServer) -> Response:
 async def abort(
     request: Request, server: ServingServer, caller: Caller, running: RunningRequests
 ) -> Response:
-    """Ends what this key has running; tokens so far go to whoever waits for them."""
+    """Abort running rollouts of this API key; their callers receive the tokens generated so far."""
     body = await read_compat_body(request, AbortBody, server)
     if not (body.abort_all or body.rid):
         raise InvalidRequest.of_parameter("rid", "give rid, or abort_all")
@@ -102,7 +103,7 @@ async def update(request: Request, server: ReadyServer, updates: Updates) -> Res
 @router.get("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
-    """SGLang's own clients, miles and slime among them, send GET."""
+    """Flush the cache by GET, the method that miles, slime and SGLang's own clients use."""
     refuse_browsers(request.headers)
     return await flush_cache(server)
 
@@ -143,7 +144,7 @@ async def model_info(server: ReadyServer) -> Response:
 @router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
 @allow_any_key
 async def loads(server: AnyServer) -> Response:
-    """Slime asks until there is nothing left."""
+    """Load of the server; slime polls it until there are no running requests."""
     running = server.rollouts.num_samples_running
     load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0, "num_reqs": running}
     return _json({"loads": [load]})

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's way to sample, as slime and miles use it."""
+"""POST /generate: SGLang's sampling route, as used by slime and miles."""
 
 from typing import Annotated, Any
 
@@ -34,14 +34,18 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SglangSampling(SamplingFields):
-    """Without max_new_tokens 128, as in SGLang."""
+    """Sampling parameters; as in SGLang, max_new_tokens is 128 by default."""
 
     max_new_tokens: MaxTokens | None = 128
     sampling_seed: int | None = None
 
 
 class SglangBody(CompatModel):
-    """One prompt or a list of them, as text or as token ids. `lora_path` is an adapter's name."""
+    """Body of a generate request.
+
+    It has one prompt or a list of them, as text or as token ids. `lora_path` is the name of an
+    adapter.
+    """
 
     text: Text | Texts | None = None
     input_ids: TokenIds | ListsOfTokenIds | None = None
@@ -56,7 +60,7 @@ class SglangBody(CompatModel):
 
     @property
     def is_single(self) -> bool:
-        """Whether the answer is a single object: one prompt, and one sample of it."""
+        """True if the answer is a single object: one prompt with one sample."""
         prompt_param = self.input_ids if self.text is None else self.text
         nested = isinstance(prompt_param, list) and not (
             prompt_param and isinstance(prompt_param[0], int)
@@ -128,7 +132,7 @@ def _sample(
         "prompt_tokens": group.num_prompt_tokens,
         "completion_tokens": len(sample.token_ids),
         "cached_tokens": group.num_cached_tokens,
-        # A sample without a token was drawn from no version.
+        # None for a sample without tokens, which no version has generated.
         "weight_version": sample.versions[-1].version if sample.versions else None,
         "weight_versions": weight_version_spans(sample),
     }

@@ -1,8 +1,9 @@
-"""Log-probabilities of other tokens than the sampled one, as OpenAI's and vLLM's clients read them.
+"""Top-k logprobs of response and prompt tokens, as clients of OpenAI and vLLM request them.
 
-They are counted against `engine.max_logprobs`. A prompt's are computed once for all of its samples,
-as a score is: carried by a sample they would keep its siblings from their prefix. They come before
-the samples: a refusal, or a drain that begins meanwhile, then costs no sample.
+The number per token is limited by `engine.max_logprobs`. Prompt logprobs are computed once for all
+samples of a prompt, by scoring it: computing them in the samples' requests would keep these from
+sharing the cached prefix. They are computed before the samples, so that a rejection, or a drain
+that begins meanwhile, costs no sample.
 """
 
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from service.server import Server
 
 Count = Annotated[int, Field(ge=0, le=1024)]
 MAX_PROMPT_LOGPROBS = 2**20
-"""In one response, as many times as it repeats them. About 50 bytes of JSON each."""
+"""Limit per response, counting each repetition; a value takes about 50 bytes of JSON."""
 PromptLogprobs = list[list[TopLogprobs]] | None
 
 
@@ -31,7 +32,7 @@ def check(server: Server, **counts: int | None) -> None:
 
 
 def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[TopLogprobs]:
-    """None at any token where none were asked for."""
+    """Top logprobs of a sample's tokens; empty if none were requested."""
     return rollout.groups[group].top_logprobs.get(index, [])
 
 
@@ -46,7 +47,11 @@ async def compute_prompt_logprobs(
 
 
 def _check_size(job: SamplingJob, count: int) -> None:
-    """Every choice repeats its prompt's, so a small request could make a response of gigabytes."""
+    """Reject a request whose response would be too large.
+
+    Every choice repeats the logprobs of its prompt, so a small request could produce a response of
+    gigabytes.
+    """
     num_values = sum(map(len, job.prompts)) * (count + 1) * job.n
     if num_values > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest.of_parameter(
@@ -57,7 +62,10 @@ def _check_size(job: SamplingJob, count: int) -> None:
 
 
 def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
-    """Its way for chats: the likeliest, whether the sampled one is among them or not."""
+    """Top-k logprobs in vLLM's chat format, with or without the sampled token.
+
+    The sampled token is the first candidate, and is left out unless it is one of the top k.
+    """
     return [
         {"token": f"token_id:{r.token_id}", "token_id": r.token_id, "logprob": r.logprob}
         for r in candidates[1:]
@@ -65,7 +73,7 @@ def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
 
 
 def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, Any] | None] | None:
-    """vLLM's way for prompts: nothing for the first token."""
+    """Prompt logprobs in vLLM's format: None for the first token."""
     if prompts is None:
         return None
     return [

@@ -1,4 +1,4 @@
-"""Names of tokens in log-probabilities: their text, or their ids behind `token_id:`."""
+"""Token names in logprobs: the text of a token, or `token_id:` and its id."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
@@ -12,12 +12,12 @@ Name = Callable[[int], str]
 
 
 def id_name(token: int) -> str:
-    """Unlike text it tells any two tokens apart."""
+    """Name with the token id, which is unique, unlike text."""
     return f"token_id:{token}"
 
 
 async def names(prompts: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool) -> Name:
-    """For the tokens that `collect`, called in a thread, returns."""
+    """Naming function for the tokens that `collect` returns; `collect` is called in a thread."""
     return id_name if as_ids else (await prompts.token_texts(collect)).__getitem__
 
 
@@ -32,7 +32,7 @@ def tokens_of_places(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
 def chat_logprobs(
     sample: SampleAnswer, per_token: Sequence[TopLogprobs], name: Name
 ) -> list[dict[str, Any]]:
-    """OpenAI's shape for chats, and the ids beside it."""
+    """Logprobs in OpenAI's chat format, with token ids added."""
     others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
     return [
         {
@@ -55,7 +55,10 @@ def completion_logprobs(
     per_token: Sequence[TopLogprobs],
     name: Name,
 ) -> dict[str, Any]:
-    """OpenAI's shape for completions; offsets count characters from the first token, as vLLM's."""
+    """Logprobs in OpenAI's completions format.
+
+    Offsets count characters from the first token, as in vLLM.
+    """
     tokens = [name(token) for token in token_ids]
     offsets = list(accumulate((len(token) for token in tokens), initial=0))
     return {
@@ -68,7 +71,7 @@ def completion_logprobs(
 
 
 def _highest(candidates: TopLogprobs, name: Name) -> dict[str, float] | None:
-    """Tokens may have the same text: the likeliest of them counts."""
+    """Top logprobs by token name; of several tokens with the same text, the highest logprob."""
     named: dict[str, float] = {}
     for ranked in candidates:
         text = name(ranked.token_id)

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as vLLM defines them."""
+"""POST /tokenize and POST /detokenize as in vLLM."""
 
 from typing import Annotated, Any
 
@@ -27,13 +27,13 @@ from service.server import Server
 router = APIRouter(route_class=OpenAIRoute)
 
 MAX_BODY_BYTES = 2**20
-"""Several times what the longest contexts hold; one thread tokenizes for everybody."""
+"""Several times the size of the longest contexts; all callers share one tokenizer thread."""
 ROLLOUT_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, AdapterNotFound, NoChatTemplate)
 TOKENIZED = as_openai(declare_responses({200: JSON}, *ROLLOUT_ERRORS))
 
 
 class TokenizeBody(CompatModel):
-    """A text in `prompt`, or the messages of a chat."""
+    """Body of a tokenize request: a text in `prompt`, or chat `messages`."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""`tool_choice` of a chat."""
+"""Validation of `tool_choice` in chat requests."""
 
 from typing import Annotated, Literal
 

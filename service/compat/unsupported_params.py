@@ -1,7 +1,8 @@
-"""Fields of other servers that would change the samples and that the engine is not asked for.
+"""Request fields of other servers that would change the samples and are not supported.
 
-At its neutral value a field changes nothing and is let through, since these clients send all of
-theirs. Otherwise the answer names what to use instead: ignored, it would change the training.
+A field at its neutral value has no effect and is accepted, since these clients send all of their
+fields. Any other value is rejected with an alternative: if it were ignored, it would silently
+change the training.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from service.http.errors import InvalidRequest
 
 
 class UnsupportedParam(NamedTuple):
-    """Null is neutral for every field."""
+    """Neutral values of a field, and the alternative to suggest; null is always neutral."""
 
     allowed_values: tuple[object, ...]
     suggestion: str
@@ -129,7 +130,7 @@ UNSUPPORTED: dict[str, UnsupportedParam] = {
 
 
 def check(name: str, value: Any) -> bool:
-    """Whether it is a field of this table, at its neutral value; raises at any other."""
+    """True if the field is in UNSUPPORTED and has a neutral value; raises at any other value."""
     param = UNSUPPORTED.get(name)
     if param is None:
         return False
@@ -139,7 +140,10 @@ def check(name: str, value: Any) -> bool:
 
 
 def _is_neutral(value: Any, param: UnsupportedParam) -> bool:
-    """SGLang takes most fields as a list too, with one value per prompt."""
+    """True if the value, or each element of a list, is neutral.
+
+    SGLang accepts most fields also as a list with one value per prompt.
+    """
     if isinstance(value, list) and value and value not in param.allowed_values:
         return all(item is None or item in param.allowed_values for item in value)
     return value is None or value in param.allowed_values

@@ -1,4 +1,4 @@
-"""Routes that clients may ask for and that this server does not serve: each says what to do."""
+"""Routes of other servers that are not supported; their errors name the alternative."""
 
 from fastapi import APIRouter, Response
 

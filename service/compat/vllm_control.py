@@ -1,4 +1,4 @@
-"""vLLM's routes for a trainer: pause and resume, weights, and what the server is."""
+"""vLLM's control routes for trainers: pause and resume, weight updates and server information."""
 
 from typing import Annotated, Any
 
@@ -45,11 +45,14 @@ UPDATE_RESPONSES = declare_responses(
 
 
 class EmptyBody(CompatModel):
-    """Nothing that is sent here is needed."""
+    """Body whose fields are all ignored."""
 
 
 class UpdateBody(CompatModel):
-    """prime-rl names a directory, TRL announces tensors that it is about to broadcast."""
+    """Body of a weight update.
+
+    prime-rl sends a directory. TRL announces the tensors that it is about to broadcast.
+    """
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     update_info: dict[str, Any] | None = None
@@ -71,7 +74,10 @@ Updates = Annotated[WeightUpdates, Depends(_updates)]
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
-    """No prefix is ever hit across versions, so there is nothing for `clear_cache` to decide."""
+    """Pause generation.
+
+    The parameter `clear_cache` has no effect: a prefix is never reused across weights versions.
+    """
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
         raise InvalidRequest.of_parameter("mode", f"one of {', '.join(MODES)}")
@@ -144,7 +150,7 @@ async def liveness(server: AnyServer) -> Response:
 
 
 def vllm_config(info: EngineInfo) -> dict[str, Any]:
-    """Those parts of vLLM's configuration that clients read."""
+    """Parts of vLLM's configuration that clients read."""
     return {
         "model_config": {
             "model": info.model,
@@ -164,7 +170,7 @@ def vllm_config(info: EngineInfo) -> dict[str, Any]:
 
 
 def _lora_config(info: EngineInfo) -> dict[str, Any] | None:
-    """By this TRL decides whether it publishes adapters or whole models."""
+    """LoRA configuration; TRL publishes adapters if it is present, and full models otherwise."""
     if not info.max_adapters:
         return None
     return {"max_lora_rank": info.max_adapter_rank, "max_loras": info.max_adapters}

@@ -1,7 +1,7 @@
-"""Weights published by trainers that name a directory, and often no version.
+"""Weight updates by trainers that name a directory and often no version.
 
-Their protocols are a start, updates and a finish, or an update alone; all of them are repeated
-after a lost answer. A repeated update names the same files, and changes nothing.
+Their protocols consist of a start, updates and a finish, or of an update alone. All of these calls
+are retried after a lost response. A repeated update names the same files and changes nothing.
 """
 
 import asyncio
@@ -16,7 +16,10 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 class WeightUpdates:
-    """Lives on one event loop; one update at a time, which also is what a retry waits for."""
+    """Weight update protocol; runs on one event loop, with one update at a time.
+
+    A retry waits for the update in progress.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -26,13 +29,13 @@ class WeightUpdates:
         self._published: dict[str, tuple[Path, Fingerprint]] = {}
 
     async def start(self) -> None:
-        """What an update that was never finished has staged is forgotten."""
+        """Start an update; discards what an unfinished one has staged."""
         async with self._lock:
             self._started = True
             await self._discard_staged()
 
     async def update(self, path: str, label: str | None = None) -> Version:
-        """Staged after a start, else active when this returns."""
+        """Stage the weights after a start, otherwise activate them before returning."""
         async with self._lock:
             version = await self._stage(path, label)
             if self._started:
@@ -42,14 +45,16 @@ class WeightUpdates:
             return self._server.versions.get(version.label)
 
     async def publish(self, path: str, label: str | None = None) -> Version:
-        """Active when this returns, whatever has been started."""
+        """Stage and activate the weights, independent of a started update."""
         async with self._lock:
             await self._activate(await self._stage(path, label))
             return self._server.versions.active
 
     async def finish(self, label: str | None = None) -> Version:
-        """The active version. Without a start, or again, this changes nothing. What fails can be
-        asked for again."""
+        """Activate the staged weights and return the active version.
+
+        Without a start, or when repeated, this changes nothing. After a failure it can be retried.
+        """
         async with self._lock:
             if self._staged is not None:
                 self._staged = await self._relabel(self._staged, label)
@@ -72,7 +77,10 @@ class WeightUpdates:
         return version
 
     async def _relabel(self, staged: Version, label: str | None) -> Version:
-        """vLLM names a version where it ends an update, which is after its files were checked."""
+        """Stage the weights again under the label given at the end of the update.
+
+        vLLM names a version when it finishes an update, which is after its files were validated.
+        """
         if label in (None, staged.label):
             return staged
         version = await self._server.stager.stage_path(label, str(staged.path), sequence=None)
@@ -86,7 +94,11 @@ class WeightUpdates:
         return answer
 
     async def _delete_overwritten(self, active: Version) -> None:
-        """A trainer that writes every version to one place leaves nothing to go back to."""
+        """Delete other versions with the path of the active one.
+
+        A trainer that writes every version to the same directory has overwritten them, so that no
+        rollback is possible.
+        """
         for version in self._server.versions.all():
             if version.label != active.label and version.path == active.path:
                 await self._server.stager.delete(version.label)
@@ -97,7 +109,10 @@ class WeightUpdates:
             await self._delete_if_staged(staged.label)
 
     async def _delete_if_staged(self, label: str) -> None:
-        """Unless it serves: a directory that was not written again is the version that it was."""
+        """Delete the version unless it is active.
+
+        If the directory was not written again, the staged version is the active one.
+        """
         version = self._server.versions.find(label)
         if version is not None and version.state == "staged":
             await self._server.stager.delete(label)
@@ -110,7 +125,10 @@ class WeightUpdates:
 
 
 def _fingerprint(path: Path) -> Fingerprint:
-    """Changes when a file is written again, which its content need not do."""
+    """File names, sizes and modification times, which change if a file is rewritten.
+
+    The content need not change.
+    """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     try:
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
