@@ -40,8 +40,8 @@ class AnchorSelection:
     """Weights of the anchors for each section.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
-    the prompt's prefix with exact KV. `used` are the anchors with most of the weight of the named
-    sections, `sources` all anchors that are read.
+    the prompt's prefix with exact KV. `used` are the exact matches of named sections and the
+    anchors with most of the weight of a predicted one, `sources` all anchors that are read.
     """
 
     weights: list[dict[Anchor, float]] = field(default_factory=list)

@@ -114,7 +114,7 @@ class RolloutManager:
         """Validate the request and start a rollout; all rejections precede the first submission.
 
         With a claim, returns the rollout that the same request has already started, if there is
-        one, also during a drain. Raises a redirect if another replica holds the claim.
+        one, also during a drain. Raises RedirectToReplica if another replica holds the claim.
         """
         if claim is None:
             return await self._start(

@@ -34,8 +34,8 @@ def outcome_of(
 ) -> Outcome:
     """Outcome of a tree.
 
-    `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: paths were not
-    started or aborted before the tree was complete.
+    `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: the tree was
+    ended before it was complete.
     """
     finishes = Counter(leaf.finish for leaf in leaves)
     num_complete = sum(finishes[finish] for finish in complete_finishes)

@@ -22,7 +22,7 @@ class Budget:
     def part(self, leaves: int, num_starting_leaves: int) -> int:
         """Tokens for `leaves` of the `num_starting_leaves` leaves that start now.
 
-        The remainder is divided by these and the future leaves.
+        The remaining tokens are divided equally among these and the future leaves.
         """
         return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 

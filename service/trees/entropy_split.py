@@ -40,7 +40,7 @@ def distribute_leaves(leaves: int, capacities: Sequence[int], *, per_cut: int) -
     """Shares of leaves of the paths at each cut.
 
     A path at cut `i` can have at most `capacities[i]` leaves. Leaves are dealt one at a time, so
-    that shares are even; leaves that exceed all capacities are dropped.
+    that shares are even; leaves that exceed all capacities are left over.
     """
     shares = [[0] * per_cut for _ in capacities]
     seats = [(cut, seat) for seat in range(per_cut) for cut in range(len(capacities))]
