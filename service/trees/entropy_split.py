@@ -1,8 +1,8 @@
 """Selection of cut positions on a finished path by the entropy of its tokens.
 
 A token's entropy is that of the distribution it was sampled from, so the fork belongs before that
-token. The cut moves to the next position at which no KV is recomputed (`next_cut`), and that
-position's score is the highest entropy of the tokens that move to it.
+token. The cut moves to the next position at which a child prefills a single token (`next_cut`),
+and that position's score is the highest entropy of the tokens that move to it.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ from service.trees.tokens import GeneratedTokens, tokens_from_completion
 from service.trees.tree import Segment, Tree
 
 Fork = tuple[Segment | None, int, list[int]]
-"""Parent segment of new paths, its depth in splits, and each path's share of leaves."""
+"""Parent segment of new paths, their depth in splits, and each path's share of leaves."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
