@@ -243,7 +243,7 @@ class Group:
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
-        """Number of tokens, cut before the first one of a version that the group excludes."""
+        """Number of leading tokens of the group's `exact_version`; all tokens if it has none."""
         if self.exact_version is None:
             return len(result.token_ids)
         other_version_starts = [

@@ -33,7 +33,7 @@ class ResultCache:
 
     @property
     def num_awaiting_fetch(self) -> int:
-        """Number of results whose callers were told to fetch them and have not done so yet."""
+        """Number of results that a caller is to fetch later and has not fetched yet."""
         self.drop_expired()
         return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
 

@@ -58,8 +58,8 @@ class Rollout:
     """Execution of one request; owned by the manager that runs it, on one event loop.
 
     `owner` is the API key that started it; no other key can see it. A detached rollout outlives its
-    caller's connection. `awaits_fetch` is true if a caller was answered that the result can be
-    fetched later and has not fetched it yet.
+    caller's connection. `awaits_fetch` is true if a caller is to fetch the result later and
+    has not fetched it yet.
     """
 
     def __init__(
