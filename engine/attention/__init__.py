@@ -1,1 +1,1 @@
-"""Shared-prefix attention inside vLLM: who shares what, whether it pays, and the backends."""
+"""Shared-prefix attention inside vLLM: grouping of rows, crossover model and attention backends."""

@@ -1,11 +1,11 @@
-"""The host's copy of the block tables that a GPU works from, for both of vLLM's model runners.
+"""Host copies of the block tables used on a GPU, for both of vLLM's model runners.
 
-A builder is handed tables on the device, and reading them back would wait for it. The first runner
-keeps each table on the host and copies it over; which copy belongs to which is noted whenever it
-does. The second runner only sends changes, so they are written to a mirror of ours on their way,
-and a step's rows are picked out of it by their numbers in the runner's request table.
+A metadata builder receives device tables, and reading them back would synchronize. The first runner
+keeps each table on the host and copies it to the device; the association is recorded at each copy.
+The second runner sends only changes, so they are also written to a mirror on the host, from which a
+step's rows are selected by their index in the runner's request table.
 
-On CPU nothing of this is needed: the device's table is the host's.
+On CPU this is not needed: the device's table is the host's.
 """
 
 import functools
@@ -23,7 +23,7 @@ FEATURE = feature("shared-prefix attention")
 
 @dataclass(frozen=True, slots=True)
 class _HostTable:
-    """`by_request`: its rows are numbered as the runner's request table, not as the step's."""
+    """Host copy of one block table; `by_request`: rows follow the request table, not the step."""
 
     table: Int32s
     by_request: bool
@@ -33,7 +33,7 @@ _hosts: dict[int, _HostTable] = {}
 
 
 def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> Int32s | None:
-    """The step's rows of what lies at this address on the device; None if nobody has noted it."""
+    """The step's rows of the table at this device address; None if the address was not recorded."""
     host = _hosts.get(device_table.data_ptr())
     if host is None:
         return None
@@ -43,7 +43,7 @@ def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> 
 
 
 def record_table(block_table: Any) -> None:
-    """Of the first runner: a `BlockTable` that is about to be copied to the device."""
+    """Record a `BlockTable` of the first runner that is about to be copied to the device."""
     address = block_table.block_table.gpu.data_ptr()
     _hosts[address] = _HostTable(block_table.block_table.np, by_request=False)
 
@@ -51,7 +51,7 @@ def record_table(block_table: Any) -> None:
 def record_blocks(
     block_tables: Any, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
 ) -> None:
-    """Of the second runner: blocks that a request is given, before they are counted."""
+    """Record blocks that the second runner adds to a request, before `num_blocks` is updated."""
     for group, block_ids in enumerate(new_block_ids):
         address = block_tables.input_block_tables[group].data_ptr()
         if address not in _hosts:

@@ -1,4 +1,4 @@
-"""What shared-prefix attention has done in this process; the heartbeat carries it to /metrics."""
+"""Counters of shared-prefix attention in this process, which the heartbeat carries to /metrics."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from engine.protocol import AttentionFallbackReason, SharedPrefixStats
 
 
 class Snapshot(TypedDict):
-    """One process's counts as they travel to the service."""
+    """Counters of one process, as sent to the service."""
 
     steps_grouped: int
     rows_grouped: int
@@ -17,9 +17,9 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that takes the steps, between two of which it is read.
+    """Written by the thread that runs the steps, and read between two steps.
 
-    A step counts once for each group of layers that share a block table: once, for most models.
+    A step counts once per group of layers that share a block table: once, for most models.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,10 @@ COUNTERS = Counters()
 
 
 def aggregate_ranks(ranks: Iterable[Snapshot]) -> SharedPrefixStats:
-    """Every rank takes the same steps with the same rows, each with its own share of the bytes."""
+    """Totals over ranks.
+
+    All run the same steps and rows, and each saves its own share of the bytes.
+    """
     counted = list(ranks)
     first = counted[0]
     return SharedPrefixStats(

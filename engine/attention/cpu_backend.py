@@ -1,9 +1,8 @@
-"""vLLM's CPU attention, with shared prefixes read once a step where that is possible and pays.
+"""vLLM's CPU attention with shared prefixes read once per step where supported and faster.
 
-In the place of CPU_ATTN, whose classes these extend: the cache, its layout and how it is written
-stay vLLM's. Rows that share nothing ride along in the same call of the kernel; rows in prefill, and
-steps and layers that the kernel does not do, go to stock attention. So does everything once
-anything here has failed.
+It replaces CPU_ATTN and extends its classes: the KV cache, its layout and its writes stay vLLM's.
+Rows that share nothing are part of the same kernel call. Prefill rows, and steps and layers that
+the kernel does not support, use stock attention. So does everything after the first failure here.
 """
 
 import logging
@@ -49,7 +48,7 @@ class SharedPrefixBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
-    """Stock's for the whole step, what is shared, and stock's for the rows behind the shared."""
+    """Stock metadata of the step, its shared part, and stock metadata of the other rows."""
 
     grouping: StepGrouping
     decode_step: cpu.DecodeStep
@@ -59,7 +58,7 @@ class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
 class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The runner then puts rows with few query tokens before those with many.
+        # The runner then orders rows with few query tokens before those with many.
         self._init_reorder_batch_threshold(cpu.MAX_QUERY_TOKENS)
         self.grouper: StepGrouper | None = self._make_grouper()
 
@@ -81,7 +80,7 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         )
 
     def _unsupported(self) -> AttentionFallbackReason | None:
-        """Layers of one group may differ; the group is done as long as any of them is."""
+        """The reason why no layer of the group is supported, or None if any layer is."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         reasons = [
             layer.impl.prepare(self.dtype, self.isa, self.block_size) for layer in layers.values()
@@ -154,7 +153,10 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def prepare(
         self, dtype: torch.dtype, isa: str, block_size: int
     ) -> AttentionFallbackReason | None:
-        """To be called by the builder, which knows the cache; says why this layer stays stock."""
+        """Enable the kernel for this layer, or return the reason why it stays with stock attention.
+
+        Called by the builder, which knows the KV cache.
+        """
         reason = self._unsupported(dtype, isa, block_size)
         self._supported = reason is None
         return reason

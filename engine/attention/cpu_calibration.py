@@ -1,6 +1,6 @@
-"""A dozen small decode steps, each by vLLM's own CPU attention and by the shared-prefix kernel.
+"""Calibration steps timed with vLLM's CPU attention and with the shared-prefix kernel.
 
-What other processes take of the machine only ever adds to a time, so the least of several counts.
+Interference by other processes only ever adds time, so the minimum of several repetitions is used.
 """
 
 import statistics
@@ -23,7 +23,7 @@ NUM_CACHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
-    """Of the layers that a crossover is measured for."""
+    """Geometry of the layers that a crossover is measured for."""
 
     num_heads: int
     num_kv_heads: int
@@ -33,14 +33,14 @@ class LayerGeometry:
     isa: str
 
     def cache_key(self) -> CacheKey:
-        """All that the times depend on, apart from the programs."""
+        """All inputs that the times depend on, apart from software versions."""
         named = asdict(self) | {"dtype": str(self.dtype)}
         return named | {"processor_name": processor_name(), "threads": torch.get_num_threads()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Every group has its own prefix; every row its own suffix behind it."""
+    """A batch in which every group has its own prefix, and every row its own suffix."""
 
     num_groups: int
     group_size: int
@@ -68,7 +68,7 @@ SHAPES = tuple(
 
 
 def measure_trials(geometry: LayerGeometry) -> list[CrossoverTrial]:
-    """Under a second on two cores for a small model. Threads are those of the process."""
+    """Time all SHAPES with the process's threads: under a second on two cores for a small model."""
     return [_TimedStep(geometry, shape).trial() for shape in SHAPES]
 
 
@@ -82,12 +82,13 @@ class _TimedStep:
         self._seq_lens = torch.full((rows,), length, dtype=torch.int32)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32)
         self._plan = Planner(geometry.block_size).plan(table, self._seq_lens.numpy() - 1)
-        # Its own chance: the process's may be what unseeded samples are drawn by.
+        # A separate generator: the process's own may be used to sample unseeded requests.
         generator = torch.Generator().manual_seed(0)
         queries = (rows, geometry.num_heads, geometry.head_size)
         self._query = torch.randn(queries, generator=generator).to(geometry.dtype)
         self._out = torch.empty_like(self._query)
-        # A model's layers have a cache each; one cache alone would be warm when it is read.
+        # Each layer of a model has its own cache; a single one would be warm in the processor's
+        # caches.
         self._caches = torch.randn(
             NUM_CACHES,
             int(table.max()) + 1,
@@ -168,7 +169,7 @@ def _num_rows(shape: BatchShape) -> int:
 def _block_table(
     shape: BatchShape, suffix_blocks: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Blocks in no order, as a pool that has been used for a while hands them out."""
+    """A block table in random order, as allocated from a block pool in use."""
     rows, prefix = _num_rows(shape), shape.num_groups * shape.prefix_blocks
     ids = np.random.default_rng(0).permutation(prefix + rows * suffix_blocks).astype(np.int32)
     shared = ids[:prefix].reshape(shape.num_groups, shape.prefix_blocks)

@@ -1,7 +1,8 @@
-"""From where on grouping pays, measured on this machine: a cost model of both ways, per step.
+"""Crossover between stock and shared-prefix attention: a step cost model of this machine.
 
-Each way's time is taken to be a sum of non-negative costs (a call, a row, a token of cache read for
-a query, a token of cache packed), fitted to the times of a dozen small steps at the start.
+The time of each is modeled as a sum of non-negative costs (per call, per row, per token of KV cache
+read for a query, per token of KV cache packed), fitted to the times of a dozen small steps at
+startup.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What one step has to do. A pair is a query token and a token of cache that it reads."""
+    """The work of one step. A pair is a query token and a KV cache token that it reads."""
 
     num_queries: int
     num_nodes: int
@@ -29,7 +30,10 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
-        """Rows are taken to have equally many query tokens, as those of a decode step do."""
+        """Work of a step under `plan`.
+
+        Rows are assumed to have equally many query tokens, as in decode.
+        """
         queries = num_queries / len(seq_lens)
         prefix, node_tokens = _prefix_and_node_tokens(plan)
         return cls(
@@ -50,7 +54,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossoverTrial:
-    """One measured step, in seconds a layer. `steady`: its repetitions took about as long."""
+    """One timed step, in seconds per layer; `steady`: its repetitions took similar times."""
 
     work: StepWork
     stock_seconds: float
@@ -60,7 +64,7 @@ class CrossoverTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """Seconds a unit of each term, in the terms' order."""
+    """Fitted costs in seconds per unit of each term, in the order of the terms."""
 
     stock: tuple[float, ...]
     shared: tuple[float, ...]
@@ -78,7 +82,10 @@ class Crossover:
 
 @lru_cache(maxsize=4)
 def _prefix_and_node_tokens(plan: SharingPlan) -> tuple[int, int]:
-    """Of all rows' prefixes, and of the nodes. A plan serves many steps."""
+    """Prefix tokens of all rows, and tokens of the nodes.
+
+    Cached because a plan serves many steps.
+    """
     return int(plan.suffix_starts.sum()), int(plan.node_tokens.sum())
 
 
@@ -87,7 +94,7 @@ def _dot(costs: Sequence[float], terms: Sequence[float]) -> float:
 
 
 def _fit_costs(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...]:
-    """Least squares of relative errors; a cost that comes out negative is left out."""
+    """Least squares of relative errors; negative costs are removed, the most negative first."""
     terms = np.array([terms for terms, _ in samples])
     seconds = np.array([seconds for _, seconds in samples])
     relative: Floats = terms / seconds[:, None]

@@ -1,8 +1,8 @@
-"""A machine's crossover in a file, so that only its first start pays for the measurement.
+"""File cache of the crossover, so that only a machine's first start measures it.
 
-The file's name is a digest of everything that the times depend on, and its content says what that
-was. A file that cannot be read is measured anew, one that cannot be written costs the next start,
-and so does a machine that was too busy to be measured.
+The file name is a digest of all inputs that the times depend on, and the content lists them. An
+unreadable file is measured again; after a failed write, or a measurement on a busy machine, the
+next start measures again.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def _read(file: Path) -> Crossover | None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all: ranks and replicas that start side by side write the same file."""
+    """Write atomically: ranks and replicas that start concurrently write the same file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(text)

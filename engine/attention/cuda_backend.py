@@ -1,9 +1,9 @@
-"""FlashAttention on a GPU, with shared prefixes read once a step by the Triton kernels.
+"""FlashAttention on a GPU with shared prefixes read once per step by the Triton kernels.
 
-In the place of FLASH_ATTN, whose classes these extend. A step's work list is written to buffers
-that never move, and a captured graph reads the list of the step it is replayed for. So a step of
-decode rows alone, which is what graphs are captured for, is always run by the kernel, with nothing
-shared if need be. In other steps rows in prefill go to FlashAttention.
+It replaces FLASH_ATTN and extends its classes. A step's work list is written to buffers at fixed
+addresses, so a captured CUDA graph reads the list of the step it is replayed for. Therefore a step
+of decode rows only, which graphs are captured for, always runs the kernel, if need be with nothing
+shared. In other steps prefill rows use FlashAttention.
 
 This has not been run on a GPU.
 """
@@ -52,7 +52,7 @@ class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class SharedPrefixMetadata(FlashAttentionMetadata):  # type: ignore[misc]
-    """Stock's for the whole step, the list that the kernel works off, and stock's for the rest."""
+    """Stock metadata of the step, the kernel's work list, and stock metadata of the rest."""
 
     work: WorkList
     num_tokens: int
@@ -64,7 +64,7 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Rows with as few query tokens as a decode step has come first, drafts among them.
+        # Decode rows, including those with drafts, are ordered before all others.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._max_query_tokens = self.reorder_batch_threshold
         self._capturing = False
@@ -111,7 +111,7 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttentionMetadata:
-        """The rows of a capture are made up: nothing is known of their blocks, nothing shared."""
+        """Build metadata with nothing shared: rows of a capture are dummies without blocks."""
         self._capturing = True
         try:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -133,7 +133,10 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         common: CommonAttentionMetadata,
         work: WorkList | None,
     ) -> FlashAttentionMetadata:
-        """A graph that was captured before the failure goes on reading the list."""
+        """Stock metadata after a failure.
+
+        Graphs captured before still read the work list, so it is filled.
+        """
         COUNTERS.skipped("failed")
         if work is not None and common.max_query_len <= self._max_query_tokens:
             _fill(work, nothing_shared(common.num_reqs), _lens(common, common.num_reqs))
@@ -146,7 +149,7 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         common: CommonAttentionMetadata,
         work: WorkList | None,
     ) -> FlashAttentionMetadata:
-        # Rows that fill a captured graph up have no queries; they come last.
+        # Rows that pad the batch to a captured graph have no queries; they come last.
         num_reqs = int(np.count_nonzero(np.diff(common.query_start_loc_cpu.numpy())))
         grouping = None if self._capturing else self._share(common, num_reqs)
         if work is None or metadata.causal is not True:
@@ -174,10 +177,10 @@ class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 def _lens(common: CommonAttentionMetadata, num_rows: int) -> Any:
-    """No less than the lengths on the device, which are not known here.
+    """Upper bounds of the sequence lengths; the exact ones are only on the device.
 
-    They are exact for rows in prefill. What a decode row shares was computed in earlier steps, so
-    that counting drafts which may yet be rejected as if they were there makes nothing of it deeper.
+    They are exact for prefill rows. The blocks that a decode row shares were computed in earlier
+    steps, so counting drafts that may yet be rejected makes no shared prefix longer.
     """
     return common.seq_lens_cpu_upper_bound.numpy()[:num_rows]
 
@@ -202,7 +205,10 @@ class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
     _supported = False
 
     def prepare(self, kv_cache_dtype: torch.dtype) -> AttentionFallbackReason | None:
-        """To be called by the builder, which knows the cache; says why this layer stays stock."""
+        """Enable the kernel for this layer, or return the reason why it stays with stock attention.
+
+        Called by the builder, which knows the KV cache.
+        """
         reason = self._unsupported(kv_cache_dtype)
         self._supported = reason is None
         return reason

@@ -1,7 +1,7 @@
-"""What one step shares, or why it goes to stock attention: the same for every backend.
+"""Grouping of a step's rows by shared prefix, or the reason for stock attention, for all backends.
 
-Decode rows come first in a step, so those that can be grouped are a run of rows from the start;
-what comes behind them is prefill and stays with stock attention.
+Decode rows come first in a step, so the rows that can be grouped are a leading run; the prefill
+rows after them use stock attention.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrouping:
-    """Rows 0..num_rows of the step, which hold its first `num_tokens` tokens, run by `plan`."""
+    """Leading rows of a step, with its first `num_tokens` tokens, computed by `plan`."""
 
     plan: SharingPlan
     num_rows: int
@@ -27,7 +27,10 @@ class StepGrouping:
 
 
 class StepGrouper:
-    """One per group of layers that share a block table. `mode` may change between two steps."""
+    """Groups the rows of steps; one per group of layers that share a block table.
+
+    `mode` may change between two steps.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class StepGrouper:
         unsupported: AttentionFallbackReason | None = None,
         crossover: Crossover | None = None,
     ) -> None:
-        """`bytes_per_token` of all layers of the group on this rank."""
+        """`bytes_per_token` is the KV size of all layers of the group on this rank."""
         self.mode = mode
         self._planner = Planner(block_size)
         self._bytes_per_token = bytes_per_token
@@ -52,7 +55,10 @@ class StepGrouper:
     def group_rows(
         self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
     ) -> StepGrouping | None:
-        """[rows, columns], [rows] and [rows + 1], on the host. None: all of it to stock."""
+        """Group the rows of a step; None if the whole step uses stock attention.
+
+        The arrays are [rows, columns], [rows] and [rows + 1], on the host.
+        """
         if self.mode == "off":
             return None
         grouping_or_reason = self._unsupported or self._decide(table, seq_lens, query_starts)
@@ -85,11 +91,11 @@ class StepGrouper:
 
 
 def count_leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """How many rows are wanted before the first that is not."""
+    """Number of leading True values."""
     return len(wanted) if wanted.all() else int(wanted.argmin())
 
 
-# Of one plan many times over: it serves many steps.
+# Cached because a plan serves many steps.
 @lru_cache(maxsize=4)
 def num_grouped_rows(plan: SharingPlan) -> int:
     return int(np.count_nonzero(plan.suffix_starts))
@@ -97,5 +103,5 @@ def num_grouped_rows(plan: SharingPlan) -> int:
 
 @lru_cache(maxsize=4)
 def num_tokens_saved(plan: SharingPlan) -> int:
-    """All rows of a node but one are spared its tokens."""
+    """Tokens not read: each node's tokens are read for one of its rows only."""
     return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

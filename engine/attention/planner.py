@@ -1,10 +1,10 @@
-"""Which rows of a step share which cache blocks, read off the host's block table.
+"""Planner of shared prefixes: finds rows that share KV cache blocks in the host's block table.
 
-Rows share a prefix where their physical block ids are equal from column 0 on. Any number of groups,
-any sizes, any depth, in any order of rows: each round takes all groups of one level at once, finds
-how far each agrees, makes that a node, and splits its rows by the next column.
+Rows share a prefix where their physical block ids are equal from column 0 on. Groups may have any
+number, size, depth and row order. Each round handles all groups of one tree level at once: it finds
+each group's common length, makes it a node, and splits the group's rows by the next column.
 
-Pure host work on numpy arrays: nothing here can wait for a device.
+It works on host numpy arrays only, so it never synchronizes with a device.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _CachedPlan:
-    """What the plan was read from: it holds while these columns and these depths stay."""
+    """A plan and the inputs it was read from.
+
+    It is valid while these columns and depths are unchanged.
+    """
 
     plan: SharingPlan
     num_rows: int
@@ -29,7 +32,7 @@ class _CachedPlan:
 
 
 class Planner:
-    """Keeps the last plan until the table says otherwise; one per cache group, one thread."""
+    """Plans with a cache of the last plan; one per KV cache group, used by one thread."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -37,8 +40,10 @@ class Planner:
         self.num_plans = 0
 
     def plan(self, table: Int32s, first_positions: Int32s) -> SharingPlan:
-        """`table` is [rows, columns]. A row shares nothing behind its first query's position:
-        from there on each of its queries sees another length.
+        """The sharing plan of a step; `table` is [rows, columns].
+
+        A row shares only blocks before its first query's position: from there on its queries differ
+        in the length they attend to.
         """
         depths = (first_positions + 1) // self._block_size
         if self._cached is None or not _is_valid(self._cached, table, depths, self._block_size):
@@ -48,8 +53,10 @@ class Planner:
 
 
 def _is_valid(cached: _CachedPlan, table: Int32s, depths: Int32s, block_size: int) -> bool:
-    """New blocks behind the columns that were compared change nothing: a running row is only ever
-    given blocks that nobody else has, and what it shares with a new row is in the new row's table.
+    """Return whether the cached plan still holds.
+
+    New blocks in columns that were not compared change nothing: a running row only receives blocks
+    that no other row has, and what it shares with a new row is in the new row's table.
     """
     return (
         len(table) == cached.num_rows
@@ -77,7 +84,7 @@ def _build(table: Int32s, depths: Int32s, block_size: int) -> _CachedPlan:
 
 
 class _PlanBuilder:
-    """The tree while it grows, level by level."""
+    """Prefix tree under construction, level by level."""
 
     def __init__(self, table: Int32s, depths: Int32s) -> None:
         self._table = table
@@ -86,12 +93,15 @@ class _PlanBuilder:
         self._blocks: list[Int32s] = []
         self._rows: list[Int64s] = []
         self._sizes: list[Int64s] = []
-        # Rows that no table stopped, only their depth: they may share more once they are longer.
+        # Rows limited only by their depth: they may share more blocks once they are longer.
         self.open = depths == 0
         self.num_columns = 1
 
     def level(self, rows: Int64s, groups: Int64s, starts: Int32s) -> tuple[Int64s, Int64s, Int32s]:
-        """Rows of one group agree before their start. Returns the same for the next level."""
+        """Add the nodes of one level; rows of a group agree before their start.
+
+        Returns rows, groups and starts of the next level.
+        """
         self.num_columns = max(self.num_columns, int(starts.max()) + 1)
         rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
         if len(rows) == 0:
@@ -110,7 +120,7 @@ class _PlanBuilder:
     def _first_difference(
         self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int
     ) -> Int64s:
-        """For each row, the first column in which it differs from its group's first row."""
+        """First column in which each row differs from the first row of its group."""
         columns = self._table[:, start:stop]
         differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
         np.not_equal(columns[rows], columns[firsts].repeat(sizes, axis=0), out=differs[:, :-1])
@@ -141,7 +151,7 @@ class _PlanBuilder:
 def _split(
     rows: Int64s, groups: Int64s, starts: Int32s, blocks: Int32s
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """Rows by (group, block), those that are alone left out, and the sizes of what is left."""
+    """Rows sorted by (group, block) without singletons, their starts, and group sizes."""
     keys = (groups << 32) | blocks
     order = np.argsort(keys, kind="stable")
     keys = keys[order]

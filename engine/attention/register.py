@@ -1,6 +1,6 @@
-"""Shared-prefix attention is installed as vLLM lets a backend be replaced: by its member's path.
+"""Registration of the shared-prefix attention backends with vLLM, by class path.
 
-To be called before a model is loaded, in the processes that load one.
+Must run before a model is loaded, in the processes that load one.
 """
 
 import functools
@@ -22,7 +22,7 @@ def install(settings: AttentionSettings) -> None:
 
 
 def settings() -> AttentionSettings:
-    """What the backends of this process were installed with."""
+    """Attention settings that `install` was called with in this process."""
     assert _settings is not None, "the backends are used without having been installed"
     return _settings
 

@@ -1,4 +1,4 @@
-"""The rows of a step that stock attention computes, behind those that are shared."""
+"""Attention metadata of the rows that stock attention computes, after the grouped rows."""
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -8,7 +8,7 @@ from engine.attention.grouping import StepGrouping
 def unshared_tail(
     common: CommonAttentionMetadata, grouping: StepGrouping
 ) -> CommonAttentionMetadata:
-    """As a step of their own."""
+    """Metadata of the remaining rows as a step of their own."""
     rows, tokens = grouping.num_rows, grouping.num_tokens
     lens = common.seq_lens_cpu_upper_bound
     return common.replace(

@@ -1,1 +1,1 @@
-"""Drafts from what the group has said: who drafts, how much of it is sent, and what it is worth."""
+"""Speculative decoding with drafts from a group's tokens: proposal, draft length, verification."""

@@ -1,4 +1,4 @@
-"""What one step is about: its rows and what they have said since, and what was drafted for them."""
+"""The batch of one decode step, and the drafts made for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from kernels.draft_index.interface import DraftBatch, Int32Array
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The rows that have tokens to go on from, by their place in the batch."""
+    """The rows of a step that received tokens, with their indices in the runner's batch.
+
+    `lengths` are total sequence lengths; `tokens` are the tokens not yet in the draft store.
+    """
 
     batch_indices: list[int]
     rows: list[TrackedRequest]
@@ -28,13 +31,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentDrafts:
-    """What was drafted for the step under way, by request, and how much of it was sent."""
+    """Drafts for the step in progress, by request, and the number of tokens of each sent."""
 
     draft_indices: dict[str, int]
     lengths: Int32Array
     drafted: DraftBatch | None
-    """None while a profile is made, where it does not matter."""
+    """None while a profile is measured, where the draft tokens do not matter."""
 
     def to(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        """The number of each request's draft, -1 without one."""
+        """The draft index of each request, -1 where it has none."""
         return np.array([self.draft_indices.get(request_id, -1) for request_id in ids], np.int64)

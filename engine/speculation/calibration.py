@@ -1,11 +1,15 @@
-"""How far what drafts promise is believed: as far as it was kept, and chance may have helped.
+"""Calibration of predicted draft acceptance against observed acceptance.
 
-The draft store says of every token how likely it is to be accepted with all before it. That is a
-mean, it begins with guesses, and whoever takes the best of many offers takes those that are too
-good to be true. So tokens are sorted by what they promise, and in each class counted: what was
-promised, and what came. Of the two the lower confidence bound of their ratio is what a token is
-taken to be worth; nothing at first. A token that was not sent is counted as well, for a draft of
-single tokens is right if they are what came: trust is earned without sending anything.
+The draft store yields, per token, a predicted probability that it and all tokens before it are
+accepted. The prediction is a mean that starts from priors, and choosing the best of many drafts
+adds a selection bias (winner's curse). Tokens are therefore binned by predicted probability, and
+each bin counts predicted and observed acceptances. A token's calibrated value is its prediction
+times the lower confidence bound of the bin's ratio of observed to predicted acceptances, which is
+zero at first.
+
+Draft tokens that were not sent are counted too: a draft names one token per position, so a token is
+correct exactly if the sampled token equals it. Calibration therefore warms up without sending
+anything.
 """
 
 import numpy as np
@@ -15,14 +19,16 @@ Floats = NDArray[np.float64]
 
 BIN_EDGES = np.array([0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95])
 CONFIDENCE_SIGMAS = 1.0
-"""So many standard deviations below what came."""
+"""Standard deviations between the observed acceptances and the lower confidence bound."""
 MAX_BIN_COUNT = 512.0
-"""A class that has seen so many tokens forgets half of them."""
+"""A bin that exceeds this number of tokens has its counts halved."""
 MIN_TOKENS_SEEN = 64.0
-"""While fewer tokens were seen in all, it is worth looking at every step."""
+"""Tokens to see before the calibration has warmed up; until then every step is evaluated."""
 
 
 class DraftCalibration:
+    """Per-bin ratio of observed to predicted acceptances of draft tokens."""
+
     def __init__(self) -> None:
         self._seen, self._predicted, self._accepted = np.zeros((3, len(BIN_EDGES) + 1))
         self._ratio = np.zeros(len(BIN_EDGES) + 1)
@@ -33,12 +39,14 @@ class DraftCalibration:
         return self._num_seen < MIN_TOKENS_SEEN
 
     def expected(self, predicted: Floats) -> Floats:
-        """What is believed of it."""
+        """Calibrated acceptance probabilities of tokens with these predicted ones."""
         calibrated = predicted * self._ratio[np.searchsorted(BIN_EDGES, predicted)]
         return np.minimum(calibrated, 1.0)
 
     def update(self, predicted: Floats, accepted: NDArray[np.bool_]) -> None:
-        """Of tokens whose fate is known: whether they came, all before them having come."""
+        """Record tokens of known outcome: whether each was accepted, along with all tokens before
+        it.
+        """
         bin_index, num_bins = np.searchsorted(BIN_EDGES, predicted), len(BIN_EDGES) + 1
         self._num_seen += len(predicted)
         self._seen += np.bincount(bin_index, minlength=num_bins)

@@ -1,21 +1,23 @@
-"""How much of each draft is sent: as far as the next token is worth what verifying it costs.
+"""Per-step choice of draft lengths: tokens are sent while their expected gain exceeds their cost.
 
-A draft's token is worth the probability that it is accepted, all before it being so, as far as what
-drafts promise is believed. Over the whole batch the tokens are taken in the order of that promise,
-as many as give the most tokens a second by the cost model; none is one of the choices. That is the
-best choice there is for a step, because a promise falls with every token, so a prefix of the order
-is a prefix of each draft.
+The expected gain of a draft token is the calibrated probability that it and all tokens before it
+are accepted. The tokens of the whole batch are ordered by that probability, and the prefix of the
+order that maximizes tokens per second under the cost model is sent; the empty prefix is one of the
+choices. The choice is optimal per step: the probability falls along each draft, so a prefix of the
+order is a prefix of each draft.
 
-Four things are there to keep it from being worse than no drafts at all. It begins without, until
-drafts that were not sent have shown what they would have brought. Drafts are taken up only for a
-gain above HYSTERESIS, and left when there is none. One step in CHECKED_EVERY goes without, so
-that what a step costs without drafts is measured beside steps with them. And if steps with drafts
-have lost what MOST_LOST steps without take, as measured (acceptance or cost were misjudged), drafts
-rest, twice as long each time.
+Four rules keep speculation from being slower than no speculation:
 
-Pure: no vLLM, no clock. What is measured comes in by `record_step` and `record_acceptance`, so it
-can be replayed. Nothing has to be prepared for drafts, so a switch costs nothing in either
-direction.
+- The controller starts without drafts, until drafts that were not sent have shown their acceptance.
+- Drafts are switched on only for a gain above HYSTERESIS, and off when there is no gain.
+- One step in CHECK_INTERVAL is run without drafts, so that the cost without drafts is measured next
+  to steps with drafts.
+- If steps with drafts have lost the time of MAX_LOSS steps without, as measured (acceptance or cost
+  were misjudged), drafts are paused, for twice as long each time.
+
+The module depends on neither vLLM nor a clock: measurements arrive by `record_step` and
+`record_acceptance`, so a run can be replayed. Drafts need no preparation, so switching costs
+nothing in either direction.
 """
 
 from typing import Protocol
@@ -35,20 +37,27 @@ HYSTERESIS = 1.04
 CHECK_INTERVAL = 128
 MIN_EXPECTED = 0.02
 STEP_SIZES = ((16, 1), (32, 4), (128, 8), (1 << 30, 16))
-"""Up to so many tokens a step has a multiple of so many. On a CPU the first product of a new size
-is dear (half a millisecond, for each shape of a weight), and few sizes are kept."""
+"""(limit, multiple): a step of up to `limit` tokens must have a multiple of `multiple`.
+
+On a CPU the first matrix product of a new size is expensive (0.5 ms per weight shape), and only few
+sizes are cached.
+"""
 BACKOFF_AFTER, MAX_BACKOFF_STEPS = 4, 32
-"""After so many looks in a row that sent nothing, a step is left out before the next, then three,
-and so on; one step in LOOKED_LEAST is always looked at."""
+"""Number of fruitless evaluations before the backoff starts.
+
+After BACKOFF_AFTER evaluations in a row that sent nothing, one step goes without evaluation before
+the next, then three, and so on; one step in MAX_BACKOFF_STEPS is always evaluated.
+"""
 DRAINED_RATIO = 0.75
-"""With so many fewer running than at the last look, what was not worth it may be."""
+"""The backoff ends when fewer than this share of the requests at the last evaluation are running.
+"""
 WINDOW = 64
 MAX_LOSS = 4.0
 MIN_REST_STEPS, MAX_REST_STEPS = 512, 16384
 
 
 class Draft(Protocol):
-    """What the controller reads of a step's drafts: [rows] and [rows, longest]."""
+    """The part of a step's drafts that the controller reads: [rows] and [rows, longest]."""
 
     @property
     def lengths(self) -> Int32Array: ...
@@ -58,9 +67,12 @@ class Draft(Protocol):
 
 
 class Controller:
-    """One per engine. `decision` says what became of the last step's drafts. Without `calibration`
-    drafts are taken to keep what they promise: those that are made only to be sent cannot earn
-    it."""
+    """Chooses draft lengths; one per engine.
+
+    `decision` is the outcome for the last step's drafts. Without `calibration` the predicted
+    acceptance is used as it is: drafts that are made only when they are sent cannot warm up a
+    calibration.
+    """
 
     def __init__(
         self, cost: StepCostModel | None = None, calibration: DraftCalibration | None = None
@@ -80,11 +92,14 @@ class Controller:
 
     @property
     def gain_ratio(self) -> float:
-        """Time that the last steps' tokens would have taken without drafts, over what they took."""
+        """Ratio of the estimated time of recent tokens without drafts to the measured time."""
         return self._all_steps.ratio
 
     def should_draft(self, running: int) -> bool:
-        """Once a step: whether it is worth asking for drafts, to choose their lengths then."""
+        """Decide, once per step, whether to request drafts.
+
+        `lengths` then chooses how much is sent.
+        """
         if self._rest > 0:
             self._rest -= 1
             self.decision = "resting"
@@ -100,7 +115,7 @@ class Controller:
         return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        """How much of each draft is sent."""
+        """Number of tokens of each draft to send."""
         self._num_steps += 1
         none = np.zeros(len(drafted.lengths), dtype=np.int32)
         if self._rest > 0:
@@ -136,8 +151,11 @@ class Controller:
         return best if rates[best] > least * rates[0] else 0
 
     def record_acceptance(self, drafted: Draft, sent: Int64Array, right: Int64Array) -> None:
-        """What came of drafts: that many tokens of each were sent, and that many were right, sent
-        or not. What came after those that were sent says of one token more whether it was."""
+        """Update the calibration with the outcome of drafts.
+
+        Of each draft `sent` tokens were verified and `right` were correct. `right` also counts
+        tokens that were not sent: the token sampled after those that were sent decides one more.
+        """
         if self._calibration is None:
             return
         expected, places = expected_acceptance(drafted), np.arange(drafted.probability.shape[1])
@@ -147,8 +165,11 @@ class Controller:
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """What the last step really cost: all its rows decoded. The first of a size says nothing of
-        those to come, and would count as lost by drafts."""
+        """Record the measured cost of the last step, all rows of which were decode rows.
+
+        The first step of each size is ignored: it does not predict later ones, and would count as a
+        loss caused by drafts.
+        """
         if verified not in self._sizes:
             self._sizes.add(verified)
             return
@@ -156,7 +177,7 @@ class Controller:
         self.cost.record_step(
             Step(running=running, context=context, verified=verified, seconds=seconds)
         )
-        # Fitted to steps with drafts alone, the model may say that the others take no time.
+        # Fitted only to steps with drafts, the model may predict zero time for steps without.
         if seconds_off <= MIN_SECONDS:
             return
         without = seconds_off * emitted / running
@@ -165,7 +186,10 @@ class Controller:
             self._update_balance((without - seconds) / seconds_off)
 
     def _update_balance(self, gain: float) -> None:
-        """`gain` in steps without drafts; what a pause took is not laid to the drafts."""
+        """Add `gain`, in steps without drafts.
+
+        A loss is capped, so that a pause is not charged to drafts.
+        """
         self._balance = min(self._balance + max(gain, -MAX_LOSS / 4), MAX_LOSS)
         if self._balance < -MAX_LOSS:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MAX_REST_STEPS)
@@ -175,14 +199,14 @@ class Controller:
 
 
 class GainTracker:
-    """Seconds without and with, over the last steps or so."""
+    """Moving averages over WINDOW steps of the time without drafts and the measured time."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._without = self._with = 0.0
 
     def add(self, without: float, seconds: float) -> None:
-        # Held up by something else: a pause, another program.
+        # Limits outliers, which are caused by something else: a pause, another process.
         seconds = min(seconds, 10 * without)
         self.num_steps += 1
         self._without += (without - self._without) / min(self.num_steps, WINDOW)
@@ -194,7 +218,7 @@ class GainTracker:
 
 
 def expected_acceptance(drafted: Draft) -> NDArray[np.float64]:
-    """[rows, longest]: the probability that a token and all before it are accepted."""
+    """[rows, longest]: the probability that a token and all tokens before it are accepted."""
     probability = drafted.probability.astype(np.float64)
     beyond = np.arange(probability.shape[1]) >= drafted.lengths[:, None]
     expected: NDArray[np.float64] = np.cumprod(np.where(beyond, 0.0, probability), axis=1)
@@ -208,7 +232,7 @@ def _is_allowed_size(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _by_expected(expected: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Rows of the tokens that may be sent, the worthiest first, and their worths."""
+    """Rows and probabilities of the tokens that may be sent, in decreasing order of probability."""
     rows, places = np.nonzero(expected >= MIN_EXPECTED)
     values = expected[rows, places]
     order = np.argsort(-values, kind="stable")

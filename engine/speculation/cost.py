@@ -1,14 +1,15 @@
-"""What a step costs, over running requests, their total context, and tokens verified.
+"""Step time as a function of running requests, their total context and verified tokens.
 
-The time is taken to be a sum of non-negative costs, so it never falls with a token more: a call, a
-row, tokens of cache read once a row or once a query, tokens computed, and drafts at all, which are
-looked up, sent and judged whatever their number. What a token costs
-depends on how many go along (few are as good as free while weights are read, many are not), so
-that part is bent at powers of two, up and down.
+The time is modeled as a sum of non-negative terms, so it never falls with more tokens: a constant
+per call, per row, per token verified, per token of KV cache read once per row, per token of KV
+cache read once per query, and a constant for steps with drafts, which are looked up, sent and
+verified at a cost that does not depend on their number. The cost per verified token depends on how
+many there are (a few are almost free while weights are read, many are not), so that term is
+piecewise linear with breakpoints at powers of two, both convex and concave.
 
-Fitted by least squares of relative errors, to a short profile at the start and to every step since,
-which counts less with every step after it. Only clocks of the host are read: the step's tokens
-have arrived when drafts are asked for, on a GPU too, so nothing is ever waited for.
+The model is fitted by least squares of relative errors, to a short profile at startup and to every
+step since, with exponentially decaying weights. Only host clocks are read: the step's tokens have
+arrived when drafts are requested, on a GPU too, so the fit adds no synchronization.
 """
 
 from collections.abc import Sequence
@@ -24,22 +25,24 @@ BREAKPOINTS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
 NUM_TERMS = 6 + 2 * len(BREAKPOINTS)
 
 STEP_DECAY = 0.998
-"""What is left of a step's weight one step later: the model is of the last 500 or so."""
+"""Decay of a step's weight per later step: the model covers about the last 500 steps."""
 PROFILE_STEPS = 1.0
-"""What one cell of the profile weighs, in steps; it does not fade: it is all that is known of
-batches that have not been seen for long."""
+"""Weight of one cell of the profile, in steps.
+
+It does not decay: the profile is all that is known about batch shapes not seen for a long time.
+"""
 FIT_INTERVAL = 16
 RIDGE = 1e-5
 DRAFTS_TERM, DRAFTS_RIDGE = 5, 1e-2
 OUTLIER = 3.0
 PRIOR_TOKEN_COST = 0.02
 MIN_SECONDS = 1e-6
-"""Far from what was seen the sum may be nothing, by which nobody should divide."""
+"""Lower bound of predicted times: far from the data the sum may be zero, and it is a divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was computed: rows that decode, the tokens they see in all, the tokens computed."""
+    """One measured step: decode rows, their total context in tokens, and tokens verified."""
 
     running: int
     context: int
@@ -48,7 +51,10 @@ class Step:
 
 
 class StepCostModel:
-    """Of one engine on one machine. Without a profile it guesses at drafts, until some are sent."""
+    """Step time of one engine on one machine.
+
+    Without a profile the cost of drafts is a prior until some are sent.
+    """
 
     def __init__(self, profile: Sequence[Step] = ()) -> None:
         self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
@@ -59,7 +65,7 @@ class StepCostModel:
         self._costs[0], self._costs[2] = 1.0, PRIOR_TOKEN_COST
         self._num_steps = 0
         self.error = 0.0
-        """How far off the last steps' predictions were, as a share."""
+        """Moving average of the relative prediction error of recent steps."""
         self._is_fitted = bool(profile)
         for step in profile:
             self._add_fixed(step, PROFILE_STEPS)
@@ -67,12 +73,12 @@ class StepCostModel:
             self._fit()
 
     def seconds(self, *, running: int, context: int, verified: Ints) -> Floats:
-        """Of steps that differ in the tokens verified."""
+        """Predicted times of steps that differ only in the tokens verified."""
         predicted = _terms(running, context, verified.astype(np.float64)) @ self._costs
         return np.maximum(predicted, MIN_SECONDS)
 
     def seconds_without_drafts(self, *, running: int, context: int) -> float:
-        """Of the step that verifies no drafts."""
+        """Predicted time of the step that verifies no drafts."""
         return float(
             self.seconds(running=running, context=context, verified=np.array([running]))[0]
         )
@@ -82,7 +88,7 @@ class StepCostModel:
         seconds = step.seconds
         if self._is_fitted:
             predicted = max(float(terms @ self._costs), 1e-9)
-            # A step that something else held up says nothing, unless there are more of them.
+            # Limits the effect of a step delayed by something else, unless there are several.
             seconds = min(max(seconds, predicted / OUTLIER), predicted * OUTLIER)
             self.error += 0.02 * (abs(seconds / predicted - 1) - self.error)
         self._num_steps += 1
@@ -98,7 +104,7 @@ class StepCostModel:
             self._is_fitted = True
 
     def _add_prior(self, seen: Step) -> None:
-        """Steps without drafts do not say what a draft costs; until one is sent, this does."""
+        """Add a prior for the cost of drafts, which steps without drafts do not determine."""
         for more in BREAKPOINTS:
             seconds = seen.seconds * (1 + PRIOR_TOKEN_COST * float(more))
             verified = seen.verified + int(more)
@@ -111,12 +117,12 @@ class StepCostModel:
         self._fixed_moment += weight * terms
 
     def _fit(self) -> None:
-        """A cost that comes out negative is left out, the most negative first."""
+        """Non-negative least squares: the most negative cost is removed until none is negative."""
         gram, moment = self._gram + self._fixed_gram, self._moment + self._fixed_moment
         scale = np.sqrt(np.maximum(np.diag(gram), 1e-30))
         gram, moment = gram / np.outer(scale, scale), moment / scale
         gram[np.diag_indices(NUM_TERMS)] += RIDGE
-        # Where every step had drafts, nothing says what of its time is theirs: as little as can be.
+        # If every step had drafts, the data do not determine their constant term: keep it minimal.
         gram[DRAFTS_TERM, DRAFTS_TERM] += DRAFTS_RIDGE
         active = np.flatnonzero(moment > 0)
         self._costs = np.zeros(NUM_TERMS)

@@ -1,4 +1,4 @@
-"""What speculation has done in this process; the heartbeat carries it to /metrics."""
+"""Counters of speculation in this process, which the heartbeat carries to /metrics."""
 
 from collections import Counter
 from typing import TypedDict, get_args
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 
 SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
-"""In the order of the draft store's numbers for them."""
+"""In the order of the scope numbers in the draft store."""
 
 
 class Snapshot(TypedDict):
-    """One process's counts as they travel to the service."""
+    """Counters of one process, as sent to the service."""
 
     drafted: dict[DraftScope, int]
     accepted: dict[DraftScope, int]
@@ -28,7 +28,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that takes the steps, between two of which it is read."""
+    """Written by the thread that runs the steps, and read between two steps."""
 
     def __init__(self) -> None:
         self._drafted = np.zeros(len(SCOPES), np.int64)
@@ -50,7 +50,7 @@ class Counters:
     def verified(
         self, scopes: NDArray[np.uint8], sent: NDArray[np.int64], accepted: NDArray[np.int64]
     ) -> None:
-        """Drafts, [rows, longest] by the scope of each token: how much was sent, and accepted."""
+        """Count sent and accepted tokens of drafts by scope; `scopes` is [rows, longest]."""
         places = np.arange(scopes.shape[1])
         of_scope, of_accepted = (
             np.bincount(scopes[places < lengths[:, None]], minlength=len(SCOPES))
@@ -84,5 +84,5 @@ COUNTERS = Counters()
 
 
 def to_speculation_stats(counted: Snapshot) -> SpeculationStats:
-    """Of the first rank: the others draft nothing."""
+    """Statistics of the first rank; the other ranks draft nothing."""
     return SpeculationStats(**counted)

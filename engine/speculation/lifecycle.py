@@ -1,4 +1,4 @@
-"""Speculation at an engine's start and end: what `auto` comes to, and the profile of its steps."""
+"""Startup and shutdown of speculation: resolution of mode `auto` and the step profile."""
 
 import asyncio
 import logging
@@ -21,8 +21,11 @@ PROFILE_SECONDS = 5.0
 
 
 def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
-    """`auto` is off on a GPU, where nothing has been measured. Without the compiled store nothing
-    could be drafted, and where layers are dealt out the rank that drafts does not sample.
+    """Settings with an unusable mode replaced by `off`.
+
+    `auto` is `off` on a GPU, where nothing has been measured. All modes but `drafter` need the
+    compiled draft store. With pipeline parallelism the rank that drafts does not sample, so there
+    are no drafts.
     """
     unmeasured = settings.mode == "auto" and not current_platform.is_cpu()
     can = settings.mode == "drafter" or (is_built() and not unmeasured)
@@ -34,8 +37,10 @@ def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> Specu
 
 
 async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: EngineInfo) -> None:
-    """Drafts come from here on, at what this machine was measured to take for them. A drafter has a
-    beginning of its own."""
+    """Start drafting from the draft store, with step costs measured on this machine.
+
+    For mode `drafter` this is done by `Drafter.start_drafting`.
+    """
     if settings.mode in ("off", "drafter"):
         return
     if any(await await_engine(llm, llm.collective_rpc("coppice_start_speculation"))):
@@ -44,13 +49,16 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
 
 
 async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
-    """Keeps the drafts' text, if that is wished."""
+    """Save the draft store, if a file is configured."""
     if settings.mode not in ("off", "drafter") and settings.store_file is not None:
         await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))
 
 
 async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int) -> None:
-    """Runs what a profile is made of; of large models there is time for few cells."""
+    """Run the batches of the profile for PROFILE_SECONDS.
+
+    Large models complete only a few cells.
+    """
     began = time.monotonic()
     for number, batch in enumerate(
         profile_batches(

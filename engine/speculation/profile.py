@@ -1,7 +1,7 @@
-"""The short profile at the start: real steps of the engine that verify drafts of every length.
+"""Step profile at startup: real engine steps that verify drafts of every length.
 
-What is drafted does not matter to what it costs, so any token will do. A cell is a number of rows,
-their context and a number of tokens; of each the median counts.
+The cost does not depend on the draft tokens, so any token will do. A cell is a number of rows,
+their context and a number of verified tokens; its value is the median time.
 """
 
 import statistics
@@ -21,7 +21,7 @@ MIN_SPEEDUP = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBatch:
-    """Requests that run side by side to be measured, with so many prompt tokens each."""
+    """Requests to run concurrently for a measurement, with `prompt` prompt tokens each."""
 
     running: int
     prompt: int
@@ -30,7 +30,7 @@ class ProfileBatch:
 def profile_batches(
     *, max_sequences: int, max_context_tokens: int, max_draft_tokens: int
 ) -> list[ProfileBatch]:
-    """Rows and contexts that occur, as far as this engine takes them."""
+    """Typical row counts and contexts within the limits of the engine."""
     room = max_context_tokens - 2 * num_tokens(max_draft_tokens)
     wanted = [(1, 8), (4, 8), (16, 8), (64, 8), (8, 512), (2, 2048)]
     return [
@@ -41,18 +41,20 @@ def profile_batches(
 
 
 def num_tokens(max_draft_tokens: int) -> int:
-    """That each request is asked for: a step for every length, several times over."""
+    """Tokens to generate per request: several steps for every draft length."""
     return 2 * REPEATS * len(_lengths(max_draft_tokens))
 
 
 class Profile:
+    """Step times collected while the batches of the profile run."""
+
     def __init__(self, max_draft_tokens: int) -> None:
         self._lengths = _lengths(max_draft_tokens)
         self._next = 0
         self._seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
 
     def next_length(self, running: int) -> int:
-        """Each in turn; no more than a step's share of tokens."""
+        """The next draft length in rotation, limited by MAX_STEP_TOKENS per step."""
         self._next += 1
         return min(self._lengths[self._next % len(self._lengths)], MAX_STEP_TOKENS // running)
 
@@ -74,8 +76,9 @@ class Profile:
 
 
 def can_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
-    """Whether a lone sample, all of whose drafts are accepted, would be served noticeably faster:
-    less than that nothing can bring.
+    """Return whether speculation can help at all.
+
+    It can if a single sample would be MIN_SPEEDUP times faster with all drafts accepted.
     """
     if not steps:
         return False

@@ -1,7 +1,7 @@
-"""A machine's profile in a file, so that only its first start with a model pays for it.
+"""File cache of the step profile, so that only the first start with a model measures it.
 
-As with attention's crossover: the file's name is a digest of all that the times depend on; what
-cannot be read is measured anew, what cannot be written costs the next start.
+As in `engine.attention.crossover_cache`, the file name is a digest of all inputs the times depend
+on. An unreadable file is measured again; a failed write costs the next start a measurement.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileCache:
+    """Step profile of one configuration, in a JSON file."""
+
     def __init__(self, directory: Path, cache_key: CacheKey) -> None:
         self._key = cache_key | {"processor_name": processor_name()}
         serialized = json.dumps(self._key, sort_keys=True).encode()
@@ -32,7 +34,7 @@ class ProfileCache:
             return None
 
     def write(self, steps: Sequence[Step]) -> None:
-        """Whole or not at all: replicas that start side by side write the same file."""
+        """Write atomically: replicas that start concurrently write the same file."""
         text = json.dumps({"of": self._key, "steps": [asdict(step) for step in steps]}, indent=2)
         part = self._file.with_suffix(f".{os.getpid()}")
         try:

@@ -1,8 +1,8 @@
-"""What vLLM calls for drafts, its `custom_class`: one per rank, of which the first drafts.
+"""Draft proposer that vLLM loads as its `custom_class`: one per rank, of which the first drafts.
 
-vLLM makes it while the engine is made and passes it neither requests nor the runner, so it is wired
-to the runner afterwards, by a call of the worker. Until then, and from its first error on, nothing
-is drafted, which is always right: no draft is a draft like any other.
+vLLM constructs it with the engine and passes it neither requests nor the model runner, so a worker
+RPC attaches it to the runner afterwards. Before that, and after its first error, it returns empty
+drafts, which are always valid.
 """
 
 import hashlib
@@ -33,6 +33,8 @@ FEATURE = feature("speculation")
 
 
 class Proposer:
+    """vLLM's proposer interface around a `Speculator`."""
+
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
         self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -41,15 +43,15 @@ class Proposer:
         self.is_enabled = True
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is none; vLLM asks for it on CPU all the same."""
+        """Do nothing: there is no draft model, but vLLM calls this on CPU."""
 
     def replace_rejection_sampler(self, runner: Any) -> None:
-        """On a GPU vLLM verifies in kernels of its own."""
+        """Install `DraftVerifier` on CPU. On a GPU vLLM's own kernels verify drafts."""
         if runner.device.type == "cpu":
             runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
 
     def attach(self, runner: Any) -> None:
-        """From here on the proposer knows whose row is whose."""
+        """Attach to the model runner, which maps batch rows to requests."""
         if can_skip_draft_step(runner):
             DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
@@ -89,10 +91,10 @@ class Proposer:
         assert self.speculator is not None, "wired"
         return self.speculator.drafts(sampled, num_tokens, token_ids)
 
-    # Asked for by the worker, between two steps
+    # Called by the worker between two steps.
 
     def begin_profile(self) -> bool:
-        """Whether there is one to be made."""
+        """Start a profile, and return whether one is needed."""
         if self.speculator is None or self._profile_cache.read() is not None:
             return False
         self.speculator.profile = Profile(self._max_draft_tokens)
@@ -117,7 +119,7 @@ class Proposer:
 
 
 def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:
-    """What an earlier run has left, or an empty store: text that cannot be read is not missed."""
+    """The draft store saved by an earlier run, or an empty one if none can be read."""
     max_bytes = settings().store_bytes
     if file is not None and file.exists():
         loaded = attempt(
@@ -133,7 +135,7 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
 
 
 def cache_key(config: Any) -> CacheKey:
-    """All that the times depend on."""
+    """All inputs that the step times depend on."""
     model = config.model_config.hf_config.to_json_string().encode()
     return {
         "model": hashlib.sha256(model).hexdigest(),

@@ -1,4 +1,4 @@
-"""What speculation was started with, in the processes that compute."""
+"""Speculation settings of this process, set in the processes that run the model."""
 
 from engine.settings import SpeculationSettings
 

@@ -1,9 +1,9 @@
-"""Whose row is whose: the draft store's slot of every request that the runner knows.
+"""Draft-store slots of the requests that the model runner tracks.
 
-Rows move whenever a request joins or leaves, so a row is looked up by its request's id at every
-step. A request that was preempted is not in the batch and keeps its slot: what it has said stands.
-One that the runner has forgotten has ended, or was aborted; either way the model did say it, and it
-is kept as history.
+Batch rows move whenever a request is added or removed, so a row is looked up by request id in every
+step. A preempted request is not in the batch but keeps its slot and tokens. A request that the
+runner has dropped has finished or was aborted; in both cases the model generated its tokens, and
+they are kept as history.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -22,10 +22,11 @@ NO_DRAFTS_ARG = "coppice_no_drafts"
 
 @dataclass(slots=True, kw_only=True)
 class TrackedRequest:
-    """A live request. `num_stored` of its tokens are in the store; it has at most `num_tokens`.
+    """A live request; `num_stored` of its at most `num_tokens` tokens are in the draft store.
 
-    `skip_reason` says why it gets no drafts. `seeded`: its random stream is promised to be its own,
-    and how much is drawn from it would depend on the drafts. `no_room`: the store refuses it.
+    `skip_reason` is the reason it gets no drafts. `seeded`: the sample must depend only on its own
+    random stream, and the number of draws from it would depend on the drafts. `no_room`: the store
+    has no slot for it.
     """
 
     slot: int | None
@@ -34,13 +35,15 @@ class TrackedRequest:
     skip_reason: SpeculationSkipReason | None
 
     def limit(self, max_draft_tokens: int, num_tokens: int) -> int:
-        """A step brings one token more than it accepts; none is wanted beyond the last."""
+        """Maximum draft length: a step yields one token more than it accepts."""
         if self.skip_reason is not None:
             return 0
         return max(0, min(max_draft_tokens, self.num_tokens - num_tokens - 1))
 
 
 class RequestTable:
+    """Tracked requests by request id."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._rows: dict[str, TrackedRequest] = {}
@@ -55,7 +58,10 @@ class RequestTable:
         return known
 
     def _start_request(self, request_id: str, request: Any) -> TrackedRequest:
-        """`request` as the runner keeps it; it is seen here first with a token sampled."""
+        """Begin a slot for `request`, the runner's state.
+
+        A request is first seen here with a sampled token.
+        """
         sampling = request.sampling_params
         extra_args = sampling.extra_args or {}
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
@@ -71,7 +77,7 @@ class RequestTable:
         )
 
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
-        """Whom the runner is about to forget. Those never seen here have said something too."""
+        """End requests that the runner is about to drop, including those never seen here."""
         for request_id in ended:
             request = requests.get(request_id)
             if request is None or not request.output_token_ids:
@@ -91,7 +97,7 @@ class RequestTable:
             self._store.step(slots, counts, tokens, np.zeros(1, np.int32))
 
     def finish_missing(self, requests: Container[str], *, keep: bool = True) -> None:
-        """Whom the runner has forgotten. `keep`: what they have said is worth drafting from."""
+        """End requests that the runner has dropped; `keep` retains their tokens for drafting."""
         for request_id in [known for known in self._rows if known not in requests]:
             slot = self._rows.pop(request_id).slot
             if slot is not None:

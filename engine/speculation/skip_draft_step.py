@@ -1,12 +1,14 @@
-"""Steps at whose end nobody drafts, taken as by a runner that has no draft method.
+"""Steps without drafting, run as by a model runner that has no draft method.
 
-With one, vLLM's runner prepares in every step what verifying would need, asks for drafts at its
-end, and hands them to the scheduler, if there are none as well: together with our own part 2.5 % of
-a step of 64 rows (25M parameters, one thread). All of it hangs on `speculative_config`, which the
-runner reads anew in every step (v1/worker/gpu_model_runner.py:2184, 2532, 4201, 4384). The
-scheduler has no part in it: a request without drafts is scheduled like any other.
+With a draft method, vLLM's runner prepares verification in every step, requests drafts at its end
+and passes them to the scheduler, even if there are none. Together with this project's part that
+costs 2.5% of a step of 64 rows (25M parameters, one thread). All of it depends on
+`speculative_config`, which the runner reads in every step (v1/worker/gpu_model_runner.py:2184,
+2532, 4201, 4384). The scheduler is not affected: a request without drafts is scheduled like any
+other.
 
-Not for models with recurrent layers: their state lies elsewhere in a step of the other kind.
+Not used for models with recurrent layers: their state is laid out differently in the two kinds of
+steps.
 """
 
 import time
@@ -17,20 +19,20 @@ from engine.runtime.guard import Feature
 
 
 class StepObserver(Protocol):
-    """Who drafts, told of every step before it is taken."""
+    """The drafting component, called before every step."""
 
     def end(self, ended: Any) -> None:
-        """These requests have ended, and are about to be forgotten."""
+        """Handle requests that have finished and are about to be dropped by the runner."""
 
     def needs_draft_step(self, running: int) -> bool:
-        """Whether anything is asked for at the end of a step of so many rows."""
+        """Return whether a step with this many rows must end with a call for drafts."""
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
-        """What a step took that nobody was awake in."""
+        """Record the time of a step that ran without a draft method."""
 
 
 class DraftStepSkipper:
-    """Around the `execute_model` of one runner, which it owns from then on."""
+    """Wrapper of one runner's `execute_model`; owns its `speculative_config` from then on."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class DraftStepSkipper:
         feature: Feature,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`observer` is None where nothing will ever be drafted."""
+        """`observer` returns None where nothing will ever be drafted."""
         self._runner = runner
         self._observer = observer
         self._clock = clock
@@ -50,7 +52,7 @@ class DraftStepSkipper:
         runner.execute_model = self.execute_model
 
     def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        """`step` is the scheduler's output. Its tokens are sampled as it was begun."""
+        """Run `step`, the scheduler's output. The same config applies when it is sampled."""
         self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
         return self._execute_model(step, *args, **kwargs)
 
@@ -60,7 +62,7 @@ class DraftStepSkipper:
             return _has_drafts(step)
         observer.end(step.finished_req_ids)
         running, now = len(step.num_scheduled_tokens), self._clock()
-        if not running:  # nothing is computed: a look would be lost on it
+        if not running:  # an empty step must not use up an evaluation
             self._skipped_running = 0
             return True
         decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids

@@ -1,13 +1,15 @@
-"""Whether drafts are right: every token that would follow them is sampled, and the two compared.
+"""Verification of drafts: sample a token after every position and compare it with the draft.
 
-A draft names single tokens. To accept one with the probability that the model gives it, and to draw
-from all others if it was not accepted, is to draw from all and see whether it came. vLLM's
-rejection sampler takes the first way, at twice what its sampler takes, in steps without any drafts
-too. This takes the second: its sampler once, over all tokens of the step, so that a step without
-drafts is that of an engine which does not speculate.
+A draft names a single token per position. Accepting it with the probability that the model assigns
+to it, and otherwise sampling from the remaining tokens, is equivalent to sampling from the full
+distribution and comparing. vLLM's rejection sampler does the former, at twice the cost of its
+sampler, in steps without drafts too. This module does the latter: it calls the sampler once over
+all positions of the step, so a step without drafts costs the same as in an engine without
+speculation.
 
-What a token's law takes from the tokens before it (penalties, bad words, `min_tokens`) would have
-to know of the drafts. A step with a request that asks for it and with drafts is left to vLLM's.
+Where a token's distribution depends on the tokens before it (penalties, bad words, `min_tokens`),
+it would depend on the drafts. A step that has drafts and a request with such a parameter is left to
+vLLM's rejection sampler.
 """
 
 from collections.abc import Callable
@@ -19,15 +21,15 @@ import torch
 
 from engine.runtime.guard import feature
 
-# Its own: drafts fail on the rank that makes them, and all ranks have to draw alike.
+# Separate from the drafting feature: drafting fails on one rank, but all ranks must sample alike.
 FEATURE = feature("verifying drafts")
 
 
 class DraftVerifier:
-    """In the place of a runner's rejection sampler, which it is made of.
+    """Replacement for the runner's rejection sampler, which it wraps.
 
-    b: requests; n: tokens sampled in all, one behind every draft's token and one for every request;
-    k: one more than the longest draft; v: the vocabulary.
+    Shape suffixes: b requests; n sampled tokens in all, one after every draft token and one per
+    request; k one more than the longest draft; v vocabulary.
     """
 
     def __init__(self, rejection_sampler: Any) -> None:
@@ -46,7 +48,7 @@ class DraftVerifier:
 
 
 def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
-    """Whether each token's law is its logits' alone."""
+    """Return whether each token's distribution depends on its logits only."""
     holder = sampling.thinking_budget_state_holder
     processors = [
         *sampling.logitsprocs.argmax_invariant,
@@ -59,17 +61,17 @@ def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
         and sampling.allowed_token_ids_mask is None
         and sampling.max_num_logprobs != -1
         and (holder is None or not holder.has_tracked_requests())
-        # Of vLLM's own, an engine that speculates has `min_tokens` only.
+        # With speculation, `min_tokens` is vLLM's only built-in logits processor.
         and all(getattr(processor, "min_toks", None) == {} for processor in processors)
         and not any(metadata.num_draft_tokens[row] for row in sampling.generators)
     )
 
 
 def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM's rejection sampler answers, by `sampler`."""
+    """A function with the signature and result of vLLM's rejection sampler, based on `sampler`."""
 
     def verified(metadata: Any, _: None, logits_nv: torch.Tensor, sampling: Any) -> Any:
-        # The sampler may write to its logits, which vLLM's would need where this fails.
+        # The sampler may modify its logits, which vLLM's rejection sampler needs if this fails.
         logits_copy_nv = logits_nv.clone() if logits_nv.dtype == torch.float32 else logits_nv
         output = sampler(
             logits=logits_copy_nv, sampling_metadata=expand_sampling_metadata(sampling, metadata)
@@ -79,7 +81,7 @@ def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
         drafted_n[metadata.target_logits_indices] = metadata.draft_token_ids
         indices_bk = _token_indices(metadata, len(tokens_n))
         matches_bk = (tokens_n == drafted_n)[indices_bk]
-        # A token counts while all drafts before it were right; none is drafted where a row ends.
+        # A token counts while all drafts before it match; past the end of a row there is no draft.
         counts_bk = torch.ones_like(matches_bk)
         counts_bk[:, 1:] = matches_bk.cumprod(1)[:, :-1]
         logprobs = output.logprobs_tensors
@@ -95,8 +97,10 @@ def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expand_sampling_metadata(sampling: Any, metadata: Any) -> Any:
-    """Each request's, for all of its tokens. A random stream of its own has one that drafts
-    nothing, so it is drawn from once."""
+    """Sampling metadata repeated for all tokens of each request.
+
+    Requests with a generator of their own have no drafts, so each generator is drawn from once.
+    """
     counts_b = torch.tensor(metadata.num_draft_tokens, device=metadata.draft_token_ids.device) + 1
     rows_n = counts_b.new_tensor(range(len(counts_b))).repeat_interleave(counts_b)
     ends = list(accumulate(1 + number for number in metadata.num_draft_tokens))
@@ -109,7 +113,7 @@ def expand_sampling_metadata(sampling: Any, metadata: Any) -> Any:
 
 
 def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
-    """Of each row's tokens among all of them; what lies beyond a row's end does not matter."""
+    """[b, k]: index of each row's tokens among all; arbitrary past a row's end."""
     ends_b = metadata.cu_num_sampled_tokens
     starts_b = torch.cat([ends_b.new_zeros(1), ends_b[:-1]])
     steps_k = torch.arange(metadata.max_spec_len + 1, device=ends_b.device, dtype=ends_b.dtype)

@@ -1,4 +1,4 @@
-"""What vLLM is told of speculation."""
+"""vLLM's `speculative_config` for a speculation mode."""
 
 from typing import Any
 
@@ -13,16 +13,18 @@ PROPOSER = "engine.speculation.proposer.Proposer"
 def set_speculative_config(
     arguments: AsyncEngineArgs, settings: SpeculationSettings, graphs: Plan | None = None
 ) -> None:
-    """Where a row comes so near `max_model_len` that a longest draft would not fit, vLLM drafts
-    zeros for the whole batch (v1/worker/gpu_model_runner.py:4291). So there is room for one more
-    behind what is served, and whoever submits keeps to what is served.
+    """Set `speculative_config`, and extend `max_model_len` by the longest draft.
 
-    There is always a schedule over batch sizes. Without any, the scheduler pads a request that has
-    a single token to compute, a tree's child or a cached prompt, with a longest draft of -1
+    When a row comes so close to `max_model_len` that a longest draft would not fit, vLLM drafts
+    zeros for the whole batch (v1/worker/gpu_model_runner.py:4291). The engine therefore has room
+    for one more draft past the served context length, and callers must keep to the served length.
+
+    A schedule over batch sizes is always set. Without one, the scheduler pads a request that has a
+    single token to compute (a tree's child or a cached prompt) with a longest draft of -1
     (v1/core/sched/scheduler.py:1135).
     """
     max_draft_tokens = settings.longest_draft
-    # vLLM's own check of what is asked for is made here, where nothing has lifted it yet.
+    # vLLM validates the requested length here, before it is extended.
     max_context_tokens = arguments.create_model_config().max_model_len
     arguments.max_model_len = max_context_tokens + max_draft_tokens
     arguments.speculative_config = {
@@ -37,8 +39,11 @@ def set_speculative_config(
 def _draft_length_schedule(
     arguments: AsyncEngineArgs, settings: SpeculationSettings, graphs: Plan | None
 ) -> list[tuple[int, int, int]]:
-    """A drafter's lengths are chosen step by step, whatever stands here. But it is for these that
-    vLLM captures CUDA graphs (v1/worker/gpu/cudagraph_utils.py:289), so each is here once."""
+    """Draft lengths per range of batch sizes.
+
+    The drafter's lengths are chosen step by step and ignore this schedule. But vLLM captures CUDA
+    graphs for the lengths in it (v1/worker/gpu/cudagraph_utils.py:289), so each length occurs once.
+    """
     max_draft_tokens, most = settings.longest_draft, arguments.max_num_seqs
     if settings.mode != "drafter":
         return [(1, most, max_draft_tokens)]
@@ -51,7 +56,7 @@ def _draft_length_schedule(
 
 
 def _method_config(arguments: AsyncEngineArgs, settings: SpeculationSettings) -> dict[str, Any]:
-    """Greedy drafts keep sampling lossless whatever the drafter computes."""
+    """The drafting method. Greedy drafts keep sampling lossless whatever the drafter computes."""
     if settings.mode != "drafter":
         return {"method": "custom_class", "model": PROPOSER}
     return {
