@@ -1,6 +1,6 @@
-"""A small model that drafts, and learns while the large one serves.
+"""A small draft model that is trained on served samples while the target model serves.
 
-In the workers vLLM runs it (`draft_model`); in EngineCore `drafting.py` decides how much it drafts
-and counts what becomes of it; beside the service `drafter.py` owns its versions, their trials, and
-the process that trains it.
+vLLM runs it in the workers (`draft_model`). In EngineCore, `core/` chooses draft lengths and counts
+acceptance. In the service process, `service/` owns its versions, their A/B tests and the trainer
+process (`trainer/`).
 """

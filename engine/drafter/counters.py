@@ -1,4 +1,4 @@
-"""What drafters have done for which weights, as it travels from EngineCore to the service."""
+"""Counters per pair of drafter and weights version, as sent from EngineCore to the service."""
 
 from collections import OrderedDict
 from typing import Final, TypedDict
@@ -9,8 +9,11 @@ MAX_PAIRS: Final = 8
 
 
 class PairSnapshot(TypedDict):
-    """Since the drafter served these weights first. `first_drafted` are drafts, of whose first
-    tokens `first_accepted` were: a rate that does not depend on how long they were."""
+    """Counts since the drafter first served with these weights.
+
+    `first_drafted` counts drafts, `first_accepted` those whose first token was accepted: a rate
+    that does not depend on draft length.
+    """
 
     drafter: str
     weights: str
@@ -21,7 +24,7 @@ class PairSnapshot(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """`pairs`: the latest last."""
+    """`pairs` are ordered from oldest to latest."""
 
     serving: str
     speculation: SpeculationSnapshot
@@ -29,7 +32,7 @@ class Snapshot(TypedDict):
 
 
 class PairCounters:
-    """The latest few, so that a run of many versions holds no more than a short one."""
+    """Counters of the latest MAX_PAIRS pairs; memory does not grow with the number of versions."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[str, str], PairSnapshot] = OrderedDict()

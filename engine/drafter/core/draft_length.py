@@ -1,9 +1,10 @@
-"""How long a batch's drafts are: one length for all, held for a few steps so that it can be timed.
+"""Draft length of a batch: one length for all rows, held for a few steps so that it can be timed.
 
-Which one is left to the controller that `siblings` has, with its cost model and its guard. It
-weighs tokens one by one; here all rows are alike, so it is told of rows that are alike, and the
-number that it would send is rounded to whole rows. While it sends nothing it learns nothing of the
-drafter, so now and then, and while a new drafter is on trial, one token is drafted all the same.
+The choice is made by the speculation `Controller` of mode `siblings`, with its cost model and its
+limits on losses. The controller considers single tokens of single rows; here it receives identical
+rows, and the number of tokens it would send is rounded to whole rows. Without drafts nothing is
+learned about the drafter, so occasionally, and while a new drafter is on trial, one token is
+drafted anyway (a probe).
 """
 
 from collections.abc import Mapping
@@ -20,17 +21,17 @@ from engine.speculation.cost import StepCostModel
 from engine.speculation.profile import Profile
 
 HOLD_STEPS: Final = 4
-"""Steps that a length is kept for at least."""
+"""Minimum number of steps that a length is kept for."""
 PROBE_INTERVAL: Final = 128
-"""Lengths chosen from one probe to the next, of which there are so many in a row:"""
+"""Choices of a length between two bursts of PROBE_BURST probes."""
 PROBE_BURST: Final = 2
 INITIAL_PROBES: Final = 16
-"""After the weights or the drafter changed."""
+"""Probes after a change of the weights or the drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformDrafts:
-    """Drafts of as many rows, to the controller: contract Draft."""
+    """Drafts of identical rows; implements the controller's `Draft` protocol."""
 
     lengths: NDArray[np.int32]
     probability: NDArray[np.float32]
@@ -38,8 +39,11 @@ class UniformDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """What runs: that many samples past their prompts, of so many tokens; how likely a draft's
-    tokens are to be accepted, place by place; and whether its drafter is on trial."""
+    """The decode rows of a batch: their number and their total context in tokens.
+
+    `probability` is the acceptance probability per draft position; `on_trial` is true while the
+    drafter is on trial.
+    """
 
     running: int
     context: int
@@ -48,9 +52,11 @@ class BatchState:
 
 
 class DraftLengthPolicy:
-    """`controller` is another one after every change of what drafts or of what is drafted for.
-    `max_samples`: by length, where only for some there are CUDA graphs, how many samples they have
-    room for; no other is chosen.
+    """Chooses the draft length of each step.
+
+    `controller` is replaced whenever the weights or the drafter change. `max_samples` maps each
+    length that has CUDA graphs to the number of samples they have room for; no other length is
+    chosen.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class DraftLengthPolicy:
         self._num_choices = 0
 
     def at(self, batch: BatchState) -> int:
-        """Of the next step."""
+        """Draft length of the next step."""
         self._hold_steps -= 1
         if self._hold_steps < 0:
             self._hold_steps = HOLD_STEPS - 1
@@ -78,14 +84,18 @@ class DraftLengthPolicy:
         return self._tokens
 
     def decision(self) -> SpeculationDecision:
-        """Where less than half a token a row was worth it, none is drafted."""
+        """The decision for the current length.
+
+        It is `not_worth_it` where the controller would send less than half a token per row, which
+        rounds to zero.
+        """
         if self._is_probe:
             return "probed"
         decision = self.controller.decision
         return "not_worth_it" if decision == "drafted" and self._tokens == 0 else decision
 
     def reset(self) -> None:
-        """What was found of drafts before is no more than a guess; what steps cost is still so."""
+        """Discard the controller's state, which applied to other drafts, but keep step costs."""
         self.controller = type(self.controller)(self.controller.cost)
         self._probes, self._hold_steps = INITIAL_PROBES, 0
 
@@ -102,7 +112,7 @@ class DraftLengthPolicy:
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """A step that can be timed."""
+        """Record a step that can be timed."""
         measured = {"running": running, "context": context, "verified": verified}
         if self.profile is not None:
             self.profile.record_step(**measured, seconds=seconds)
@@ -124,13 +134,13 @@ class DraftLengthPolicy:
         return self._shortest_draft(batch.running) if self._is_probe else length
 
     def _clamp(self, limit: int, running: int) -> int:
-        """The longest that is no longer than wanted."""
+        """The longest available length up to `limit`."""
         if self._max_samples is None:
             return min(limit, self._max_draft_tokens)
         return max((n for n in self._lengths_with_graph(running) if n <= limit), default=0)
 
     def _shortest_draft(self, running: int) -> int:
-        """That drafts anything."""
+        """The shortest available length above zero."""
         if self._max_samples is None:
             return 1
         return min((n for n in self._lengths_with_graph(running) if n > 0), default=0)

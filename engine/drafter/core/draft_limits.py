@@ -1,6 +1,7 @@
-"""Who is drafted for, and how far.
+"""Per-request limits on drafts.
 
-No drafts get a sample with a seed, one that refuses them, and none goes beyond a sample's end.
+Samples with a seed and samples that opt out get no drafts, and no draft extends past a sample's
+end.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from engine.speculation.request_slots import find_skip_reason
 
 
 class DraftLimits:
-    """`requests`: the scheduler's, by their ids. `skipped` is told once of whoever gets none."""
+    """Draft limits of the scheduler's `requests`, by request id.
+
+    `skipped` is called once for each request that gets no drafts.
+    """
 
     def __init__(
         self,
@@ -25,7 +29,7 @@ class DraftLimits:
         self._skip_reasons: dict[str, SpeculationSkipReason | None] = {}
 
     def limit(self, request: Any) -> int:
-        """A step brings one token more than it accepts; none is wanted beyond the last."""
+        """Maximum draft length of a request: a step yields one token more than it accepts."""
         if self._skip_reason(request) is not None:
             return 0
         left = int(request.max_tokens - request.num_output_tokens) - 1

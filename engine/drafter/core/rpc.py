@@ -1,4 +1,4 @@
-"""Methods that EngineCore gains for its drafter; they run between two steps."""
+"""RPC methods added to EngineCore for the drafter; they run between two steps."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
-    """Lengths are chosen from here on: whether a profile is to be made first."""
+    """Start choosing draft lengths, and return whether a profile must be measured first."""
     steps, plan = _profile_cache(self).read(), graph_plan()
     drafting = DraftingHooks(
         self.scheduler,
@@ -42,7 +42,10 @@ def coppice_finish_drafter_profile(self: "EngineCore") -> None:
 def coppice_set_drafter(
     self: "EngineCore", path: str, previous: str, version: str, on_trial: bool
 ) -> list[Any]:
-    """The workers' answers. If they could not load it, the previous one drafts on."""
+    """Load a drafter in the workers, and return their results.
+
+    If any of them fails, the previous drafter stays in use.
+    """
     answers = self.model_executor.collective_rpc("coppice_load_drafter", args=(path, previous))
     if all(answer["ok"] for answer in answers):
         _drafting(self).set_drafter(version, on_trial=on_trial)

@@ -1,9 +1,9 @@
-"""What the drafter is made to draft, and what becomes of it: in EngineCore, around its scheduler.
+"""Hooks around EngineCore's scheduler that set the draft length and count acceptance.
 
-vLLM's scheduler reads one draft length for the whole batch from a table over batch sizes; all of
-the table is set before a step is scheduled. The drafts that a step makes are verified by the next
-one, so only those that verify as much as they draft are timed, from one call of the scheduler to
-the next: all that a step is, the host's work and the drafter's too.
+vLLM's scheduler reads one draft length for the whole batch from a table over batch sizes; every
+entry of the table is set before a step is scheduled. The drafts made in a step are verified in the
+next, so only steps that verify as many tokens as they draft are timed. The time runs from one
+scheduler call to the next and includes the host's work and the drafter's.
 """
 
 import time
@@ -28,7 +28,7 @@ _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One that is under way; it can be timed if it only decodes, as much as it drafts."""
+    """The step in progress; it is timeable if it only decodes and verifies as much as it drafts."""
 
     began: float
     running: int
@@ -38,7 +38,10 @@ class Step:
 
 
 class DraftingHooks:
-    """`attach` puts it around a scheduler, of which there is one for the life of a process."""
+    """Draft length and acceptance of one scheduler, the only one of its process.
+
+    `attach` wraps the scheduler's methods.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class DraftingHooks:
         self.scheduler.update_draft_token_ids = patched_update_drafts
         self._set_draft_length(0)
 
-    # What vLLM calls, step by step
+    # Called by vLLM in every step.
 
     def _no_drafts(self) -> None:
         self._set_draft_length(0)
@@ -118,7 +121,7 @@ class DraftingHooks:
 
     @FEATURE.guarded_with_default(None)
     def after_schedule(self, output: Any) -> None:
-        """`output`: vLLM's SchedulerOutput."""
+        """Record the scheduled step; `output` is vLLM's SchedulerOutput."""
         scheduled = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         requests = self.scheduler.requests
@@ -155,7 +158,7 @@ class DraftingHooks:
         self._pairs.verified(self._verified_drafter, self._weights(), num_drafted, num_accepted)
         acceptance = self._acceptance.get(self._verified_drafter)
         if acceptance is None:
-            return  # of the one before, whose trial is over
+            return  # an earlier drafter, whose trial is over
         if not self._is_step_counted:
             self._is_step_counted = True
             acceptance.step()
@@ -163,20 +166,20 @@ class DraftingHooks:
 
     @FEATURE.guarded_with_default(None)
     def trim_drafts(self, drafts: Any) -> None:
-        """vLLM's DraftTokenIds, before they are anybody's."""
+        """Shorten vLLM's DraftTokenIds to each request's limit, before they are assigned."""
         for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 del tokens[self._limits.limit(request) :]
 
     def _trim_placeholders(self, scheduled: dict[str, int]) -> None:
-        """Where steps are scheduled ahead, drafts are not seen here, only the room for them."""
+        """Shorten draft placeholders: with asynchronous scheduling only these are visible here."""
         for request_id in scheduled:
             request = self.scheduler.requests[request_id]
             if request.spec_token_ids:
                 request.spec_token_ids = request.spec_token_ids[: self._limits.limit(request)]
 
-    # Asked for by the service, between two steps
+    # Called by the service, between two steps.
 
     def set_drafter(self, version: str, *, on_trial: bool) -> None:
         self.serving, self.on_trial = version, on_trial
@@ -219,11 +222,13 @@ class DraftingHooks:
                 emitted=self._num_emitted,
             )
 
-    # Who drafts for whom
+    # Changes of weights and drafter.
 
     def _detect_changes(self) -> None:
-        """Other weights, or a drafter that has stood its trial: what was found out of the ones
-        before, and how long their drafts were to rest, is no more than a guess at these.
+        """Reset the length policy when the weights or the settled drafter changed.
+
+        What was measured for the previous ones, including the duration of pauses, is only a prior
+        for the new ones.
         """
         weights = self._weights()
         settled_drafter = self._settled_drafter if self.on_trial else self.serving
@@ -246,5 +251,8 @@ class DraftingHooks:
 
 
 def _past_prompt(request: Any, scheduled: int) -> bool:
-    """The scheduler has advanced the request by what it scheduled."""
+    """Return whether the request was past prefill before this step.
+
+    The scheduler has already advanced it by the scheduled tokens.
+    """
     return bool(request.num_computed_tokens - scheduled >= request.num_prompt_tokens)

@@ -1,17 +1,17 @@
-"""A new drafter against the one that serves: over windows that alternate, who is accepted more?
+"""A/B test of a new drafter against the one in use, over alternating windows of traffic.
 
-Each serves every other window, so that both meet the same traffic. A window is over when enough of
-the drafts that it made were verified. What is compared is how often the first token of a draft is
-accepted, which does not depend on how long drafts are. After a few windows of each the new one
-stays if it did no worse.
+The two serve alternate windows, so both see the same traffic. A window ends when WINDOW_DRAFTS
+drafts made in it were verified. The test compares the acceptance rate of first tokens, which does
+not depend on draft length. After WINDOWS_PER_SIDE windows of each, the new drafter is promoted if
+it did no worse.
 
-Pure: what was verified comes in, who is to serve goes out.
+Pure: it receives counts and returns which drafter serves next.
 """
 
 from typing import Final, Literal
 
 WINDOWS_PER_SIDE: Final = 3
-"""Of each."""
+"""Windows of each drafter."""
 WINDOW_DRAFTS: Final = 200
 
 Side = Literal["old", "new"]
@@ -19,7 +19,7 @@ Verdict = Literal["promoted", "rolled_back"]
 
 
 class AbTest:
-    """The new one begins. `update` returns who serves next, or the verdict."""
+    """State of one A/B test; the new drafter serves first."""
 
     def __init__(self) -> None:
         self.side: Side = "new"
@@ -29,7 +29,7 @@ class AbTest:
         self._window_drafts = 0
 
     def update(self, num_drafted: int, num_accepted: int) -> Side | Verdict:
-        """First tokens of drafts that were verified since the last call, while `side` served."""
+        """Add first-token counts since the last call, and return the next side or the verdict."""
         self._drafted[self.side] += num_drafted
         self._accepted[self.side] += num_accepted
         self._window_drafts += num_drafted

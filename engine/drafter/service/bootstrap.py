@@ -1,4 +1,4 @@
-"""The drafter that a model is first served with: one that was given, or one made from nothing."""
+"""The initial drafter of a model: a given one, or a randomly initialized one."""
 
 import hashlib
 import json
@@ -19,9 +19,11 @@ from engine.weights.checkpoint import SINGLE_FILE, Checkpoint
 def open_drafter_dir(
     directory: Path, initial: Path | None, target: Path, served: Checkpoint, *, ranks: int
 ) -> DrafterDir:
-    """`initial` is a model directory; what an earlier run has made of the same one is gone on with.
+    """Open the directory of drafters for a target model, continuing with that of an earlier run.
 
-    The folder's name says what it was made for and from; StartFailed if that does not go together.
+    `initial` is a model directory, or None for random initialization. The directory name is a
+    digest of the target's and the initial drafter's configuration. Raises StartFailed if the two
+    are incompatible.
     """
     config = _config(target)
     if initial is not None:

@@ -1,12 +1,12 @@
-"""The drafters of one model on disk, from one run to the next.
+"""Directory of one model's drafters, kept between runs.
 
-    <version>.safetensors    the one that serves, and one that is on trial or waits for it
-    serving.json             which one serves
-    start/                   the model directory that vLLM and the trainer are started with
-    training.safetensors     how far training has come
+    <version>.safetensors    the drafter in use, and one that is on trial or queued for it
+    serving.json             the version in use
+    start/                   the model directory that vLLM and the trainer start from
+    training.safetensors     the trainer's checkpoint
 
-A folder has one owner, who holds its lock: a second server of the same model takes a folder of its
-own, which goes with it. Whatever is written is whole or not there.
+A directory has one owner, which holds its lock. A second server of the same model uses a temporary
+directory of its own, deleted on close. All writes are atomic.
 """
 
 import fcntl
@@ -22,27 +22,30 @@ from engine.weights.checkpoint import SINGLE_FILE
 
 INITIAL_VERSION: Final = "initial"
 TRAINER_CHECKPOINT: Final = "training"
-"""The file of this name is the trainer's: no version may have it."""
+"""File stem of the trainer's checkpoint, which no version may have."""
 _LOCK_FILE: Final = ".owner"
 _SERVING_FILE: Final = "serving.json"
 
 
 class DrafterDir:
-    """`write_initial` fills a model directory; it is asked where no earlier run has left one."""
+    """Locked directory of drafters.
+
+    `write_initial` fills a model directory; it is called if no earlier run left a drafter.
+    """
 
     def __init__(self, directory: Path, name: str, write_initial: Callable[[Path], None]) -> None:
         self._lock, self.path, self._is_temporary = _lock_dir(directory, name)
         self.start = self.path / "start"
         self._sweep()
         if self.serving is None:
-            (self.start / SINGLE_FILE).unlink(missing_ok=True)  # it was a link to what is gone
+            (self.start / SINGLE_FILE).unlink(missing_ok=True)  # a link whose target is gone
             write_initial(self.start)
             (self.start / SINGLE_FILE).rename(self.file(INITIAL_VERSION))
             self.set_serving(INITIAL_VERSION)
         self.update_start_link()
 
     def _sweep(self) -> None:
-        """What an owner that was killed has left half-way."""
+        """Delete incomplete and unused files left by an owner that was killed."""
         serving = self.serving
         kept = {f"{TRAINER_CHECKPOINT}.safetensors"} | (
             {f"{serving}.safetensors"} if serving else set()
@@ -53,7 +56,7 @@ class DrafterDir:
 
     @property
     def serving(self) -> str | None:
-        """None before there is any."""
+        """The version in use; None before there is any."""
         try:
             version = str(json.loads((self.path / _SERVING_FILE).read_text())["version"])
         except (OSError, ValueError, KeyError):
@@ -64,8 +67,10 @@ class DrafterDir:
         return self.path / f"{version}.safetensors"
 
     def import_file(self, source: Path) -> Path:
-        """A whole file, in here under nobody's name. From another disk it is copied, however long
-        that takes."""
+        """Move a file into the directory under a temporary name.
+
+        From another disk it is copied, which may take long.
+        """
         handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.path)
         os.close(handle)
         part = Path(name)
@@ -77,11 +82,11 @@ class DrafterDir:
         return part
 
     def assign_version(self, file: Path, version: str) -> None:
-        """One that is in here already becomes the version's."""
+        """Rename an imported file to that of a version."""
         file.replace(self.file(version))
 
     def set_serving(self, version: str) -> None:
-        """It serves from now on, after the next start too."""
+        """Persist the version in use, which the next start also serves."""
         part = self.path / f".{_SERVING_FILE}"
         part.write_text(json.dumps({"version": version}) + "\n")
         part.replace(self.path / _SERVING_FILE)
@@ -90,7 +95,7 @@ class DrafterDir:
         self.file(version).unlink(missing_ok=True)
 
     def update_start_link(self) -> None:
-        """`start` is what serves now."""
+        """Link the weights of `start` to the version in use."""
         serving = self.serving
         assert serving is not None, "settled"
         part = self.start / ".part"

@@ -1,7 +1,7 @@
-"""The drafter of a running engine, and who trains the next one.
+"""Drafter of a running engine, with promotion of new versions and training.
 
-Lives beside the service, on its event loop. Once a second it looks at what EngineCore has counted
-and at what was trained. Whatever fails here costs drafts or training, never a sample.
+It runs in the service process, on its event loop, and once a second polls the counters of
+EngineCore and the trainer. A failure here costs drafts or training, never a sample.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ POLL_SECONDS: Final = 1.0
 
 
 class Drafter:
-    """Owns the folder and the tutor."""
+    """Owner of the drafter directory and the trainer process."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Drafter:
         self._snapshot: Snapshot | None = None
 
     async def start_drafting(self) -> None:
-        """Drafts come from here on, at what this machine was measured to take for them."""
+        """Start drafting, with step costs measured on this machine, and start the trainer."""
         if await self._utility("coppice_start_drafting", self._promotion.serving):
             await measure_step_costs(self._llm, self._info, self._settings.longest_draft)
             await self._utility("coppice_finish_drafter_profile")
@@ -62,7 +62,7 @@ class Drafter:
             await self._trainer.stop()
 
     async def run(self) -> None:
-        """Until cancelled, or until it fails: then the drafter that serves goes on serving."""
+        """Poll until cancelled. After a failure the drafter in use keeps serving."""
         try:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
@@ -95,7 +95,7 @@ class Drafter:
                 )
             )
 
-    # From and to elsewhere
+    # Import, export and status.
 
     @property
     def file(self) -> Path:

@@ -1,6 +1,7 @@
-"""A small causal model with another model's vocabulary, made from nothing.
+"""Random initialization of a small causal model with the vocabulary of a target model.
 
-What a token costs is taken to be the weights that are multiplied for it: the layers and the head.
+The cost of a model per token is estimated as its number of weights in matrix products: the layers
+and the head.
 """
 
 import json
@@ -16,9 +17,9 @@ from engine.settings import MAX_DRAFT_TOKENS
 from engine.weights.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
 
 MAX_COST_SHARE: Final = 0.1
-"""Of the large model's cost a token, at most."""
+"""Maximum cost per token, as a share of the target model's."""
 NUM_LAYERS: Final = 2
-"""What copies from a context, as arithmetic and citations do, needs two."""
+"""Copying from the context, as in arithmetic and citations, needs two layers."""
 HIDDEN_SIZES: Final = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 INIT_SEED: Final = 7
 INIT_STD: Final = 0.02
@@ -27,7 +28,10 @@ Tensors = dict[str, npt.NDArray[np.float32]]
 
 
 def checkpoint_cost(checkpoint: Checkpoint) -> int:
-    """A tied embedding is multiplied as the head; one that is not is only looked up."""
+    """Weights in matrix products per token.
+
+    A tied embedding counts as the head; an untied one is only a lookup.
+    """
     lookup_only = checkpoint.embedding if LM_HEAD in checkpoint.tensors else None
     return sum(
         int(np.prod(tensor.shape))
@@ -39,7 +43,7 @@ def checkpoint_cost(checkpoint: Checkpoint) -> int:
 def make_drafter_config(
     target: Mapping[str, Any], target_cost: int, *, ranks: int
 ) -> dict[str, Any]:
-    """The largest that costs no more than its share, or the smallest there is."""
+    """Config of the largest model within MAX_COST_SHARE, or of the smallest one."""
     text = target.get("text_config", target)
     configs = [_config(text, hidden) for hidden in HIDDEN_SIZES]
     fitting = [config for config in configs if config["num_key_value_heads"] % ranks == 0]
@@ -68,7 +72,10 @@ def write_random_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _config(target: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """Positions reach beyond the target's: drafts lie behind the last token that is served."""
+    """Qwen3 config of a hidden size.
+
+    Positions extend beyond the target's, because drafts follow the last served token.
+    """
     head_dim = 32 if hidden < 256 else 64
     heads = hidden // head_dim
     return {

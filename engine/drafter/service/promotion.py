@@ -1,8 +1,8 @@
-"""Which drafter serves, which waits for its trial, and which is on trial.
+"""Queue, A/B test and promotion of drafter versions.
 
-One waits at most: a newer one of our own takes its place, but not that of one that was brought from
-elsewhere. All of it happens on the event loop, a turn a second; only what may copy files between
-disks is left to a thread.
+At most one version is queued. A newer one from the local trainer replaces it, unless the queued one
+is external. Everything runs on the event loop, once a second; only the import of files, which may
+copy between disks, runs in a thread.
 """
 
 import asyncio
@@ -22,23 +22,25 @@ log = logging.getLogger(__name__)
 
 TRAINED_PREFIX: Final = "trained-"
 RESERVED_PREFIXES: Final = (TRAINED_PREFIX, "published-")
-"""How versions and files of our own begin."""
+"""Prefixes of the server's own version and file names."""
 
 LoadDrafter = Callable[[str, str, bool], Awaitable[bool]]
-"""A version, the one whose file is put back if that fails, and whether it is on trial."""
+"""(version, version whose file is reloaded on failure, whether it is on trial) -> success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """`is_external`: it was trained elsewhere."""
+    """A version queued for a trial or on trial; `is_external`: it was trained elsewhere."""
 
     version: str
     is_external: bool
 
 
 class DrafterPromotion:
-    """Owns the files in the folder. `on_adopted` is told of those from elsewhere that stay. The
-    file of whatever is loaded is there until something else is.
+    """Owner of the drafter files.
+
+    `on_adopted` is called with the file of each external version that is promoted. The file of the
+    loaded version exists until another is loaded.
     """
 
     def __init__(
@@ -58,13 +60,15 @@ class DrafterPromotion:
 
     @property
     def candidate_version(self) -> str | None:
-        """Who is on trial, or else waits for it."""
+        """The version on trial, or else the queued one."""
         known = self._candidate or self._queued
         return None if known is None else known.version
 
     async def submit(self, path: Path, version: str) -> None:
-        """Takes the file, which was checked, for the next trial. What is cancelled leaves at most a
-        file that the next start sweeps."""
+        """Queue a validated file for the next trial.
+
+        If cancelled, at most a file remains, which the next start deletes.
+        """
         if version in (self.serving, INITIAL_VERSION, TRAINER_CHECKPOINT) or version.startswith(
             RESERVED_PREFIXES
         ):
@@ -81,10 +85,10 @@ class DrafterPromotion:
         self._queue_candidate(Candidate(version=version, is_external=True))
 
     def published(self, path: Path, num_steps: int) -> None:
-        """One that was trained here."""
+        """Queue a version of the local trainer."""
         version = f"{TRAINED_PREFIX}{num_steps}"
         candidate = self._candidate.version if self._candidate else None
-        if version in (self.serving, candidate):  # of a run that began again from the first step
+        if version in (self.serving, candidate):  # from a training run that restarted at step zero
             path.unlink(missing_ok=True)
             return
         self._drafter_dir.assign_version(path, version)
@@ -106,7 +110,7 @@ class DrafterPromotion:
         self._queued = candidate
 
     async def _start_test(self, candidate: Candidate) -> None:
-        # While it is loaded nothing else may be offered.
+        # Set before loading, so that nothing else is submitted meanwhile.
         self._candidate, self._queued = candidate, None
         self._last_counts = {} if self._snapshot is None else _first_token_counts(self._snapshot)
         if await self._serve(candidate.version, on_trial=True):
@@ -155,7 +159,7 @@ class DrafterPromotion:
         return await self._load(version, self.serving, on_trial)
 
     def _new_counts(self, version: str) -> tuple[int, int]:
-        """First tokens drafted and accepted of a version since it was asked last."""
+        """First tokens drafted and accepted by a version since the last call."""
         now = _first_token_counts(self._snapshot) if self._snapshot is not None else {}
         drafted, accepted = now.get(version, (0, 0))
         before = self._last_counts.get(version, (0, 0))

@@ -1,7 +1,7 @@
-"""The process that trains, from the outside: started, told, heard, stopped.
+"""Supervisor of the trainer process: start, messages, restart and stop.
 
-It is fed through a pipe that is never waited for: what does not fit into it is not learned from,
-and counted. If it ends by itself it is started again, a few times.
+Samples are written to a pipe without waiting: those that do not fit are dropped and counted. If the
+process exits by itself it is restarted, up to MAX_STARTS starts.
 """
 
 import asyncio
@@ -35,7 +35,10 @@ _PACKAGE_ROOT: Final = Path(__file__).parents[2]
 
 
 class TrainerProcess:
-    """Owns the process and the task that listens to it; `start` and `stop` are a pair."""
+    """Owner of the trainer process and of the task that reads its messages.
+
+    `start` and `stop` are a pair.
+    """
 
     def __init__(self, drafter: Path, folder: Path, trained: str) -> None:
         self._arguments = ("--drafter", str(drafter), "--folder", str(folder), "--trained", trained)
@@ -46,7 +49,7 @@ class TrainerProcess:
         self._published: Published | None = None
         self.progress = Progress(num_steps=0, num_tokens=0, loss=0.0)
         self.num_dropped = 0
-        """Samples that were not learned from."""
+        """Samples that were not used for training."""
 
     @property
     def state(self) -> TrainingState:
@@ -62,7 +65,7 @@ class TrainerProcess:
         self._supervisor_task = asyncio.create_task(self._supervise(), name="drafter-tutor")
 
     async def stop(self) -> None:
-        """It ends after the step that it takes, and keeps what it has learned."""
+        """Stop the process after its current step; it saves a checkpoint."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -76,7 +79,7 @@ class TrainerProcess:
             await asyncio.gather(self._supervisor_task, return_exceptions=True)
 
     def accepts_sample(self) -> bool:
-        """Whether to make a sample for it: one that it does not take is counted here."""
+        """Return whether the pipe has room for a sample; if not, count one as dropped."""
         process = self._process
         accepts = process is not None and process.stdin is not None and not _is_full(process.stdin)
         self.num_dropped += not accepts
@@ -94,7 +97,7 @@ class TrainerProcess:
         self._send(AdoptWeights(path=str(drafter)))
 
     def take_published(self) -> Published | None:
-        """The latest drafter that was made since this was asked last."""
+        """The latest drafter published since the last call."""
         published, self._published = self._published, None
         return published
 
@@ -102,7 +105,7 @@ class TrainerProcess:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing():
             return False
-        # Which drafter to go on from is told once, and must arrive.
+        # Sent only once, so it must not be dropped.
         if _is_full(process.stdin) and not isinstance(message, AdoptWeights):
             return False
         process.stdin.write(encode_line(message))
@@ -116,7 +119,7 @@ class TrainerProcess:
                 stdout=PIPE,
                 env=_environment(),
                 limit=MAX_LINE_BYTES,
-                # Ctrl-C is for the service, at whose end this one's input ends.
+                # Ctrl-C is for the service; this process ends when its input is closed.
                 start_new_session=True,
             )
             self._paused = False
@@ -135,7 +138,7 @@ class TrainerProcess:
                 self.progress = message
 
     def _discard(self, published: Published | None) -> None:
-        """One that nobody came for."""
+        """Delete a published drafter that was not taken."""
         if published is not None:
             Path(published.path).unlink(missing_ok=True)
 

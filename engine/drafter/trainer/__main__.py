@@ -1,4 +1,4 @@
-"""Trains until its input ends: the least important process of its machine."""
+"""Command line of the trainer, which runs at the lowest priority until its input ends."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 PUBLISH_INTERVAL_SECONDS: Final = 10.0
-"""From one drafter that is offered for a trial to the next, at least."""
+"""Minimum time between two drafters published for a trial."""
 
 
 def main() -> None:
@@ -23,7 +23,10 @@ def main() -> None:
 
 
 def lower_priority() -> None:
-    """SCHED_IDLE runs where nobody else wants to; where there is none, the priority counts."""
+    """Use SCHED_IDLE, which runs only on idle processors.
+
+    Where it is unavailable, the nice value applies.
+    """
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""What the trainer hears, on a thread of its own: nobody who tells it is kept waiting by a step."""
+"""Messages to the trainer, read in their own thread so that a step does not block the sender."""
 
 import threading
 from collections.abc import Iterable
@@ -9,7 +9,10 @@ from engine.drafter.trainer.replay_buffer import ReplayBuffer
 
 
 class Inbox:
-    """`lock` guards the buffer; the rest is set by one thread and read by the other."""
+    """State set by messages.
+
+    `lock` guards `buffer`; each other field is written by one thread and read by the other.
+    """
 
     def __init__(self) -> None:
         self.buffer = ReplayBuffer()
@@ -19,7 +22,7 @@ class Inbox:
         self.ended = False
 
     def receive(self, lines: Iterable[bytes]) -> None:
-        """Until there is no more to hear."""
+        """Process messages until the input ends."""
         for line in lines:
             message = decode_line(line)
             if isinstance(message, Sample):

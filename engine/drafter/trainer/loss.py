@@ -1,12 +1,12 @@
-"""What a drafter is to say next, and how far it is from that.
+"""Training loss of a drafter: cross-entropy with sampled tokens or recorded top-k distributions.
 
-Shape suffixes: T tokens of the row, V vocabulary, R places where the likeliest tokens were
-recorded, K of them.
+Shape suffixes: T tokens of the row, V vocabulary, R positions with recorded top-k tokens, K of
+them.
 
-Where nothing was recorded it is to say the token that came: cross-entropy. Where the likeliest
-were, it is to say each as often as the server would, and another token as often as it would:
-cross-entropy too, with one outcome for all that was not recorded. Its mean over what may come is
-the former's, up to what that outcome is made of; what falls away is chance.
+Without a recorded distribution, the target is the sampled token. With one, the target is the
+probability of each top-k token in the served distribution, with one further outcome for all other
+tokens. The expected value of the former loss over sampled tokens equals the latter, except within
+the "other" outcome; the latter has no sampling noise.
 """
 
 from typing import Final
@@ -17,11 +17,11 @@ from torch.nn.functional import log_softmax, nll_loss
 from engine.drafter.trainer.packing import IGNORE_INDEX, PackedBatch
 
 MIN_REMAINDER: Final = 1e-6
-"""Of the mass that a drafter leaves to other tokens: below that, float32 cannot tell."""
+"""Minimum probability of the other tokens; smaller values are below the resolution of float32."""
 
 
 def compute_loss(logits_TV: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """The mean over the tokens of responses."""
+    """Mean loss over the response tokens."""
     logs_TV = log_softmax(logits_TV, dim=-1)
     losses_T = nll_loss(logs_TV, packed.labels_T, ignore_index=IGNORE_INDEX, reduction="none")
     if packed.soft_targets is not None:

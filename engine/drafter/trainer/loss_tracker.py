@@ -1,4 +1,4 @@
-"""The course of a loss: what it is of late, and whether that is news."""
+"""Smoothed training loss and detection of convergence."""
 
 from collections import deque
 from statistics import fmean
@@ -7,14 +7,16 @@ from typing import Final
 SMOOTHING: Final = 0.02
 WINDOW_STEPS: Final = 500
 COMPARED_STEPS: Final = 100
-"""Steps, the latest against the earliest of those that are looked back on."""
+"""Steps at each end of the window whose mean losses are compared."""
 MIN_RELATIVE_CHANGE: Final = 0.05
-"""By how much of itself it differs where there is much to learn: it has risen with other weights,
-or falls."""
+"""Relative change of the loss above which training has not converged.
+
+The loss rises after a change of weights, and falls while there is more to learn.
+"""
 
 
 class LossTracker:
-    """`smoothed` is the mean of the last 50 steps, or of fewer so far."""
+    """Losses of recent steps; `smoothed` is the mean of about the last 50, or of all so far."""
 
     def __init__(self, *, num_steps: int = 0, smoothed: float = 0.0) -> None:
         self.num_steps = num_steps
@@ -28,7 +30,7 @@ class LossTracker:
 
     @property
     def has_converged(self) -> bool:
-        """What is served has not changed, and what there was to learn of it is learned."""
+        """True if the loss neither rose (other weights) nor fell within the window."""
         if len(self._losses) < WINDOW_STEPS:
             return False
         losses = list(self._losses)

@@ -1,4 +1,4 @@
-"""What the trainer is told and what it tells: one JSON object a line. No torch here."""
+"""Messages to and from the trainer, one JSON object per line. This module does not import torch."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,8 +9,11 @@ from engine.drafter.service.checkpoint_dir import TRAINER_CHECKPOINT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`version`: of the weights that said the response's last token. `top_logprobs`: at each of its
-    tokens, as `top_logprobs.py` writes them; nothing where none were recorded."""
+    """A finished sample; `version` is that of the weights that generated its last token.
+
+    `top_logprobs` are those of each response token, encoded by `soft_targets.encode_top_k`, or
+    empty if none were recorded.
+    """
 
     version: str
     prompt: list[int]
@@ -25,14 +28,14 @@ class SetPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptWeights:
-    """Weights to go on from, made elsewhere."""
+    """Weights trained elsewhere, to continue from."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A whole drafter in a file, to be moved away by whoever reads this."""
+    """A complete drafter in a file, to be moved away by the receiver."""
 
     path: str
     num_steps: int
@@ -40,7 +43,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Since the drafter was made: `num_tokens` that were learned from; `loss`: of late, a token."""
+    """Totals since the drafter was created.
+
+    `num_tokens` were trained on; `loss` is the recent mean per token.
+    """
 
     num_steps: int
     num_tokens: int

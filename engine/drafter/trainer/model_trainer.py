@@ -1,8 +1,8 @@
-"""A drafter in training: Hugging Face's own model of it, in float32, on one thread.
+"""Training of a drafter as a Hugging Face model, in float32, on one thread.
 
-What is learned is the next token of responses, or what it could have been (`loss.py`). What is not
-trained (see `trained`) is not touched, and not kept either: a checkpoint holds the trained tensors,
-what the optimiser knows of each, and how far training has come.
+The targets are the next tokens of responses or their distributions (`loss.py`). Parameters that are
+not trained (see `trained`) are neither changed nor saved: a checkpoint holds the trained tensors,
+their optimizer state and the training progress.
 """
 
 import json
@@ -26,12 +26,14 @@ TrainedParameters = Literal["all", "layers"]
 WARMUP_STEPS: Final = 20
 MAX_LEARNING_RATE: Final = 3e-3
 LEARNING_RATE_TIMES_WIDTH: Final = 0.2
-"""Wide models want small steps: 3e-3 at 64 channels, 2e-4 at 1024."""
+"""Wide models need small steps: 3e-3 at 64 channels, 2e-4 at 1024."""
 
 
 class ModelTrainer:
+    """Model and optimizer of a drafter in training."""
+
     def __init__(self, folder: Path, *, trained: TrainedParameters) -> None:
-        """`folder`: config.json and model.safetensors of the drafter that is started from."""
+        """`folder` has config.json and model.safetensors of the initial drafter."""
         logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train()
@@ -67,7 +69,7 @@ class ModelTrainer:
         self.loss_tracker.update(loss.item())
 
     def compute_loss(self, packed: PackedBatch) -> torch.Tensor:
-        """Every sample sees itself only, at its own positions."""
+        """Loss of a packed row. Every sample attends only to itself, at its own positions."""
         attention_bias = torch.zeros(packed.mask_TT().shape).masked_fill(
             ~packed.mask_TT(), torch.finfo(torch.float32).min
         )
@@ -80,13 +82,13 @@ class ModelTrainer:
         return compute_loss(logits, packed)
 
     def adopt(self, file: Path) -> None:
-        """Goes on from these weights; what the optimiser knew was of others."""
+        """Continue from these weights with a new optimizer state."""
         own = dict(self._model.named_parameters())
         self._copy_weights({name: value for name, value in load_file(file).items() if name in own})
         self._reset_optimizer()
 
     def write_drafter(self, file: Path) -> None:
-        """All that vLLM loads, whole or not at all."""
+        """Write all tensors that vLLM loads, atomically."""
         tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
         state = {
             name: tensor.detach().contiguous()
@@ -113,7 +115,7 @@ class ModelTrainer:
         _save_atomically(file, tensors, {"progress": json.dumps(progress)})
 
     def resume(self, file: Path) -> bool:
-        """Whether there was a checkpoint of this very drafter to go on from."""
+        """Load a checkpoint, and return whether it exists and fits this drafter."""
         try:
             with safe_open(file, framework="pt") as saved:
                 progress = json.loads((saved.metadata() or {})["progress"])
@@ -157,7 +159,7 @@ def _with_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, 
 def _save_atomically(
     file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]
 ) -> None:
-    """Under another name until it is on the disk: who reads the file finds the old one or this."""
+    """Write and fsync under another name, then rename: readers see the old file or the new one."""
     part = file.with_suffix(".part")
     save_file(dict(tensors), part, metadata=metadata)
     with part.open("rb") as written:

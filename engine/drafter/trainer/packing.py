@@ -1,6 +1,6 @@
-"""Samples of any length in one row, each seeing itself only.
+"""Packing of samples of any length into one row, each attending only to itself.
 
-Shape suffixes: T tokens of the row, R places where the likeliest tokens were recorded, K of them.
+Shape suffixes: T tokens of the row, R positions with recorded top-k tokens, K of them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ IGNORE_INDEX: Final = -100
 
 
 class SoftTargets(NamedTuple):
-    """What could have come at some of the labels, instead of what did."""
+    """Recorded distributions that replace the sampled tokens as labels at some positions."""
 
     positions_R: torch.Tensor
     tokens_RK: torch.Tensor
@@ -25,23 +25,25 @@ class SoftTargets(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """One row of tokens, on the CPU. `labels_T` is what comes next, where that is a response's."""
+    """One row of tokens, on the CPU. `labels_T` is the next token where that is in a response."""
 
     tokens_T: torch.Tensor
     labels_T: torch.Tensor
     positions_T: torch.Tensor
-    sample_index_T: torch.Tensor  # which sample each token is of
+    sample_index_T: torch.Tensor  # index of each token's sample
     soft_targets: SoftTargets | None
 
     def mask_TT(self) -> torch.Tensor:
-        """Block-diagonal and causal: True where a token may look."""
+        """Block-diagonal causal mask: True where a token may attend."""
         same = self.sample_index_T[:, None] == self.sample_index_T[None, :]
         return same & torch.ones_like(same).tril()
 
 
 def pack(draw: Callable[[], Sample], num_tokens: int = ROW_TOKENS) -> PackedBatch:
-    """Samples until one does not fit any more; one that is longer than the row alone loses the
-    beginning of its prompt, or the end of its response."""
+    """Pack drawn samples until one does not fit.
+
+    A sample longer than the row loses the beginning of its prompt, or the end of its response.
+    """
     held: list[Sample] = []
     room = num_tokens
     while room > 0:
@@ -82,7 +84,7 @@ def _collate(samples: list[Sample]) -> PackedBatch:
 
 
 def _soft_targets_of(sample: Sample, first: int) -> SoftTargets:
-    """`first`: the place whose label is the response's first token."""
+    """`first` is the position whose label is the response's first token."""
     tokens, probs = (part[: len(sample.response)] for part in decode_top_k(sample.top_logprobs))
     return SoftTargets(
         positions_R=torch.arange(first, first + len(tokens)),
@@ -92,7 +94,7 @@ def _soft_targets_of(sample: Sample, first: int) -> SoftTargets:
 
 
 def _truncate(sample: Sample, num_tokens: int) -> Sample:
-    """At least one token of the prompt stays: the first of the response is foretold from it."""
+    """Keep at least one prompt token, from which the first response token is predicted."""
     response = sample.response[: num_tokens - 1]
     prompt = sample.prompt[-(num_tokens - len(response)) :]
     return replace(sample, prompt=prompt, response=response)

@@ -1,8 +1,8 @@
-"""What there is to learn from: the newest responses, and long ones of earlier versions.
+"""Training samples: the latest responses, and long responses of earlier weights versions.
 
-Responses that have ended are short ones first: whoever learned of the newest only would forget how
-long ones go on. So when the weights change, the longest of what the earlier ones said are kept
-beside what the new ones say. Both parts are bounded in tokens; a sample is in one of them.
+The first responses to finish under new weights are short ones: a trainer that saw only the latest
+would forget long ones. So when the weights change, the longest responses of earlier versions are
+kept next to those of the new version. Both parts have limits in tokens; a sample is in one of them.
 """
 
 import random
@@ -14,10 +14,12 @@ from engine.drafter.trainer.messages import Sample
 MAX_RECENT_TOKENS: Final = 200_000
 MAX_LONG_TOKENS: Final = 50_000
 LONG_SHARE: Final = 0.2
-"""Of the samples drawn, once there are any."""
+"""Share of drawn samples that are long ones, if there are any."""
 
 
 class ReplayBuffer:
+    """Latest and long samples, drawn at random."""
+
     def __init__(
         self,
         *,
@@ -32,7 +34,7 @@ class ReplayBuffer:
         self._version: str | None = None
         self._random = random.Random(seed)
         self.num_received = 0
-        """Tokens of responses, ever."""
+        """Response tokens ever received."""
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._long)
@@ -50,14 +52,17 @@ class ReplayBuffer:
             self._num_recent_tokens -= _num_tokens(self._recent.popleft())
 
     def draw(self) -> Sample:
-        """Newest ones as likely as each other, long ones of earlier versions now and then."""
+        """Draw uniformly from the latest samples, or with LONG_SHARE from the long ones."""
         assert len(self), "nothing to learn from"
         if self._long and (not self._recent or self._random.random() < LONG_SHARE):
             return self._random.choice(self._long)
         return self._recent[self._random.randrange(len(self._recent))]
 
     def _retain_long(self) -> None:
-        """Half of the room is for the version that ends: none crowds all others out."""
+        """Keep the longest samples of the version that ends, in at most half of the room.
+
+        The limit keeps it from displacing all earlier ones.
+        """
         retained = _select_longest(self._recent, self._max_long_tokens // 2)
         room = self._max_long_tokens - sum(map(_num_tokens, retained))
         self._long = retained + _select_longest(self._long, room)

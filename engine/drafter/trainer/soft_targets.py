@@ -1,10 +1,10 @@
-"""What else could have come: the likeliest tokens at each place of a response, as recorded.
+"""Recorded top-k tokens and probabilities at each position of a response.
 
-A request that asks for them has them recorded, and so has a tree that is cut by entropy. They are
-of the law that was sampled from, temperature and truncation included: that by which drafts are
-accepted. What is beyond those kept is one outcome more, "another token".
+They are recorded for requests with `top_logprobs` and for trees that are split by entropy. The
+probabilities are those sampled from, with temperature and truncation applied, which also determine
+acceptance of drafts. All tokens beyond the top k form one further outcome.
 
-They travel as text, and stay text until they are trained on. No torch here.
+They are sent and stored as text until they are trained on. This module does not import torch.
 """
 
 import base64
@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 from engine.protocol import TopLogprobs
 
 TOP_K: Final = 8
-"""At a place. A drafter's token is one of the likeliest; samples are held by the thousand."""
+"""Tokens kept per position.
+
+A draft is usually one of the top few tokens, and the replay buffer holds thousands of samples.
+"""
 
 
 class TopK(NamedTuple):
-    """[places, KEPT] both. Where fewer are known, the first again with a mass of zero."""
+    """[positions, TOP_K] arrays. Missing entries repeat the first token with probability zero."""
 
     tokens: NDArray[np.int32]
     probs: NDArray[np.float32]
@@ -34,7 +37,7 @@ def top_k_of(token_top_logprobs: Sequence[TopLogprobs]) -> TopK:
         probs=np.zeros((len(token_top_logprobs), TOP_K), np.float32),
     )
     for row, place in enumerate(token_top_logprobs):
-        # The sampled token is there a second time if it is one of the likeliest.
+        # The sampled token occurs twice if it is in the top k.
         known = {entry.token_id: entry.logprob for entry in place}
         best = sorted(known.items(), key=lambda entry: -entry[1])[:TOP_K]
         found.tokens[row] = best[0][0] if best else 0

@@ -1,4 +1,4 @@
-"""Training as long as there is something to learn; what is made is published now and then."""
+"""Training loop that trains while there are new samples, and publishes drafters periodically."""
 
 import time
 from collections.abc import Callable
@@ -11,20 +11,23 @@ from engine.drafter.trainer.model_trainer import ModelTrainer
 from engine.drafter.trainer.packing import PackedBatch, pack
 
 MIN_STEPS_BETWEEN_PUBLISHES: Final = 20
-"""Between two drafters that are published."""
+"""Minimum number of steps between two published drafters."""
 MIN_TOKENS_TO_START: Final = 2048
-"""Heard before the first step."""
+"""Response tokens received before the first step."""
 MAX_EPOCHS: Final = 8
-"""Tokens learned from, over tokens heard: what is known by heart is not gone over for ever."""
+"""Maximum ratio of tokens trained on to tokens received, to bound repetition."""
 IDLE_SECONDS: Final = 0.05
 CONVERGED_DUTY_CYCLE: Final = 0.2
-"""Of the time, for training, once there is little to learn: a processor that computes slows its
-neighbours down, whatever its priority. Drafters are published that much more rarely too."""
+"""Share of time spent training after convergence.
+
+A busy core slows its neighbors down whatever its priority. Drafters are published less often by the
+same factor.
+"""
 REPORT_INTERVAL_SECONDS: Final = 1.0
 
 
 class TrainingLoop:
-    """`send` is called on the thread that trains."""
+    """Trains on the inbox's samples; `send` is called on the training thread."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class TrainingLoop:
         self._published_at = self._reported_at = clock()
 
     def run(self) -> None:
-        """Until there is no more to hear; what was trained since the last time is kept then."""
+        """Train until the input ends, then save a checkpoint."""
         while not self._inbox.ended:
             began = self._clock()
             if not self.run_once():
@@ -64,9 +67,9 @@ class TrainingLoop:
             self._sleep(IDLE_SECONDS)
 
     def run_once(self) -> bool:
-        """One step of training, if it is time for one."""
+        """Run one training step if one is due, and return whether it did."""
         adopted, self._inbox.adopted = self._inbox.adopted, None
-        if adopted is not None and adopted.exists():  # or another was promoted meanwhile
+        if adopted is not None and adopted.exists():  # deleted if another was promoted meanwhile
             self._model_trainer.adopt(adopted)
             self._model_trainer.save(checkpoint_file(self._folder))
             self._published = self._model_trainer.num_steps
