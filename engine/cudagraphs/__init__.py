@@ -1,1 +1,1 @@
-"""The CUDA graphs that are captured at a start, planned within a budget of bytes. No torch here."""
+"""Plan of the CUDA graphs captured at startup within a memory budget. No module imports torch."""

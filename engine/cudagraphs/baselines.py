@@ -1,9 +1,9 @@
-"""What others capture, as sets of shapes to compare a plan with.
+"""Shape sets captured by other systems, for comparison with a plan.
 
-`vllm_shapes` is vLLM 0.32's second model runner (`v1/worker/gpu/cudagraph_utils.py`, with the sizes
-of `config/vllm.py`): every size with every length. A test holds it to vLLM's own code. `tlt_shapes`
-is TLT's pool (arXiv 2511.16665): every size, but a length only where it may be chosen; its graphs
-for no drafts are not trimmed.
+`vllm_shapes` is that of vLLM 0.32's second model runner (`v1/worker/gpu/cudagraph_utils.py`, with
+the sizes of `config/vllm.py`): every size with every draft length. A test compares it with vLLM's
+own code. `tlt_shapes` is TLT's pool (arXiv 2511.16665): every size, but a draft length only where
+it may be chosen; its graphs without drafts are not reduced.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from itertools import pairwise
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.shape import GraphShape, decode, mixed
 
-CEILING_TOKENS = 512  # vLLM's, but for data-centre Blackwells
+CEILING_TOKENS = 512  # vLLM's limit, except on data-center Blackwell GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureLimits:
-    """What the engine is started with."""
+    """Engine limits that bound the shapes to capture."""
 
     lengths: DraftLengthTiers
     max_sequences: int
@@ -28,12 +28,12 @@ class CaptureLimits:
         return self.lengths.query_lens[-1]
 
     def max_samples(self, query_len: int) -> int:
-        """With so many tokens each."""
+        """Maximum number of samples with `query_len` tokens each."""
         return min(self.max_sequences, self.max_batched_tokens // query_len)
 
 
 def vllm_sizes(limits: CaptureLimits) -> list[int]:
-    """The tokens that vLLM captures graphs for when it is not told."""
+    """Graph sizes in tokens that vLLM captures by default."""
     top = min(limits.max_sequences * limits.max_query_len * 2, CEILING_TOKENS)
     uniform = _uniform_sizes(limits, top)
     top = min(limits.max_batched_tokens, top)
@@ -77,7 +77,7 @@ def tlt_shapes(limits: CaptureLimits) -> frozenset[GraphShape]:
 
 
 def _is_reachable(shape: GraphShape, shapes: frozenset[GraphShape], limits: CaptureLimits) -> bool:
-    """Whether some number of samples that may decode so is padded to just this shape."""
+    """Return whether some batch that may use this query length is padded to exactly this shape."""
     if shape.query_len is None or shape.query_len == 1:
         return True
     counts = sorted({0} | {s.samples for s in shapes if s.query_len == shape.query_len})

@@ -1,6 +1,6 @@
-"""What the captured graphs take and have served in this process.
+"""Counters of memory and use of the captured CUDA graphs in this process.
 
-The heartbeat carries it to /metrics.
+The heartbeat carries them to /metrics.
 """
 
 from collections import Counter
@@ -13,7 +13,10 @@ from engine.protocol import CudaGraphStats
 
 
 class Snapshot(TypedDict):
-    """One rank's counts as they travel to the service. `misses`: samples and tokens each, steps."""
+    """Counters of one rank, as sent to the service.
+
+    Each entry of `misses` is (samples, tokens per sample, steps).
+    """
 
     num_graphs: int
     budget_bytes: int
@@ -25,7 +28,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that takes the steps, between two of which it is read."""
+    """Written by the thread that runs the steps, and read between two steps."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -36,12 +39,12 @@ class Counters:
         self._plan, self._measured_bytes = plan, measured_bytes
 
     def begin(self) -> None:
-        """The steps that warmed the engine up are forgotten."""
+        """Reset the counts after the warm-up steps."""
         self._hits, self._mixed = 0, 0
         self._misses: Counter[tuple[int, int]] = Counter()
 
     def record_decode(self, *, samples: int, query_len: int | None, hit: bool) -> None:
-        """Without `query_len`, the samples had different numbers of tokens."""
+        """Count a decode step; `query_len` is None if samples had different numbers of tokens."""
         if hit:
             self._hits += 1
         else:
@@ -51,7 +54,7 @@ class Counters:
         self._mixed += 1
 
     def read(self) -> Snapshot | None:
-        """None before anything was captured to a plan."""
+        """The counts; None before graphs were captured for a plan."""
         if self._plan is None:
             return None
         return Snapshot(
@@ -71,7 +74,10 @@ COUNTERS = Counters()
 
 
 def aggregate_ranks(ranks: Iterable[Snapshot | None]) -> CudaGraphStats:
-    """Every rank captures the same graphs and takes the same steps; bytes are the largest's."""
+    """Statistics over ranks.
+
+    All ranks capture the same graphs and run the same steps; `measured_bytes` is the maximum.
+    """
     counted = [rank for rank in ranks if rank is not None]
     if not counted:
         return CudaGraphStats()

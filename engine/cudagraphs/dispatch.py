@@ -1,8 +1,9 @@
-"""Which captured shape serves a step.
+"""Lookup of the captured shape that serves a step.
 
-vLLM 0.32 looks only among the shapes of the next captured number of tokens; where those have
-another length, it takes a mixed graph, though the right one may be one number further
-(https://github.com/vllm-project/vllm/pull/56136). A plan's candidates are a ladder for each length.
+vLLM 0.32 considers only shapes of the next captured number of tokens. If those have another query
+length it falls back to a mixed graph, even if the next larger size has the right length
+(https://github.com/vllm-project/vllm/pull/56136). A plan has a sorted list of sizes per query
+length instead.
 """
 
 from bisect import bisect_left
@@ -14,11 +15,13 @@ from engine.cudagraphs.shape import GraphShape, mixed
 
 
 class GraphLookup(Protocol):
+    """Finds the captured shape for a requested one; None if no shape fits."""
+
     def find(self, requested: GraphShape) -> GraphShape | None: ...
 
 
 class PerLengthLookup:
-    """The smallest shape of the same length that has room."""
+    """Finds the smallest shape of the same query length that fits."""
 
     def __init__(self, shapes: Iterable[GraphShape]) -> None:
         self._sizes_by_query: dict[int | None, list[int]] = defaultdict(list)
@@ -30,7 +33,7 @@ class PerLengthLookup:
 
 
 class VllmLookup:
-    """As vLLM 0.32 looks."""
+    """Lookup as in vLLM 0.32."""
 
     def __init__(self, shapes: Collection[GraphShape]) -> None:
         self._decode = {shape for shape in shapes if shape.query_len is not None}

@@ -1,20 +1,20 @@
-"""Which draft lengths may be chosen while how many samples run.
+"""Draft lengths that may be chosen, by number of running samples.
 
-Written as `8:0,2,4 32:0,2 0`: up to 8 samples 0, 2 or 4 drafts, up to 32 samples 0 or 2, beyond
-them none. The last one has no bound.
+Written as `8:0,2,4 32:0,2 0`: with up to 8 samples 0, 2 or 4 draft tokens, with up to 32 samples 0
+or 2, above that none. The last tier is unbounded.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_DRAFT_TOKENS = 127  # vLLM's MAX_SPEC_LEN, less one
+MAX_DRAFT_TOKENS = 127  # vLLM's MAX_SPEC_LEN - 1
 _TEXT = re.compile(r"(\d+:\d+(,\d+)* )*\d+(,\d+)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """`up_to`: the most samples that it holds for; None: all that are left."""
+    """Draft lengths for up to `up_to` samples; None: unbounded."""
 
     up_to: int | None
     drafts: tuple[int, ...]
@@ -22,11 +22,13 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class DraftLengthTiers:
+    """Tiers in increasing order of samples."""
+
     tiers: tuple[Tier, ...]
 
     @classmethod
     def parse(cls, text: str) -> "DraftLengthTiers":
-        """ValueError says what is wrong with it."""
+        """Parse tiers from text; raises ValueError with the reason if it is invalid."""
         if not _TEXT.fullmatch(text):
             raise ValueError("must be written as 8:0,2,4 32:0,2 0")
         tiers = tuple(_tier(part) for part in text.split(" "))
@@ -39,19 +41,19 @@ class DraftLengthTiers:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """The tokens a sample that a decode step can have, from few to many."""
+        """Possible tokens per sample of a decode step, in increasing order."""
         return tuple(sorted({drafts + 1 for tier in self.tiers for drafts in tier.drafts}))
 
     def at(self, samples: int) -> tuple[int, ...]:
         return next(t.drafts for t in self.tiers if t.up_to is None or samples <= t.up_to)
 
     def samples(self, query_len: int, most: int) -> Iterator[int]:
-        """Each number of samples, up to `most`, that may decode with `query_len` tokens each."""
+        """Numbers of samples, up to `most`, that may decode with `query_len` tokens each."""
         return (n for n in range(1, most + 1) if query_len - 1 in self.at(n))
 
 
 def default_tiers(max_draft_tokens: int) -> DraftLengthTiers:
-    """What is chosen from where nothing else is said: few lengths, small ones for many samples."""
+    """Default tiers: few lengths, and only short ones for many samples."""
     few = {0, max_draft_tokens} | {
         drafts for drafts in (1, 2, 4, 8, 16, 32, 64) if drafts < max_draft_tokens
     }

@@ -1,8 +1,9 @@
-"""How well a set of captured shapes serves recorded steps, by a model of time.
+"""Evaluation of a set of captured shapes on recorded steps, with a time model.
 
-A decode step hits if a graph of its length has room for it. It is padded to that graph: reading the
-weights costs as much as RIDGE_TOKENS tokens compute, which is where an H100 turns from waiting for
-memory to computing (990 TFLOP/s in bfloat16 over 3.35 TB/s), and each padded token one more.
+A decode step hits if a graph of its query length has room for it, and is padded to that graph. In
+the time model, reading the weights costs as much as computing RIDGE_TOKENS tokens, at which an H100
+turns from memory-bound to compute-bound (990 TFLOP/s in bfloat16 over 3.35 TB/s), and each padded
+token costs one more.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +18,11 @@ RIDGE_TOKENS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScore:
-    """`padding`: by how much longer the steps that hit take than with a graph for each shape."""
+    """Size and hit rate of a set of graphs.
+
+    `padding` is the relative time added to the steps that hit, against a graph for each exact
+    shape.
+    """
 
     num_graphs: int
     total_bytes: int

@@ -1,8 +1,8 @@
-"""How often each shape is expected: a part evenly, the rest as recorded.
+"""Expected frequency of each shape: a mixture of a uniform and a recorded distribution.
 
-Evenly means that each number of running samples is as likely as any other, and each length that may
-be chosen there. With a trace that part is small, and keeps what was not recorded from being
-forgotten.
+The uniform part gives equal probability to every number of running samples, and to every draft
+length that may be chosen there. With a trace its share is small, and covers shapes that were not
+recorded.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ ShapeWeights = Mapping[GraphShape, float]
 
 
 def shape_weights(limits: CaptureLimits, *, mixed_tokens: int, trace: Trace | None) -> ShapeWeights:
-    """Weights that sum to one, of shapes that a graph may be captured for."""
+    """Weights, with a sum of one, of the shapes that a graph may be captured for."""
     expected = _uniform_weights(limits, mixed_tokens)
     recorded = {
         shape: steps

@@ -1,4 +1,4 @@
-"""The plan that settings ask for."""
+"""CUDA graph plan from the engine's settings."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,10 @@ def capture_limits(
 
 
 def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftLengthTiers:
-    """Of what `siblings` drafts no row is as long as another: no graph has its length."""
+    """Draft lengths that need graphs.
+
+    Mode `siblings` drafts a different number of tokens per row, which no graph supports.
+    """
     if graphs.lengths is not None:
         return DraftLengthTiers.parse(graphs.lengths)
     drafts = speculation.mode == "drafter"
@@ -33,7 +36,7 @@ def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftL
 
 
 def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
-    """`model`: a directory with the model's config.json."""
+    """Memory model of `model`, a directory with the model's config.json."""
     try:
         return estimate_memory(
             model,
@@ -57,7 +60,7 @@ def load_trace(graphs: GraphsSettings) -> Trace | None:
 def make_plan(
     engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings, model: Path
 ) -> Plan:
-    """StartFailed says why there is none."""
+    """Make the plan; raises StartFailed with the reason if there is none."""
     try:
         return plan(
             capture_limits(engine, graphs, speculation),
@@ -78,7 +81,7 @@ def plan_for_start(
     *,
     on_cpu: bool,
 ) -> Plan | None:
-    """None: vLLM captures what it does by itself."""
+    """The plan for an engine start; None to use vLLM's default capture sizes."""
     if graphs.budget_bytes is None:
         return None
     if engine.eager or on_cpu:

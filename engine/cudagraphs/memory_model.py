@@ -1,11 +1,12 @@
-"""What captured graphs take, by a model of two parts.
+"""Memory model of captured CUDA graphs: a shared pool plus a fixed size per graph.
 
-All graphs of a plan are replayed one after the other on one stream, so they share one pool: it is
-as large as what the largest of them keeps alive at a time, and since that one is captured first,
-the others fit into it. Besides, every graph takes memory of the driver's for its kernels.
+All graphs of a plan are replayed one after another on one stream, so they share one pool. Its size
+is the peak live memory of the largest graph; since that is captured first, the others fit into it.
+In addition, the driver uses memory for the kernels of each graph.
 
-No GPU has been measured for this. Kernels a layer and bytes a kernel are chosen so that a model of
-32 layers comes to 6 MiB a graph; `graphs.graph_bytes` puts a measured number in their place.
+This has not been measured on a GPU. Kernels per layer and bytes per kernel are chosen so that a
+model of 32 layers takes 6 MiB per graph; `graphs.graph_bytes` overrides the estimate with a
+measured value.
 """
 
 import json
@@ -23,7 +24,7 @@ _ITEM_BYTES = {"float32": 4, "float": 4, "float64": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphMemory:
-    """`token_bytes`: what a token keeps alive within a forward pass, on one rank."""
+    """Model parameters; `token_bytes` is the live memory per token of a forward pass, per rank."""
 
     graph_bytes: int
     token_bytes: int
@@ -38,7 +39,7 @@ class GraphMemory:
 def estimate_memory(
     directory: Path, *, ranks: int = 1, dtype: str = "auto", graph_bytes: int | None = None
 ) -> GraphMemory:
-    """From the model's config.json, its layers split over `ranks`."""
+    """Estimate from the model's config.json, with layers sharded over `ranks`."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
@@ -52,7 +53,7 @@ def estimate_memory(
 
 
 def _live_elements(config: dict[str, Any], ranks: int) -> int:
-    """The residual, a layer's input and the kept output, and the wider of its two halves."""
+    """Live elements per token: residual, layer input, kept output, and the wider half of a layer."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -61,7 +62,7 @@ def _live_elements(config: dict[str, Any], ranks: int) -> int:
 
 
 def _intermediate(config: dict[str, Any]) -> int:
-    """Of all experts that a token goes to."""
+    """Total MLP width of all experts that a token is routed to."""
     experts = config.get("num_experts_per_tok")
     if experts and "moe_intermediate_size" in config:
         return int(experts * config["moe_intermediate_size"])

@@ -1,10 +1,11 @@
-"""Which graphs are captured: the fewest that a byte budget and a bound on padding allow.
+"""Planner of CUDA graph shapes: the fewest graphs within a byte budget and a bound on padding.
 
-It begins with a fine grid of sizes for every draft length, each up to the most samples that may
-choose the length, and takes away, one after the other, the graph whose steps lose the least by
-being padded to the next. It goes on until the rest fits the budget, and from there for as long as
-steps are expected to stay within SLOWER of vLLM's own sizes, and no decode step to lose more than
-MOST. The largest of each length is never taken away, so whatever may be chosen finds a graph.
+It starts from a fine grid of sizes per draft length, each up to the maximum number of samples that
+may use the length. It then removes graphs one at a time, always the one whose steps lose the least
+by being padded to the next size, until the rest fits the budget. It continues while the expected
+step time stays within MAX_MEAN_SLOWDOWN of vLLM's own sizes and no decode step loses more than
+MAX_STEP_SLOWDOWN. The largest graph of each length is never removed, so every allowed batch has a
+graph.
 """
 
 import json
@@ -23,12 +24,12 @@ MAX_MEAN_SLOWDOWN, MAX_STEP_SLOWDOWN = 0.005, 0.05
 
 
 class BudgetTooSmall(ValueError):
-    """Not even one graph for each length fits."""
+    """The budget is too small for one graph per draft length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`shapes` in the order of their capture: mixed ones first, then the others, largest first."""
+    """Shapes to capture, in order of capture: mixed first, then the others, largest first."""
 
     shapes: tuple[GraphShape, ...]
     estimated_bytes: int
@@ -36,12 +37,12 @@ class Plan:
 
     @property
     def capture_sizes(self) -> list[int]:
-        """For vLLM, whose product of these sizes with the lengths has every planned shape."""
+        """Sizes for vLLM, whose product with the draft lengths contains every planned shape."""
         return sorted({shape.tokens for shape in self.shapes})
 
     @property
     def max_samples(self) -> dict[int, int]:
-        """By draft length: as many can decode with drafts of it, and find a graph."""
+        """By draft length, the maximum number of samples that have a graph."""
         found: dict[int, int] = {}
         for shape in self.shapes:
             if shape.query_len:
@@ -104,8 +105,11 @@ def _max_num_graphs(candidates: "_CandidateGraphs", memory: GraphMemory, budget_
 
 
 def _max_mean_cost(shapes: frozenset[GraphShape], expected: ShapeWeights) -> float:
-    """What a step may take on average, on the scale of the model of time: padded as by vLLM's
-    shapes, on average over those that they serve, and SLOWER."""
+    """Maximum mean step cost, in units of the time model.
+
+    It is the cost with vLLM's shapes, whose padding is averaged over the steps that they serve,
+    times (1 + MAX_MEAN_SLOWDOWN).
+    """
     ladder = PerLengthLookup(shapes)
     served = {s: found for s in expected if (found := ladder.find(s))}
     exact = sum(expected[s] * step_cost(s.tokens) for s in served)
@@ -128,7 +132,11 @@ def _steps(top: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """`cost`: what steps lose by it on average. `worst`: what the smallest of its own loses."""
+    """Removal of one graph.
+
+    `cost` is the resulting mean loss; `worst` is the relative slowdown of the smallest step that
+    the graph served.
+    """
 
     query_len: int | None
     index: int
@@ -141,7 +149,7 @@ def _cost(removal: _Removal) -> float:
 
 
 class _CandidateGraphs:
-    """For each length its captured sizes in tokens, and the weight of the steps padded to each."""
+    """Captured sizes in tokens per query length, and the weight of the steps padded to each."""
 
     def __init__(self, shapes: Iterator[GraphShape], expected: ShapeWeights) -> None:
         self._tokens: dict[int | None, list[int]] = {}

@@ -1,4 +1,4 @@
-"""A plan as tables to read: what is captured, and how that compares."""
+"""Text report of a plan: its shapes and a comparison with other shape sets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,7 +16,11 @@ NOTE = "Bytes and padding are a model's; hits are those of the decode steps."
 def compare(
     plan: Plan, limits: CaptureLimits, memory: GraphMemory, requested: Mapping[GraphShape, float]
 ) -> dict[str, PlanScore]:
-    """The product both as vLLM 0.32 finds its graphs, and as a ladder would."""
+    """Scores of the plan and the baselines.
+
+    The full product of sizes and lengths is scored with vLLM 0.32's lookup and with a lookup per
+    length.
+    """
     full, buckets = vllm_shapes(limits), tlt_shapes(limits)
     return {
         "every size with every length, as vLLM 0.32": score(

@@ -1,4 +1,4 @@
-"""The shape of a step, asked for or captured: how many tokens, and how many of them a sample."""
+"""Shape of a step or a captured graph: its number of tokens, and of tokens per sample."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ UNEVEN = 0
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """`query_len` tokens a sample: one and its drafts. None: any number each, as in steps that also
-    compute prompts. UNEVEN: samples decode with different numbers of drafts; no graph does that.
+    """`query_len` tokens per sample: one plus its draft tokens.
+
+    None: any number per sample, as in steps that include prefill. UNEVEN: samples decode with
+    different numbers of draft tokens, which no graph supports.
     """
 
     tokens: int
@@ -16,7 +18,7 @@ class GraphShape:
 
     @property
     def samples(self) -> int:
-        """Of a step in which every sample has `query_len` tokens."""
+        """Number of samples of a step in which every sample has `query_len` tokens."""
         assert self.query_len, self
         return self.tokens // self.query_len
 

@@ -1,7 +1,7 @@
-"""Records the shapes of an engine's steps from what its scheduler decides, on CPU as on a GPU.
+"""Recorder of the shapes of an engine's steps from its scheduler output, on CPU or GPU.
 
-To be wrapped around `Scheduler.schedule` of an engine in this process. A step is a decode step if
-every sample of it is past its prompt.
+It wraps `Scheduler.schedule` of an engine in this process. A step is a decode step if all of its
+samples are past prefill.
 """
 
 from itertools import groupby
@@ -12,6 +12,8 @@ from engine.cudagraphs.shape_trace import Trace
 
 
 class ShapeRecorder:
+    """Shapes of the steps scheduled since `attach`."""
+
     def __init__(self) -> None:
         self._shapes: list[GraphShape] = []
 
@@ -26,7 +28,11 @@ class ShapeRecorder:
         scheduler.schedule = recorded
 
     def record_step(self, output: Any, requests: Any) -> None:
-        """`output`: vLLM's SchedulerOutput; `requests`: the scheduler's, advanced by the step."""
+        """Record a step.
+
+        `output` is vLLM's SchedulerOutput; `requests` are the scheduler's, already advanced by the
+        step.
+        """
         scheduled = output.num_scheduled_tokens
         if not scheduled:
             return

@@ -1,8 +1,8 @@
-"""Steps that an engine has taken, by their shapes: what a plan is made for and judged by.
+"""Trace of the step shapes of an engine, from which plans are made and evaluated.
 
-A file is JSON: what was recorded, then a row for each run of like steps, in their order,
-`[tokens, tokens a sample, steps]`, with null for steps that computed prompts too and 0 for decode
-steps whose samples had different numbers of drafts.
+A file is JSON: a description, then one row per run of equal steps in order, `[tokens, tokens per
+sample, steps]`. Tokens per sample is null for steps that include prefill and 0 for decode steps
+whose samples had different numbers of draft tokens.
 """
 
 import json
@@ -36,7 +36,7 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """ValueError says what is wrong with the file."""
+    """Read a trace file; raises ValueError with the reason if it is invalid."""
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
         runs = tuple(

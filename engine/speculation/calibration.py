@@ -44,9 +44,7 @@ class DraftCalibration:
         return np.minimum(calibrated, 1.0)
 
     def update(self, predicted: Floats, accepted: NDArray[np.bool_]) -> None:
-        """Record tokens of known outcome: whether each was accepted, along with all tokens before
-        it.
-        """
+        """Record tokens of known outcome: whether each and all tokens before it were accepted."""
         bin_index, num_bins = np.searchsorted(BIN_EDGES, predicted), len(BIN_EDGES) + 1
         self._num_seen += len(predicted)
         self._seen += np.bincount(bin_index, minlength=num_bins)

@@ -49,8 +49,7 @@ After BACKOFF_AFTER evaluations in a row that sent nothing, one step goes withou
 the next, then three, and so on; one step in MAX_BACKOFF_STEPS is always evaluated.
 """
 DRAINED_RATIO = 0.75
-"""The backoff ends when fewer than this share of the requests at the last evaluation are running.
-"""
+"""The backoff ends when fewer than this share of the last evaluation's requests are running."""
 WINDOW = 64
 MAX_LOSS = 4.0
 MIN_REST_STEPS, MAX_REST_STEPS = 512, 16384
