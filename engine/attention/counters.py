@@ -17,7 +17,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that runs the steps, and read between two steps.
+    """Counters written by the thread that runs the steps, and read between two steps.
 
     A step counts once per group of layers that share a block table: once, for most models.
     """

@@ -37,6 +37,8 @@ FEATURE = feature("shared-prefix attention")
 
 
 class SharedPrefixBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """Replacement for vLLM's CPU_ATTN backend."""
+
     @staticmethod
     def get_impl_cls() -> type["SharedPrefixImpl"]:
         return SharedPrefixImpl
@@ -56,6 +58,8 @@ class SharedPrefixMetadata(CPUAttentionMetadata):  # type: ignore[misc]
 
 
 class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Metadata builder that groups the rows of each step."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The runner then orders rows with few query tokens before those with many.
@@ -148,6 +152,8 @@ class SharedPrefixBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Attention layer that runs grouped rows in the shared-prefix kernel."""
+
     _supported = False
 
     def prepare(

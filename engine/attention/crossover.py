@@ -1,8 +1,8 @@
 """Crossover between stock and shared-prefix attention: a step cost model of this machine.
 
-The time of each is modeled as a sum of non-negative costs (per call, per row, per token of KV cache
-read for a query, per token of KV cache packed), fitted to the times of a dozen small steps at
-startup.
+The time of each is modeled as a sum of non-negative costs (per call, per query token, per shared
+node, per token of KV cache packed, per token of KV cache read for a query), fitted to the times of
+a dozen small steps at startup.
 """
 
 from collections.abc import Sequence

@@ -41,6 +41,8 @@ from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 
 
 class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """Replacement for vLLM's FLASH_ATTN backend."""
+
     @staticmethod
     def get_impl_cls() -> type["SharedPrefixImpl"]:
         return SharedPrefixImpl
@@ -60,6 +62,8 @@ class SharedPrefixMetadata(FlashAttentionMetadata):  # type: ignore[misc]
 
 
 class SharedPrefixBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """Metadata builder that fills the kernel's work list in each step."""
+
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -190,6 +194,7 @@ def _fill(work: WorkList, plan: SharingPlan, lens: Any) -> bool:
 
 
 def nothing_shared(num_rows: int) -> SharingPlan:
+    """A plan for rows without shared prefixes."""
     none, offset = np.zeros(0, np.int32), np.zeros(1, np.int32)
     return SharingPlan(
         node_blocks=none,
@@ -202,6 +207,8 @@ def nothing_shared(num_rows: int) -> SharingPlan:
 
 
 class SharedPrefixImpl(FlashAttentionImpl):  # type: ignore[misc]
+    """Attention layer that runs grouped rows in the shared-prefix kernel."""
+
     _supported = False
 
     def prepare(self, kv_cache_dtype: torch.dtype) -> AttentionFallbackReason | None:

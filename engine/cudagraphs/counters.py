@@ -28,7 +28,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that runs the steps, and read between two steps."""
+    """Counters written by the thread that runs the steps, and read between two steps."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None

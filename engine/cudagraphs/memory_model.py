@@ -53,7 +53,7 @@ def estimate_memory(
 
 
 def _live_elements(config: dict[str, Any], ranks: int) -> int:
-    """Live elements per token: residual, layer input, kept output, and the wider half of a layer."""
+    """Live elements per token: residual, layer input, kept output, wider half of a layer."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads

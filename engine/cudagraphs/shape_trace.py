@@ -1,8 +1,8 @@
 """Trace of the step shapes of an engine, from which plans are made and evaluated.
 
-A file is JSON: a description, then one row per run of equal steps in order, `[tokens, tokens per
-sample, steps]`. Tokens per sample is null for steps that include prefill and 0 for decode steps
-whose samples had different numbers of draft tokens.
+A file is JSON: a description, then one row per run of equal steps in order: the number of tokens,
+tokens per sample and steps. Tokens per sample is null for steps that include prefill, and 0 for
+decode steps whose samples had different numbers of draft tokens.
 """
 
 import json
@@ -17,6 +17,8 @@ from engine.cudagraphs.shape import GraphShape
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """Runs of equal step shapes, and a description of the recording."""
+
     runs: tuple[tuple[GraphShape, int], ...]
     about: Mapping[str, Any] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 
 SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
-"""In the order of the scope numbers in the draft store."""
+"""Draft scopes, in the order of their numbers in the draft store."""
 
 
 class Snapshot(TypedDict):
@@ -28,7 +28,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Written by the thread that runs the steps, and read between two steps."""
+    """Counters written by the thread that runs the steps, and read between two steps."""
 
     def __init__(self) -> None:
         self._drafted = np.zeros(len(SCOPES), np.int64)

@@ -22,7 +22,7 @@ def open_drafter_dir(
     """Open the directory of drafters for a target model, continuing with that of an earlier run.
 
     `initial` is a model directory, or None for random initialization. The directory name is a
-    digest of the target's and the initial drafter's configuration. Raises StartFailed if the two
+    digest of the target's configuration and of the initial drafter. Raises StartFailed if the two
     are incompatible.
     """
     config = _config(target)

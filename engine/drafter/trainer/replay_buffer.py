@@ -1,8 +1,8 @@
 """Training samples: the latest responses, and long responses of earlier weights versions.
 
-The first responses to finish under new weights are short ones: a trainer that saw only the latest
-would forget long ones. So when the weights change, the longest responses of earlier versions are
-kept next to those of the new version. Both parts have limits in tokens; a sample is in one of them.
+The first responses to finish are short ones: a trainer that saw only the latest would forget how
+long ones continue. So when the weights change, the longest responses of earlier versions are kept
+next to those of the new version. Both parts have limits in tokens; a sample is in one of them.
 """
 
 import random
@@ -14,7 +14,7 @@ from engine.drafter.trainer.messages import Sample
 MAX_RECENT_TOKENS: Final = 200_000
 MAX_LONG_TOKENS: Final = 50_000
 LONG_SHARE: Final = 0.2
-"""Share of drawn samples that are long ones, if there are any."""
+"""Share of draws that return long samples of earlier versions, if there are any."""
 
 
 class ReplayBuffer:
