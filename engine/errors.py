@@ -1,13 +1,13 @@
-"""Everything that an engine can raise.
+"""Exceptions that an engine raises.
 
 EngineError
-|- EngineDead          the engine process is gone or can no longer be trusted; start a new one
-|- RequestRefused      the engine refuses this sample's parameters; nothing was started
-|  |- ConversationRefused  a field of a chat request cannot be taken; the message may be shown
-|  `- PromptTooLong        a conversation does not fit into the context; the message may be shown
-|- CheckpointRefused   the weights do not fit the model; nothing was touched
-|- DrafterRefused      another drafter is on trial, or the version is taken; nothing was touched
-|- LoadFailed          loading broke off after the check; the previous weights serve on
+|- EngineDead          the engine process is gone or cannot be trusted; start a new one
+|- RequestRefused      invalid parameters of a sample; nothing was started
+|  |- ConversationRefused  invalid field of a chat request; the message may be shown to the client
+|  `- PromptTooLong        rendered chat longer than the context; the message may be shown
+|- CheckpointRefused   the weights do not fit the model; nothing was changed
+|- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
+|- LoadFailed          loading failed after validation; the previous weights keep serving
 `- StartFailed         the engine could not be started with these settings
 """
 
@@ -17,15 +17,15 @@ class EngineError(Exception):
 
 
 class EngineDead(EngineError):
-    """The engine process is gone or can no longer be trusted."""
+    """The engine process is gone or cannot be trusted any more."""
 
 
 class RequestRefused(EngineError):
-    """The engine refuses this sample's parameters."""
+    """The engine does not accept the parameters of a sample."""
 
 
 class ConversationRefused(RequestRefused):
-    """A field of a chat request that the engine does not take, by its name in OpenAI's request."""
+    """A field of a chat request is not accepted. `field` is its name in the OpenAI API."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -33,19 +33,19 @@ class ConversationRefused(RequestRefused):
 
 
 class PromptTooLong(RequestRefused):
-    """A rendered conversation that does not fit into the context."""
+    """A rendered chat request is longer than the context."""
 
 
 class CheckpointRefused(EngineError):
-    """The weights do not fit the model. The message names what is wrong, never a path."""
+    """The weights do not fit the model. The message names the defect, never a path."""
 
 
 class DrafterRefused(EngineError):
-    """Another drafter is on trial, or the version is taken."""
+    """Another drafter is under test, or a drafter of this version exists."""
 
 
 class LoadFailed(EngineError):
-    """Loading broke off after the check; the previous weights were put back."""
+    """Loading failed after validation; the previous weights were restored."""
 
 
 class StartFailed(EngineError):

@@ -1,4 +1,4 @@
-"""Keys and values outside the engine: where it writes a prompt's, and what it takes from there."""
+"""Descriptions of prompt KV outside the engine: export slots and KV to load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 
 class ExportStatus(IntEnum):
-    """What a rank has to say about its part of an export: written once, after the bytes."""
+    """Result of one rank's part of an export. Each rank writes it once, after the KV bytes."""
 
     PENDING = 0
     COMMITTED = 1
@@ -18,9 +18,11 @@ class ExportStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFormat:
-    """The canonical layout of a prompt's keys and values: for each layer in order, K then V, each
-    [kv_heads, tokens, head_dim], C-contiguous, nothing in between; keys after rotary embedding.
-    `not_movable`: why keys cannot be moved to other positions, if they cannot.
+    """Canonical layout of exported prompt KV.
+
+    For each layer in order, K then V, each [kv_heads, tokens, head_dim], C-contiguous, without
+    padding. Keys are stored after rotary embedding. `not_movable` is the reason why keys cannot be
+    shifted to other positions, if they cannot.
     """
 
     num_layers: int
@@ -33,14 +35,16 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Where the engine writes the keys and values of the prompt's first `num_tokens` tokens. What
-    has a `name`, which no other has, may be loaded from there.
+    """Arena memory into which the engine writes the KV of the prompt's first `num_tokens` tokens.
 
-    Every rank writes its own heads at their place in the canonical layout, which starts at `offset`
-    of the file, and then its ExportWord, 8 bytes little-endian, at `words_offset + 8 * rank`.
+    The KV of a slot with a `name` can be loaded later; names are unique.
 
-    The file is fully allocated, zero at the words, and keeps its size for as long as the engine
-    lives. `offset` is a multiple of 64. A slot that leaves the file is not written to: FAILED.
+    Every rank writes its own heads into the canonical layout, which starts at `offset` of the file,
+    and then its ExportStatus, 8 bytes little-endian, at `status_offset + 8 * rank`.
+
+    The file is fully allocated, its status words are zero, and its size does not change while the
+    engine runs. `offset` is a multiple of 64. The engine does not write to a slot that exceeds the
+    file; its status is FAILED.
     """
 
     arena: Path
@@ -52,9 +56,12 @@ class ExportSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedKv:
-    """What another prompt of the same shape has where a piece stands: its tokens from
-    `token_offset` on, to be moved by `shift` positions. `base` is that prompt's own text, computed
-    alone, from the first token of the piece on; without one all tokens of it count by `weight`.
+    """KV of the same span in another prompt of the same template, used to predict a spliced span.
+
+    `real` is the export of that prompt; the span starts at its token `token_offset` and is shifted
+    by `shift` positions. `base` is the export of the same text prefilled alone, where the span
+    starts at `base_token_offset`. Without a base, all tokens of the observation are weighted by
+    `weight`.
     """
 
     real: ExportSlot
@@ -67,13 +74,15 @@ class ObservedKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPiece:
-    """`num_tokens` of an export's tokens, those from its own `token_offset` on, which stand in the
-    prompt
-    from `start` on, with their keys moved by `shift` positions.
+    """A span of exported KV that is spliced into a prompt.
 
-    With `observations` what is written is predicted, in every layer but the first: the source, plus
-    by how much each that was observed was off its own base, or the observed alone where they have
-    none. Token by token they count by how near their base is to the source.
+    The span is `num_tokens` tokens of `source`, starting at its token `token_offset`. It is written
+    at position `start` of the prompt, with its keys shifted by `shift` positions.
+
+    With `observations`, the KV of every layer but the first is predicted: the source plus the
+    weighted differences between the observations and their bases, or the weighted observations
+    themselves if they have no base. The weights are per token and depend on how close each base is
+    to the source.
     """
 
     source: ExportSlot
@@ -86,17 +95,17 @@ class LoadPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoad:
-    """Keys and values in a prompt's midst that are not computed but taken from exports.
+    """KV of spans inside a prompt that is loaded from exports instead of being prefilled.
 
-    A request computes nothing but its prompt's tail, so a prompt with several pieces is a `chain`
-    of `num_requests`: each ends where the next piece begins, and finds what those before it have
-    left in the cache. They are scheduled together once all have come. From the block on that holds
-    token `exact_tokens`, or the first that is loaded, their blocks are found by nobody else;
-    before, by whoever has the same tokens and salt.
+    A vLLM request prefills only the tail of its prompt, so a prompt with several spans is a `chain`
+    of `num_requests` requests. Each ends where the next span begins, and finds the blocks of the
+    previous requests in the prefix cache. They are scheduled together once all have arrived. Blocks
+    from the one that holds token `exact_tokens`, or the first loaded token, onwards are private to
+    the chain. Earlier blocks are shared with every request of the same tokens and salt.
 
-    Pieces that follow one another are taken together, from where a cache block begins: if all
-    before is cached, and they were written under the weights that serve when the request is
-    scheduled. Otherwise they are computed.
+    Consecutive spans are loaded together, starting at a block boundary, if everything before them
+    is cached and they were exported under the weights version that serves when the request is
+    scheduled. Otherwise they are prefilled.
     """
 
     chain: str

@@ -1,7 +1,7 @@
-"""The engine as the service sees it: samples in, completions out, no vLLM type in sight.
+"""The engine interface of the service, without vLLM types.
 
-One engine serves one model. Every method runs on the service's event loop. The fake engine of the
-tests and the real one obey the same contract tests.
+An engine serves one model. Every method runs on the service's event loop. The fake engine of the
+tests and the vLLM engine pass the same contract tests.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -33,30 +33,47 @@ AttentionFallbackReason = Literal[
     "not_worth_it",
     "failed",
 ]
-"""Why a step went to stock attention: what the kernel cannot do, then what the step was."""
+"""Why a step used vLLM's own attention: first the kernel's limitations, then the step's shape."""
 
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
-"""Whose text a drafted token is taken from: the sample's own, its live siblings', earlier responses
-to the same prompt, everything; the last is the text that a drafter writes."""
+"""Source of a drafted token.
+
+self: the sample's own text; siblings: other running samples of its group; prompt: earlier responses
+to the same prompt; all: any text in the draft store; drafter: the draft model.
+"""
 SpeculationDecision = Literal[
     "drafted", "nothing_drafted", "not_worth_it", "checked", "resting", "probed"
 ]
-"""What became of a step's drafts: sent; there were none; verifying would cost more than it saves;
-left out, to measure what a step costs without; all left out for a while, because they cost more
-than they saved; a single token sent all the same, to see how a drafter does."""
+"""Outcome of a step's drafts.
+
+drafted: sent to verification. nothing_drafted: no drafts found. not_worth_it: verification would
+cost more time than it saves. checked: left out to measure the cost of a step without drafts.
+resting: drafting is suspended for a while because it cost more than it saved. probed: a single
+token is drafted while suspended, to measure the drafter's acceptance.
+"""
 SpeculationSkipReason = Literal["refused", "seeded", "no_room", "failed"]
-"""Why a sample got no drafts: its request said so; it has a seed; the store takes no more responses
-to one prompt at once; and of a step: an error, which is in the log."""
+"""Why a sample or step was not speculated.
+
+refused: the request disables speculation. seeded: the request has a seed. no_room: the store
+accepts no more concurrent responses to one prompt. failed: an error in a step, which is logged.
+"""
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]
-"""How a trial ended: the new drafter was accepted as often, or less; it could not be loaded."""
+"""Result of a drafter's test.
+
+promoted: its acceptance rate was at least as high. rolled_back: it was lower. failed: the drafter
+could not be loaded.
+"""
 TrainingState = Literal["off", "running", "paused", "failed"]
-"""Whether the drafter learns: not asked for; it does; not while the engine is busy; not any more,
-for it ended by itself too often."""
+"""State of drafter training.
+
+off: not enabled. running: enabled. paused: suspended while the engine is busy. failed: stopped for
+good after too many crashes of the trainer process.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The distribution that tokens are drawn from, and where a sample ends."""
+    """Sampling parameters and stop conditions."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -68,14 +85,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample to draw. `id` is the server's own and never repeats. One sample of a group may
-    carry an export; it is written once, as soon as the prompt is computed.
+    """One sample to generate.
 
-    With `entropy_top_k` k, every token comes with the entropy of the k likeliest, renormalised;
-    with `num_top_logprobs` k these come themselves. Not both.
-    Prefixes are shared among samples of the same `cache_salt`, and of none. Samples of one `group`
-    may be drafted from each other's text, unless they refuse `speculation`. An `adapter` is one
-    that was loaded under this label.
+    `id` is assigned by the server and unique. One sample of a group may carry an export; it is
+    written once, as soon as the prompt is prefilled.
+
+    `entropy_top_k` and `num_top_logprobs` are mutually exclusive. The former returns per token the
+    renormalised entropy of the top k tokens, the latter the top k tokens themselves. Prefixes are
+    shared among samples with the same `cache_salt`, and among samples without one. Samples of the
+    same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
+    the label of a loaded adapter.
     """
 
     id: str
@@ -94,7 +113,7 @@ class SampleRequest:
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log-probability, and how many were likelier, counted from 1."""
+    """Log-probability of a token and its rank, counted from 1."""
 
     token_id: int
     logprob: float
@@ -102,12 +121,12 @@ class TokenLogprob(NamedTuple):
 
 
 TopLogprobs = list[TokenLogprob]
-"""The token that is there, then the likeliest, itself again if it is one of them."""
+"""The sampled token's logprob, then the top k, which may include the sampled token again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
-    """A LoRA adapter that was checked; `rank` is the highest of its modules'."""
+    """A validated LoRA adapter. `rank` is the highest rank of its modules."""
 
     rank: int
     num_modules: int
@@ -116,8 +135,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """Messages as OpenAI writes them. Of `template_options` those are rendered that the facts name;
-    others change nothing."""
+    """Chat messages in OpenAI's format.
+
+    Only the `template_options` listed in `EngineInfo.template_variables` are rendered; others are
+    ignored.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -127,7 +149,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """`arguments` is JSON, as the model wrote it."""
+    """A tool call. `arguments` is the JSON text that the model generated."""
 
     id: str
     name: str
@@ -138,7 +160,7 @@ class ToolCall:
 class ChatResponse:
     """A response, split into content, reasoning and tool calls.
 
-    `parsed` is false if a parser failed on it; then all of it is content.
+    `parsed` is false if a parser failed; then the whole text is the content.
     """
 
     content: str | None
@@ -149,7 +171,7 @@ class ChatResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens start..end (end excluded) were sampled under this weights version."""
+    """Tokens start..end (end excluded), sampled under one weights version."""
 
     version: str
     start: int
@@ -158,9 +180,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished sample: exactly one logprob and one version for every token.
+    """A finished sample, with one logprob and one weights version per token.
 
-    `num_cached_tokens` of its prompt were found in the cache or loaded.
+    `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
     """
 
     token_ids: list[int]
@@ -174,12 +196,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What a running engine is; fixed from its start to its end."""
+    """Properties of a running engine, constant from start to stop."""
 
     model: str
-    """The name that it is served under."""
+    """Served model name."""
     model_given: str
-    """As the setting has it, maybe a path: accepted from callers, and told to none."""
+    """The `model` setting, possibly a path. Accepted in requests, never returned in responses."""
     model_path: Path
     dtype: str
     device: Literal["cpu", "cuda"]
@@ -195,22 +217,24 @@ class EngineInfo:
     cpu_threads: int | None
     vllm_version: str
     kv_format: KvFormat | None = None
-    """None: prompt keys and values cannot be exported, for `kv_reason`."""
+    """Layout of exported prompt KV. None if prompts cannot be exported; `kv_reason` says why."""
     kv_reason: KvReason | None = None
     max_adapters: int = 0
-    """How many may be loaded at once; 0: none are served."""
+    """Maximum number of loaded adapters. 0 disables adapters."""
     max_adapter_rank: int = 0
     max_logprobs: int = 0
-    """How many of the likeliest tokens a request may ask for."""
+    """Maximum number of top logprobs per token that a request may ask for."""
     template_variables: frozenset[str] = frozenset()
-    """The names among `ChatRequest.template_options` that the chat template renders."""
+    """Names in `ChatRequest.template_options` that the chat template uses."""
     max_token_chars: int | None = None
-    """Of text: a longer one than this many per token of context cannot fit. None: not known."""
+    """Maximum characters of text per token. A text longer than this times the context length cannot
+    fit. None if unknown.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """A sign of life: what the engine is doing and for how long it has given no other sign."""
+    """Liveness of the engine: its stage and the seconds since the last heartbeat."""
 
     stage: EngineStage
     alive: bool
@@ -220,7 +244,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixStats:
-    """What shared-prefix attention has done since the engine started; it only grows."""
+    """Counters of shared-prefix attention since the engine started."""
 
     steps_grouped: int = 0
     rows_grouped: int = 0
@@ -230,12 +254,12 @@ class SharedPrefixStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """What speculation has done since the engine started: counts that only grow, but for the last.
+    """Counters of speculative decoding since the engine started.
 
-    `drafts` are numbered by their length. `version_drafted` and `version_accepted` are since the
-    weights changed last. `gain_ratio`: the time that the last steps' tokens would have taken
-    without drafts, over the time that they took. `cost_error_ratio`: how far off the predictions of
-    these times were.
+    `drafts` counts drafts by their length. `version_drafted` and `version_accepted` count since the
+    last change of weights. `gain_ratio` is the estimated time of the recent steps' tokens without
+    drafts, divided by their actual time. `cost_error_ratio` is the relative error of the step time
+    predictions.
     """
 
     drafted: Mapping[DraftScope, int] = field(default_factory=dict)
@@ -252,8 +276,11 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterPairStats:
-    """What a drafter has done for one version of the weights. Of `first_drafted` drafts so many
-    first tokens were accepted: a rate that does not depend on how long drafts were."""
+    """Acceptance of a drafter under one weights version.
+
+    `first_accepted` of `first_drafted` first tokens were accepted. Unlike the rate over all drafted
+    tokens, this rate does not depend on draft lengths.
+    """
 
     drafter: str
     weights: str
@@ -265,8 +292,11 @@ class DrafterPairStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterStatus:
-    """Which drafter serves, which is on trial or waits for it, and how training goes: steps, tokens
-    learned from, and the loss a token of late. `pairs` are the latest few, the last one last."""
+    """The serving drafter, the candidate under or awaiting test, and training progress.
+
+    Training progress is the number of steps, the number of tokens and the recent loss per token.
+    `pairs` are the most recent pairs of drafter and weights, the latest last.
+    """
 
     serving: str
     candidate: str | None = None
@@ -281,10 +311,11 @@ class DrafterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGraphStats:
-    """The CUDA graphs that were captured to a plan, if any were, and how steps have used them.
+    """Planned CUDA graphs and their use by steps.
 
-    `hits` decoded with a graph; `misses` decoded without one, by samples, rounded up to a power of
-    two, and tokens a sample, 0 where they differed; `mixed` steps computed prompts too.
+    `hits` are decode steps that ran with a graph. `misses` are decode steps without one, keyed by
+    the number of samples, rounded up to a power of two, and the tokens per sample, 0 where these
+    differed. `mixed` are steps that also prefilled.
     """
 
     num_graphs: int = 0
@@ -297,54 +328,55 @@ class CudaGraphStats:
 
 
 class Engine(Protocol):
-    """Contract.
+    """Interface of an engine.
 
-    start/stop: once each. start stamps `version` on every token; StartFailed says why not, and so
-        does the pulse. stop is idempotent and leaves no process and no shared memory behind.
-    shared_prefix, speculation, graphs: what was counted at the last sign of life; a second
-        old at most.
-    kill: the engine's processes end at once; everybody who waits gets EngineDead. stop follows.
+    start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
+        reason, which `health` reports too. stop is idempotent and leaves no process and no shared
+        memory behind.
+    shared_prefix, speculation, graphs: counters as of the last heartbeat, at most one second old.
+    kill: ends the engine's processes at once; all pending calls raise EngineDead. stop follows.
     token_texts: the text of each token alone, special tokens included.
-    token_pieces: each token as the tokenizer's vocabulary writes it.
-    encode_conversation: RequestRefused if the model's template does not render it; as
-        ConversationRefused if an option is an argument of the tokenizer's, or large, or if the
-        parsers would not take the messages or tools; as PromptTooLong if it does not fit into the
-        context. No prompt is cut or padded. The conversation is not changed.
-    reply: the parsers that the engine was given, on a response to a conversation that was encoded;
-        without a parser, and without tools, a response is all content. A parser's failure is logged
-        and never raised.
-    submit: all samples of the call enter the engine in one turn of the loop, in order; the answer
-        holds one awaitable per sample, each to be awaited once. Raises RequestRefused before any
-        entered. An awaitable raises EngineDead as soon as the engine is known to be gone.
-    abort: the samples' awaitables finish at once with finish="abort" and the tokens so far;
-        unknown and finished ids are ignored.
-    score: log-probabilities of the response's tokens after the prompt, under the model's own
-        distribution at temperature 1, with or without an adapter. Cancelling it ends the work.
-    likeliest: of every token of a prompt as `score` has it, with so many of the likeliest; nothing
-        at the first.
-    settle_exports: returns when every export whose sample was submitted before, and has ended or
-        was aborted by now, is written or never will be: then its slot may be given to another. Nor
-        is any other write under way that began before: a word that is PENDING while the engine is
-        paused will, if ever, be COMMITTED under the weights that it resumes with.
-    forget_prefixes: to be called while paused. No prefix that was computed so far is found again.
-    pause/resume: idempotent. After pause no token is sampled; submit still takes samples, they
-        wait. `recompute` drops the cache of frozen samples: they recompute it after resume.
-    check_weights: CheckpointRefused if the files could not be served; touches nothing, may block
-        for seconds, so it is to be called off the loop.
-    swap_weights: to be called while paused; the caller resumes. Loads checked files, forgets every
-        cached prefix and stamps `version` on every token sampled from then on. LoadFailed: the
-        previous weights are back. EngineDead: they are not, and the engine must not be resumed.
-        Adapters stay loaded, and go on over the new weights.
-    drafter: None where no small model drafts; then nothing below may be called.
-    drafter_file: all tensors of the drafter that serves; it may be replaced at any time after.
+    token_pieces: each token as written in the tokenizer's vocabulary.
+    encode_chat: raises RequestRefused if the chat template does not render the request. Raises
+        ConversationRefused if an option is an argument of the tokenizer or too large, or if the
+        parsers do not accept the messages or tools. Raises PromptTooLong if the prompt does not fit
+        into the context. No prompt is truncated or padded. The request is not modified.
+    chat_response: parses a response to an encoded chat request with the configured parsers. Without
+        a parser, the whole response is content. A parser's failure is logged and never raised.
+    submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
+        Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
+        sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
+    abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
+        and finished ids are ignored.
+    score: logprobs of the response's tokens after the prompt, under the model's own distribution at
+        temperature 1, with or without an adapter. Cancelling the call cancels the work.
+    top_logprobs: the logprob of every prompt token, as in `score`, with the top k tokens. The entry
+        of the first token is empty.
+    flush_exports: returns when every export of a previously submitted sample that has finished or
+        was aborted is written or never will be. Then its slot may be reused. No write that began
+        earlier is still in progress either: a status that is PENDING while the engine is paused can
+        become COMMITTED only under the weights that serve after resume.
+    reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
+    pause/resume: idempotent. After pause no token is sampled. submit still accepts samples, which
+        wait. `recompute` drops the KV cache of frozen samples, which is prefilled again after
+        resume.
+    check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
+        block for seconds, so call it outside the event loop.
+    update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
+        cache and stamps `version` on every token sampled from then on. LoadFailed: the previous
+        weights are restored. EngineDead: they are not, and the engine must not be resumed. Adapters
+        stay loaded and apply to the new weights.
+    drafter: None without a draft model; then the drafter methods below must not be called.
+    drafter_file: all tensors of the serving drafter. The file may be replaced at any later time.
     check_drafter: as check_weights, against the drafter.
-    offer_drafter: takes the checked file away, off the loop, for a trial. DrafterRefused: it was
-        not taken.
+    submit_drafter: moves the validated file away, outside the event loop, for a test.
+        DrafterRefused: the file was not moved.
     check_adapter: as check_weights, for the directory of a LoRA adapter.
-    load_adapter: from a checked directory, which stays as it is until it is unloaded, under a label
-        that is not in use; at most `info.max_adapters`. Samples run on meanwhile. A label that was
-        used before never meets prefixes of that time. LoadFailed: nothing has changed.
-    unload_adapter: of an adapter that no sample runs under; unknown labels are ignored.
+    load_adapter: loads a validated directory under a label that is not in use; at most
+        `info.max_adapters`. The directory must not change until the adapter is unloaded. Samples
+        keep running. A reused label never matches prefixes cached under its earlier adapter.
+        LoadFailed: nothing has changed.
+    unload_adapter: no sample may run under the adapter. Unknown labels are ignored.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine is started with: typed fields, never a bag of extras. No torch, no vLLM here."""
+"""Typed engine settings. Imports neither torch nor vLLM."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,8 @@ from engine.cudagraphs.draft_lengths import DraftLengthTiers
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15
-"""With the token before it, 16 query tokens: what attention over shared prefixes takes."""
+"""Limit of shared-prefix attention: 16 query tokens per sample, including the last sampled token.
+"""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SharedPrefixMode = Literal["auto", "always", "off"]
 SpeculationMode = Literal["auto", "off", "siblings", "drafter"]
@@ -25,23 +26,23 @@ AdapterRank = Literal[8, 16, 32, 64, 128, 256]
 
 
 def _parse_off(value: object) -> object:
-    """As YAML reads the word."""
+    """Undo YAML's conversion of the word `off` to false."""
     return "off" if value is False else value
 
 
 def _parse_number(value: object) -> object:
-    """Flags and variables are text."""
+    """Convert digits to int, because flags and environment variables are text."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def cache_directory(name: str) -> Path:
-    """Where things are kept between two runs when no directory is named."""
+    """Default directory of data that is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "coppice" / name
 
 
 class AttentionSettings(BaseModel):
-    """How attention reads what many samples share."""
+    """Settings of shared-prefix attention."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +61,7 @@ class AttentionSettings(BaseModel):
 
 
 class SpeculationSettings(BaseModel):
-    """How samples are drafted: from what their group has said, or by a small model that learns."""
+    """Settings of speculative decoding from sibling samples or by a trained draft model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -123,7 +124,7 @@ def _validate_lengths(text: str | None) -> str | None:
 
 
 class GraphsSettings(BaseModel):
-    """Which CUDA graphs are captured on a GPU."""
+    """Settings of CUDA graph capture on a GPU."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -157,7 +158,7 @@ class GraphsSettings(BaseModel):
 
 
 class EngineSettings(BaseModel):
-    """Settings of the engine; the description of each field says its unit."""
+    """Engine settings; the description of each field states its unit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -286,7 +287,9 @@ class EngineSettings(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """A directory's name need not be UTF-8, which answers are."""
+        """The name in requests and responses. A directory name that is not valid UTF-8 is
+        converted.
+        """
         directory = Path(self.model).expanduser()
         if self.served_model_name is not None or not directory.is_dir():
             return self.served_model_name or self.model

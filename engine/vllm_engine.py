@@ -1,8 +1,8 @@
-"""The engine protocol over vLLM's AsyncLLM, which lives inside the service's process.
+"""Implementation of the engine interface with vLLM's AsyncLLM, in the service's process.
 
-A sample is one single-sample engine request: vLLM would fan a larger n out the same way, and one
-request a sample can be aborted, versioned and drafted for alone. Siblings share their prompt's
-cache through prefix caching, and enter in one turn of the loop, to be scheduled side by side.
+Each sample is one request with n=1, as in vLLM's own fan-out of larger n. So each sample can be
+aborted, versioned and drafted separately. Siblings share their prompt's KV through prefix caching.
+They are submitted in one iteration of the event loop so that they are scheduled together.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ KILL_RETRY_SECONDS = 0.5
 
 
 class VllmEngine:
-    """Contract: engine.protocol.Engine. Started and driven from one event loop."""
+    """An `engine.protocol.Engine`. Started and driven from one event loop."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class VllmEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """vLLM itself, for benchmarks and tests; the service never touches it."""
+        """The AsyncLLM, for benchmarks and tests. The service does not use it."""
         if self._llm is None:
             raise EngineDead("the engine is not running")
         return self._llm
@@ -146,7 +146,7 @@ class VllmEngine:
     async def start(self, version: str) -> None:
         try:
             await self._start(version)
-        except Exception as error:  # whatever it was: nobody may wait for an engine that never is
+        except Exception as error:  # any failure has to end the wait for readiness
             self._heartbeat.mark_dead(str(error))
             if isinstance(error, StartFailed):
                 raise
@@ -199,7 +199,7 @@ class VllmEngine:
         )
 
     def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
-        """vLLM is told of the one that serves, as if it had been given."""
+        """Open the directory of drafters and set the serving one as the `drafter` setting for vLLM."""
         if self._speculation_settings.mode != "drafter":
             return
         self._drafter_dir = open_drafter_dir(
@@ -234,14 +234,14 @@ class VllmEngine:
         self._graphs = aggregate_graph_ranks(ranks)
 
     async def _verify_plugin(self) -> None:
-        """vLLM only logs a plugin that fails to load; without ours nothing here is true."""
+        """Check that the plugin is active: vLLM only logs a plugin that fails to load."""
         try:
             await self._call_utility("coppice_ping")
         except Exception as error:
             raise StartFailed("the Coppice plugin is not active in the engine process") from error
 
     async def _warm_up(self) -> None:
-        """The first generation compiles for seconds; nobody should have to wait for that."""
+        """Generate once, because the first generation compiles for seconds."""
         token = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
         params = SamplingParams(
             max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False
@@ -261,7 +261,7 @@ class VllmEngine:
             await self._heartbeat.run(self._ping, engine_processes())
         except EngineDead as error:
             self._heartbeat.mark_dead(str(error))
-        except Exception as error:  # without a heartbeat nothing can be said for the engine
+        except Exception as error:  # without a heartbeat the engine counts as dead
             log.exception("the heartbeat failed")
             self._heartbeat.mark_dead(f"the heartbeat failed: {error}")
 
@@ -278,7 +278,7 @@ class VllmEngine:
         self._graphs = aggregate_graph_ranks(ping["graphs"])
 
     async def _kill_if_hung(self) -> None:
-        """A hang that goes on is made a death, so that whoever waits for the engine is told."""
+        """Kill an engine that hangs for too long, so that all pending calls fail."""
         await self._heartbeat.watch(self._settings.hang_seconds)
         log.error("%s: the engine is killed", self._heartbeat.health().reason)
         self._heartbeat.mark_dead(f"it hung: {self._heartbeat.health().reason}")
@@ -296,7 +296,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it would report the end as a death
+                llm.output_handler.cancel()  # or it would report the shutdown as a failure
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
         await asyncio.to_thread(self._clean_up)
 
@@ -307,20 +307,20 @@ class VllmEngine:
             self._drafter_dir.close()
 
     async def _save_drafts(self) -> None:
-        """Of an engine that hangs they are not worth waiting for."""
+        """Save the draft store, unless the engine hangs."""
         if self._llm is not None and self._heartbeat.stage == "stopping" and self._info is not None:
             with suppress(EngineDead, TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
                     await speculation_start.stop_drafting(self._llm, self._speculation_settings)
 
     def _clean_up(self) -> None:
-        """vLLM kills its processes if they take long, and then nobody tidies up after them."""
+        """Remove files that vLLM's processes leave behind when they are killed."""
         if self._temp_dir is not None:
             self._temp_dir.close()
         shared_memory.remove_leftovers()
 
     async def _abort_start(self) -> None:
-        """A start cannot be cancelled, only made to fail."""
+        """Make a running start fail, because it cannot be cancelled."""
         while self._start_future is not None and not self._start_future.done():
             kill_processes()
             await asyncio.wait({self._start_future}, timeout=KILL_RETRY_SECONDS)
@@ -398,7 +398,7 @@ class VllmEngine:
             await self.llm.abort(list(sample_ids))
 
     async def flush_exports(self) -> None:
-        """A call of all workers comes after every abort and every step that was sent before it."""
+        """Call all workers; the call runs after every abort and step that was sent before it."""
         if self.info.kv_format is not None:
             await await_engine(self.llm, self.llm.collective_rpc("coppice_flush_exports"))
 
@@ -426,7 +426,7 @@ class VllmEngine:
         if not all(result["restored"] for result in failed):
             self._heartbeat.mark_dead("the weights are half loaded")
             raise EngineDead("loading failed and the previous weights could not be put back")
-        # After a restore as well: what was computed in between must not be found.
+        # Also after a restore: no prefix may match KV of the failed weights.
         await self.reset_prefix_cache()
         if failed:
             self._heartbeat.set_stage("serving")
