@@ -227,8 +227,9 @@ class EngineInfo:
     template_variables: frozenset[str] = frozenset()
     """Names in `ChatRequest.template_options` that the chat template uses."""
     max_token_chars: int | None = None
-    """Maximum characters of text per token. A text longer than this times the context length cannot
-    fit. None if unknown.
+    """Maximum characters of text per token.
+
+    A text longer than this times the context length cannot fit. None if unknown.
     """
 
 

@@ -287,8 +287,9 @@ class EngineSettings(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """The name in requests and responses. A directory name that is not valid UTF-8 is
-        converted.
+        """The name in requests and responses.
+
+        A directory name that is not valid UTF-8 is converted.
         """
         directory = Path(self.model).expanduser()
         if self.served_model_name is not None or not directory.is_dir():

@@ -199,7 +199,7 @@ class VllmEngine:
         )
 
     def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
-        """Open the directory of drafters and set the serving one as the `drafter` setting for vLLM."""
+        """Open the drafter directory and set its serving drafter as vLLM's `drafter` setting."""
         if self._speculation_settings.mode != "drafter":
             return
         self._drafter_dir = open_drafter_dir(

@@ -1,1 +1,1 @@
-"""LoRA adapters: what may be served, and what vLLM is told of it."""
+"""LoRA adapters: validation and loading into vLLM."""

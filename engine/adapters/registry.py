@@ -1,9 +1,8 @@
-"""Which adapters vLLM holds, and what they are called there.
+"""Adapters that vLLM has loaded, and their names in vLLM.
 
-vLLM finds a cached prefix again by an adapter's name and path, and keeps its weights by a number.
-Neither is ever used twice here, so whatever takes an adapter's place can never meet its keys and
-values. vLLM holds no more of them than it has places for: it would throw one out, and read it from
-disk again in the middle of a step.
+vLLM caches prefixes by an adapter's name and path, and its weights by a number. Neither is ever
+reused here, so a replaced adapter's KV is never matched. vLLM never holds more adapters than it has
+slots for: it would evict one, and read it from disk again during a step.
 """
 
 import logging
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadedAdapters:
-    """Told of what to load and unload by one caller at a time."""
+    """Loaded adapters by label. Only one caller may load or unload at a time."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -27,7 +26,7 @@ class LoadedAdapters:
         self._last_number = 0
 
     def request(self, label: str | None) -> LoRARequest | None:
-        """What a sample under this adapter is sent with."""
+        """The LoRARequest for samples under this adapter."""
         if label is None:
             return None
         if label not in self._requests:
@@ -35,7 +34,7 @@ class LoadedAdapters:
         return self._requests[label]
 
     def new_request(self, label: str, path: Path) -> LoRARequest:
-        """With a name and a number that no other has had."""
+        """A LoRARequest with an unused name and number."""
         self._last_number += 1
         return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
 
@@ -52,7 +51,7 @@ class LoadedAdapters:
         self._requests[label] = request
 
     async def unload(self, llm: AsyncLLM, label: str) -> None:
-        """No sample runs under it any more."""
+        """Unload an adapter. No sample may run under it."""
         held = self._requests.pop(label, None)
         if held is not None:
             await await_engine(

@@ -1,5 +1,6 @@
-"""Whether an adapter, as PEFT saves it, could be served over a model: its config, its names and
-shapes, then every value. No torch and no vLLM; messages name files and tensors, never directories.
+"""Validation of a LoRA adapter in PEFT's format: its config, names and shapes, then every value.
+
+Imports neither torch nor vLLM. Messages name files and tensors, never directories.
 """
 
 import re
@@ -19,12 +20,12 @@ TENSORS_FILE: Final = "adapter_model.safetensors"
 TARGET_MODULES: Final = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 )
-"""Modules whose outputs may be adapted: those of attention and of a dense MLP."""
+"""Modules that may have adapters: the projections of attention and of a dense MLP."""
 EXPERTS_PATH: Final = ".experts."
 PREFIX: Final = "base_model.model."
 PLAIN_NAME: Final = re.compile(r"[\w.]+")
 LORA_SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
-# At any other value they are another function than plain LoRA's.
+# With any other value the adapter is not plain LoRA.
 PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -43,7 +44,10 @@ PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
 def check_adapter(
     served: Checkpoint, adapter: Path, *, max_rank: int, dtype: str = "float32"
 ) -> AdapterInfo:
-    """What it is; CheckpointRefused says why it cannot be served over `served`."""
+    """Validate an adapter.
+
+    Raises CheckpointRefused with the reason if it cannot be served over `served`.
+    """
     ranks = _ranks(_config(adapter), max_rank)
     tensors = read_checkpoint(adapter / TENSORS_FILE).tensors
     modules = _tensors_by_module(tensors)
@@ -86,7 +90,9 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
 
 
 def _check_pattern(name: str, pattern: object) -> None:
-    """vLLM matches the keys as regular expressions, in a step's time."""
+    """Require plain module names, because vLLM matches the keys as regular expressions during a
+    step.
+    """
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(f"{CONFIG_FILE}: the keys of {name} must be names of modules")
 
@@ -97,7 +103,7 @@ def _check_alphas(alphas: Sequence[object]) -> None:
 
 
 def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """Each module's two sides."""
+    """The two LoRA matrices of each module."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         suffix = next((suffix for suffix in LORA_SUFFIXES if name.endswith(suffix)), None)

@@ -1,4 +1,4 @@
-"""Conversations to token ids and responses to replies, by vLLM's own renderer and parsers."""
+"""Chat requests to token ids and responses to chat messages, by vLLM's renderer and parsers."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ from engine.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 MAX_ARGUMENTS_CHARACTERS = 2**20
-"""Of one tool call. Longer than most contexts, and parsed in some milliseconds."""
+"""Limit per tool call. Longer than most contexts, and parsed within milliseconds."""
 
 _FORM = {
     "messages": "not messages of OpenAI's chat API; a tool call needs id, type, function.name, "
@@ -36,7 +36,7 @@ _FORM = {
 
 
 class ChatProcessor:
-    """Of one started engine. Not to be shared between threads, like the tokenizer."""
+    """Encoder and parser of chats for one engine. Not thread-safe, like the tokenizer."""
 
     def __init__(self, llm: AsyncLLM, settings: EngineSettings) -> None:
         self._renderer: Any = llm.renderer
@@ -60,8 +60,10 @@ class ChatProcessor:
     def _rendered(
         self, messages: list[Any], chat_request: ChatRequest, options: dict[str, Any]
     ) -> Any:
-        """Text, which is measured before it is tokenized; renderers without a template of Jinja's
-        may answer tokens."""
+        """Rendered prompt, as text so that its length is checked before tokenization.
+
+        Renderers without a Jinja template may return tokens.
+        """
         params = ChatParams(
             chat_template_kwargs={
                 **options,
@@ -72,7 +74,7 @@ class ChatProcessor:
         )
         try:
             _, prompt = self._renderer.render_messages(messages, params)
-        # A template is a program of the model's and raises what it likes.
+        # A template is code of the model and may raise anything.
         except Exception as error:
             raise RequestRefused("the chat template does not render these messages") from error
         return prompt
@@ -82,7 +84,7 @@ class ChatProcessor:
             return ChatResponse(content=self._decode(token_ids, skip_special=True))
         try:
             return self._parsed(token_ids, chat_request)
-        # A parser meets whatever a model writes; the sample is worth more than its parts.
+        # Models may generate malformed text; the sample is kept without its parts.
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             log.warning(
@@ -106,7 +108,7 @@ class ChatProcessor:
     def _parser_of(
         self, request: ChatCompletionRequest, chat_request: ChatRequest
     ) -> tuple[Any, ChatCompletionRequest]:
-        """Some parsers adjust the request, to find tool calls by special tokens."""
+        """A parser, and the request it adjusted: some parsers find tool calls by special tokens."""
         parser = self._parser(
             self._tokenizer,
             request.tools,
@@ -116,12 +118,12 @@ class ChatProcessor:
         return parser, parser.adjust_request(request)
 
     def _check_parser(self, request: ChatCompletionRequest, chat_request: ChatRequest) -> None:
-        """Before samples are drawn that no parser could be made for."""
+        """Check that a parser can be made for the request, before samples are generated."""
         if self._parser is None:
             return
         try:
             self._parser_of(request, chat_request)
-        except Exception as error:  # a parser raises what it likes
+        except Exception as error:  # a parser may raise anything
             field = "tools" if chat_request.tools else "chat_template_kwargs"
             raise ConversationRefused(field, "the engine's parser does not take them") from error
 
@@ -130,7 +132,7 @@ class ChatProcessor:
         return self._renderer.get_tokenizer()
 
     def _decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Where special tokens are kept, the one that ends the response is none of its text."""
+        """Decode text. If special tokens are kept, a final EOS token is dropped."""
         ids = list(token_ids)
         if ids and not skip_special and ids[-1] == self._renderer.get_eos_token_id():
             ids.pop()
@@ -151,8 +153,10 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
 
 
 def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """The request that vLLM's parsers read, from a deep copy: vLLM renames fields of messages, and
-    its renderer replaces the arguments of tool calls."""
+    """The request for vLLM's parsers, from a deep copy.
+
+    vLLM renames fields of messages, and its renderer replaces the arguments of tool calls.
+    """
     fields: dict[str, Any] = {"messages": copy.deepcopy(list(chat_request.messages))}
     if chat_request.tools:
         fields["tools"] = copy.deepcopy(list(chat_request.tools))
@@ -169,8 +173,11 @@ def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
 
 
 def _check_arguments(messages: list[Any]) -> None:
-    """Before the renderer parses them, in one step that holds up all other threads. It leaves the
-    calls of other roles than the assistant's alone, and so did the validation."""
+    """Limit the size of tool call arguments before the renderer parses them.
+
+    The renderer parses them while it blocks all other threads. It ignores tool calls of other roles
+    than the assistant, as validation does.
+    """
     spoken = [message for message in messages if message["role"] == "assistant"]
     calls = [call for message in spoken for call in message.get("tool_calls") or ()]
     functions = [call["function"] for call in calls if "function" in call]
@@ -180,7 +187,8 @@ def _check_arguments(messages: list[Any]) -> None:
 
 
 def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """The same without the checks, which one of a thousand replies need not repeat."""
+    """The same request without validation, which need not be repeated for each of many responses.
+    """
     tools = [ChatCompletionToolsParam.model_validate(tool) for tool in chat_request.tools]
     return ChatCompletionRequest.model_construct(
         messages=list(chat_request.messages),

@@ -1,7 +1,7 @@
-"""Variables of a model's chat template that callers may set, and bounds on their values.
+"""Chat template variables that requests may set, and limits on their values.
 
-vLLM hands chat_template_kwargs to the tokenizer's `apply_chat_template`, whose own parameters pad
-and cut prompts: `max_length` alone can take all memory. So only variables of the template pass.
+vLLM passes chat_template_kwargs to the tokenizer's `apply_chat_template`, whose own parameters pad
+and truncate prompts: `max_length` alone can exhaust memory. So only template variables are passed.
 """
 
 import inspect
@@ -21,15 +21,18 @@ from engine.errors import ConversationRefused
 log = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 2**18
-"""Of all strings in one request's options; a template may render them once per message."""
+"""Limit of all strings in one request's options. A template may render them once per message."""
 MAX_NUMBER = 2**20
-"""A template may repeat a string that many times. Jinja's sandbox bounds `range` only."""
+"""Limit of numbers, since a template may repeat a string that often.
 
-# Read by vLLM's encoders of models without a Jinja template, such as DeepSeek-V3.2 and Kimi-K3.
+Jinja's sandbox limits only `range`.
+"""
+
+# Used by vLLM's encoders for models without a Jinja template, such as DeepSeek-V3.2 and Kimi-K3.
 ENCODER_VARIABLES = frozenset(
     {"drop_thinking", "enable_thinking", "reasoning_effort", "thinking", "thinking_effort"}
 )
-# What transformers defines for templates to call.
+# Functions that transformers defines for templates.
 _GLOBALS = {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
 
 
@@ -42,12 +45,12 @@ _ARGUMENTS = frozenset(
     | _parameters(PreTrainedTokenizerBase.__call__)
     | {"messages"}
 )
-# These are the request's own to say, or say nothing about the prompt.
+# Set by the request's own fields, or without effect on the prompt.
 _IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
 
 
 def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
-    """Names that the templates refer to, the one for tools included."""
+    """Variables of the chat templates, including the template for tools."""
     if not isinstance(renderer, HfRenderer):
         return ENCODER_VARIABLES
     tokenizer: Any = renderer.get_tokenizer()
@@ -60,7 +63,7 @@ def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
 
 
 def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dict[str, Any]:
-    """The options that are passed to the template; raises ConversationRefused."""
+    """The options to pass to the template. Raises ConversationRefused."""
     arguments = sorted(n for n in given.keys() & _ARGUMENTS - _IGNORED_ARGUMENTS if given[n])
     if arguments:
         taken = ", ".join(sorted(variables)) or "none"
@@ -74,7 +77,9 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
 
 
 def _undeclared(template: str) -> set[str]:
-    """As vLLM finds them, with the extensions that transformers compiles templates with."""
+    """Undeclared variables of a template, found as in vLLM, with the Jinja extensions of
+    transformers.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[AssistantTracker, jinja2.ext.loopcontrols]
     )

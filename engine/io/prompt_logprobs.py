@@ -1,7 +1,7 @@
-"""What the model thinks of tokens that are given, computed as a prompt of its own.
+"""Logprobs of given tokens, computed by prefilling them as a prompt.
 
-vLLM finds no prefix for such a request, nor may a sample carry it: its siblings would then compute
-their prompt again.
+vLLM does not use cached prefixes for such a request. So a sample does not carry it, since its
+siblings would prefill their prompt again.
 """
 
 import uuid
@@ -26,8 +26,9 @@ async def prompt_logprobs_of(
     *,
     num_top_logprobs: int = 0,
 ) -> Any:
-    """vLLM's own account, one place a token, the first of them empty. A pause that aborts is no
-    answer to it.
+    """vLLM's prompt logprobs: one entry per token, the first one empty.
+
+    A request that a pause aborts is repeated.
     """
     output = await _score_once(llm, token_ids, adapter, num_top_logprobs)
     while output.outputs[0].finish_reason == "abort":

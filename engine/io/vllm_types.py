@@ -1,4 +1,4 @@
-"""Between the protocol's types and vLLM's, field by field."""
+"""Conversion between the engine interface's types and vLLM's."""
 
 import math
 from collections.abc import Callable, Generator
@@ -16,8 +16,10 @@ from engine.speculation.request_slots import GROUP_ARG, NO_DRAFTS_ARG
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
-    """Field by field: nothing that a caller sends reaches the engine unnamed. vLLM's own limit may
-    be larger than what is served.
+    """vLLM's sampling parameters of a sample.
+
+    Fields are copied one by one, so no other field of a request reaches vLLM. `max_context_tokens`
+    may be smaller than vLLM's own limit.
     """
     sampling = sample.sampling
     max_response_tokens = max_context_tokens - len(sample.prompt_token_ids)
@@ -36,13 +38,13 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else holds these
+        skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
     )
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
-    """The only place that fills `kv_transfer_params`: no caller of the service can."""
+    """Extra arguments of a sample. `kv_transfer_params` are set only here, never by a request."""
     carried: dict[str, Any] = {}
     if sample.group is not None:
         carried[GROUP_ARG] = sample.group
@@ -58,8 +60,10 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
 
 
 class PendingSample:
-    """A sample under way. Unlike a coroutine it may be dropped without having been awaited.
-    `on_finished` is told of what comes, with the likeliest tokens wherever they were recorded."""
+    """A running sample. Unlike a coroutine, it may be dropped without being awaited.
+
+    `on_finished` receives the completion, including the top k tokens if they were recorded.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,11 @@ def completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -> C
 
 
 def sampled_logprobs(flat: Any) -> list[float]:
-    """vLLM puts the token itself first at every position; a prompt's first position has none."""
+    """Logprobs of the sampled tokens.
+
+    vLLM puts the sampled token first at every position. The first position of a prompt has no
+    entry.
+    """
     if flat is None:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
@@ -116,7 +124,7 @@ def sampled_logprobs(flat: Any) -> list[float]:
 
 
 def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
-    """Without what top-k or top-p has cut off, which is at minus infinity."""
+    """Top logprobs per position, without tokens that top-k or top-p excluded (minus infinity)."""
     if flat is None:
         return []
     each = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
@@ -127,7 +135,8 @@ def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
 
 
 def top_k_entropies(flat: Any) -> list[float]:
-    """Of the likeliest tokens alone, as if there were no others; they follow the token itself."""
+    """Entropy per position of the renormalised top k, which follow the sampled token in each entry.
+    """
     if flat is None:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
@@ -135,7 +144,7 @@ def top_k_entropies(flat: Any) -> list[float]:
 
 
 def _entropy(logprobs: list[float]) -> float:
-    """What top-k or top-p has cut off is at minus infinity and counts for nothing."""
+    """Entropy of the renormalised distribution. Excluded tokens, at minus infinity, are ignored."""
     kept = [logprob for logprob in logprobs if logprob > -math.inf]
     probabilities = [math.exp(logprob) for logprob in kept]
     total = sum(probabilities)
@@ -149,7 +158,7 @@ def _entropy(logprobs: list[float]) -> float:
 
 
 def scoring_params(num_top_logprobs: int) -> SamplingParams:
-    """vLLM scores a prompt when it computes it; it wants to sample one token after it."""
+    """Parameters of a request for prompt logprobs. vLLM requires it to sample one token."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=num_top_logprobs,

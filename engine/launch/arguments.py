@@ -1,4 +1,4 @@
-"""From our settings to vLLM's engine arguments, field by field."""
+"""Conversion of our settings to vLLM's engine arguments."""
 
 import secrets
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def engine_arguments(
     worker_extension: str = WORKER_EXTENSION,
     capabilities: Mapping[str, object] | None = None,
 ) -> AsyncEngineArgs:
-    """`capabilities` are torch.cpu.get_capabilities(), unless a test names others."""
+    """Arguments for AsyncLLM. `capabilities` default to torch.cpu.get_capabilities()."""
     if capabilities is None:
         capabilities = torch.cpu.get_capabilities()
     arguments = AsyncEngineArgs(
@@ -51,10 +51,10 @@ def engine_arguments(
         enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        # The probability that a token was really drawn with: temperature and truncation applied.
+        # Logprobs of the sampling distribution, after temperature and truncation.
         logprobs_mode="processed_logprobs",
         max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K),
-        # The model's own sampling defaults would silently change what a trainer asked for.
+        # The model's sampling defaults would silently override the request's.
         generation_config="vllm",
         worker_extension_cls=worker_extension,
         disable_log_stats=False,
@@ -71,7 +71,10 @@ def engine_arguments(
 
 
 def _seed(settings: EngineSettings) -> int:
-    """vLLM's default is 0 at every start, so replicas and restarts would repeat each other."""
+    """The engine seed.
+
+    vLLM's default is 0 at every start, so replicas and restarts would generate the same samples.
+    """
     return secrets.randbits(RANDOM_SEED_BITS) if settings.seed is None else settings.seed
 
 
@@ -92,7 +95,10 @@ def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _cuda_graph_arguments(plan: Plan | None) -> dict[str, Any]:
-    """The sizes whose product with the draft lengths the plan is filtered from."""
+    """Capture sizes.
+
+    vLLM captures their product with the draft lengths, which is then filtered to the plan.
+    """
     return {"compilation_config": {"cudagraph_capture_sizes": plan.capture_sizes}} if plan else {}
 
 
@@ -105,7 +111,7 @@ def _kv_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def adapters(num: int, rank: int) -> dict[str, Any]:
-    """As many can be in one step as are held, so vLLM never has to choose among them."""
+    """LoRA arguments. One step can use all loaded adapters, so vLLM never has to evict any."""
     if not num:
         return {}
     return {

@@ -1,7 +1,7 @@
-"""Methods that EngineCore gains, for `engine_core.call_utility_async(name)`.
+"""Methods added to EngineCore, called with `engine_core.call_utility_async(name)`.
 
-They run in EngineCore's own loop, between two steps. What they raise goes back to the caller and
-harms nothing. Answers travel as msgpack.
+They run in EngineCore's busy loop, between two steps. Exceptions are returned to the caller and do
+no harm. Results are sent as msgpack.
 """
 
 import os
@@ -39,7 +39,10 @@ class PrefixCacheReset(TypedDict):
 
 
 class PoolState(TypedDict):
-    """Of an idle engine `num_references` is 0 and `num_free_blocks` equals `num_blocks`."""
+    """State of the block pool.
+
+    When idle, `num_references` is 0 and `num_free_blocks` equals `num_blocks`.
+    """
 
     num_hashes: int
     num_hashed_blocks: int
@@ -68,11 +71,11 @@ def coppice_ping(self: "EngineCore") -> Ping:
 
 
 def coppice_reset_prefix_cache(self: "EngineCore") -> PrefixCacheReset:
-    """From now on no request hits a block that was computed before, or partly before, this call.
+    """Prevent prefix cache hits on blocks computed, even in part, before this call.
 
-    To be called while paused, after the weights changed. Running requests keep their blocks: no
-    reference count is touched. Waiting requests need nothing: they look their hashes up when they
-    are scheduled. The connector starts afresh too, with its own `reset_cache`.
+    Call it while paused, after the weights changed. Running requests keep their blocks, and no
+    reference count changes. Waiting requests need no handling, because they look up their hashes
+    when they are scheduled. The connector is reset too, by its `reset_cache`.
     """
     assert self.is_scheduler_paused(), "prefixes are forgotten between two versions, while paused"
     num_running_requests = _stop_caching_running(self.scheduler)
@@ -110,14 +113,15 @@ def install() -> None:
 
 
 def _num_usable_blocks(pool: Any) -> int:
-    return int(pool.num_gpu_blocks) - 1  # the null block is never handed out
+    return int(pool.num_gpu_blocks) - 1  # the null block is never allocated
 
 
 def _clear_block_hashes(pool: Any) -> int:
-    """As the pool's `reset_prefix_cache`, which refuses while blocks are in use, does it.
+    """Clear all block hashes while blocks are in use.
 
-    A block without a hash is one the pool already knows: it is freed to the front of the queue,
-    evicted without a trace, and may be given a hash again.
+    The pool's `reset_prefix_cache` does the same, but fails while blocks are in use. The pool
+    supports blocks without a hash: they are freed to the front of the queue, evicted without an
+    event, and may get a hash again.
     """
     num_hashes = len(pool.cached_block_hash_to_block)
     pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
@@ -134,15 +138,15 @@ def _clear_block_hashes(pool: Any) -> int:
 
 
 def _stop_caching_running(scheduler: Any) -> int:
-    """Running requests publish no block any more.
+    """Stop running requests from adding blocks to the prefix cache.
 
-    They would publish the blocks they fill from now on under the hashes of their tokens alone.
-    Once the head of such a chain is recomputed, a longer prompt would walk from it into blocks that
-    mix versions. A count of published blocks that is ahead of any length stops that; nothing else
-    reads the count. A request that is preempted loses it, computes everything anew under the new
-    weights, and publishes again.
+    They would add the blocks that they fill from now on under hashes of the tokens alone. Once the
+    start of such a prompt is prefilled again, a longer prompt could match blocks that mix weights
+    versions. A count of cached blocks larger than any length prevents this; nothing else reads the
+    count. A preempted request loses the count, is prefilled again under the new weights, and adds
+    its blocks again.
 
-    A request that has not filled a block yet has no count, so the counts alone do not name them.
+    A request that has not filled a block yet has no count, so running requests are added by id.
     """
     running = {request.request_id for request in scheduler.running}
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:

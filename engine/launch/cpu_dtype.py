@@ -1,4 +1,4 @@
-"""The data type that `engine.dtype` stands for on a CPU."""
+"""Resolution of the `engine.dtype` setting on a CPU."""
 
 import logging
 from collections.abc import Mapping
@@ -9,11 +9,14 @@ from engine.settings import DType
 log = logging.getLogger(__name__)
 
 BFLOAT16_CAPABILITIES: Final = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""Names of torch.cpu.get_capabilities(), of x86 and of ARM."""
+"""Keys of torch.cpu.get_capabilities(), on x86 and on ARM."""
 
 
 def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
-    """float32 for auto where bfloat16 is emulated, which takes several times as long."""
+    """The dtype to run with.
+
+    For auto, float32 where bfloat16 is emulated, which is several times slower.
+    """
     if dtype != "auto" or _may_have_bfloat16(capabilities):
         return dtype
     log.info(
@@ -24,6 +27,6 @@ def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
 
 
 def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
-    """True also for an architecture for which torch reports none of them."""
+    """True also on architectures for which torch reports none of the capabilities."""
     reported = [capabilities[name] for name in BFLOAT16_CAPABILITIES if name in capabilities]
     return not reported or any(reported)

@@ -1,8 +1,7 @@
-"""The environment that vLLM and its processes are started with: set around the spawn only.
+"""Environment variables of vLLM and its processes, set only while they are started.
 
-vLLM reads much of its configuration from the environment, and its own code writes there (LD_PRELOAD
-among others). All of it happens inside `engine_environment`, which puts the service's environment
-back.
+vLLM reads much of its configuration from the environment and also writes to it, LD_PRELOAD among
+others. All of this happens inside `engine_environment`, which restores the service's environment.
 """
 
 import os
@@ -23,19 +22,21 @@ SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 _OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
-"""Effectively none. The heartbeat finds hangs; vLLM's deadline counts time in which the machine was
-suspended, and ends a healthy engine of several ranks at the first step after it.
+"""Disables vLLM's step deadline.
+
+The heartbeat detects hangs. vLLM's deadline counts time in which the machine was suspended, and
+then stops a healthy engine with several ranks at its next step.
 """
 NO_SPECULATION = SpeculationSettings(mode="off")
 
 
 def started_by_coppice() -> bool:
-    """Whether this process belongs to a Coppice engine: the plugin is inert in any other vLLM."""
+    """Return true in a process of a Coppice engine. The plugin does nothing in any other vLLM."""
     return os.environ.get(ENGINE_ENV) == "1"
 
 
 def attention_settings() -> AttentionSettings:
-    """In a process of the engine: what it was started with."""
+    """The engine's attention settings, read in one of its processes."""
     return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
 
 
@@ -44,7 +45,7 @@ def speculation_settings() -> SpeculationSettings:
 
 
 def graph_plan() -> Plan | None:
-    """In a process of the engine: the CUDA graphs that it was started with, if they are planned."""
+    """The engine's plan of CUDA graphs, if there is one, read in one of its processes."""
     text = os.environ.get(GRAPHS_ENV)
     return Plan.from_json(text) if text else None
 
@@ -59,14 +60,14 @@ def engine_environment(
     on_cpu: bool,
     temp_dir: Path,
 ) -> Iterator[None]:
-    """What vLLM starts inside inherits the engine's environment; afterwards it is gone."""
+    """Set the engine's environment for processes that vLLM starts; restore it on exit."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
     os.environ.update(_common_variables() | _temp_dir_variables(temp_dir))
     os.environ[ATTENTION_ENV] = attention.model_dump_json()
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
     if speculation.mode != "off":
-        # Past the model's longest context lies only the room of drafts that are never made.
+        # Positions beyond the model's context are only reserved for drafts, never computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if on_cpu:
         os.environ.update(
@@ -92,14 +93,14 @@ def _common_variables() -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "0",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # What vLLM and torch warn of among themselves in the processes that they start.
+        # Warnings about vLLM's own use of torch.
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 
 def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
-    """What is compiled stays where it is found again."""
+    """Temporary directories. Compiled code is cached elsewhere, so that later runs find it."""
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
         "VLLM_RPC_BASE_PATH": str(temp_dir),
@@ -109,18 +110,20 @@ def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
 
 
 def _compilation_variables(settings: EngineSettings) -> dict[str, str]:
-    """Also eager, vLLM's sampler compiles a few small functions (vllm/v1/sample/ops) with the C++
-    compiler at their first use. Where there is none, as in our image, they run as they are written.
+    """Disable compilation where there is no C++ compiler, as in our image.
+
+    Even in eager mode vLLM's sampler compiles a few small functions at their first use
+    (vllm/v1/sample/ops).
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return {"TORCHDYNAMO_DISABLE": "1"} if compiler is None and settings.eager is not False else {}
 
 
 def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
-    """Explicit threads: vLLM's own choice changes as soon as a KV connector is configured.
+    """Explicit thread counts, because vLLM's own choice changes once a KV connector is configured.
 
-    They are bound where they take every processor. Two engines that take fewer would both be bound
-    to the first ones, and leave the others idle.
+    Threads are bound only if they use every processor. Otherwise two engines would both be bound to
+    the first processors and leave the others idle.
     """
     shares = [
         _cpus_of_rank(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)
@@ -134,7 +137,7 @@ def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, st
     threads["OMP_NUM_THREADS"] = str(settings.threads_per_rank)
     if settings.num_ranks > 1:
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # One rank computes inside EngineCore, where vLLM ignores its own binding variable.
+    # A single rank runs inside EngineCore, where vLLM ignores its binding variable.
     threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     pinned = shares[0] if binds else []
     return threads | (_intel_openmp_variables(pinned) if preload else _gnu_openmp_variables(pinned))
@@ -165,7 +168,7 @@ def _intel_openmp_library() -> Path | None:
 
 
 def _preload_variable(library: Path) -> str:
-    """One OpenMP runtime a process: vLLM refuses to start with two."""
+    """LD_PRELOAD with a single OpenMP runtime: vLLM does not start with two."""
     others = os.environ.get("LD_PRELOAD", "").split(":")
     kept = [other for other in others if other and not _OPENMP_LIBRARY.match(Path(other).name)]
     return ":".join([*kept, str(library)])

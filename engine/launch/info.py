@@ -1,4 +1,4 @@
-"""What a started AsyncLLM is, as plain values."""
+"""Properties of a started AsyncLLM as plain values."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,10 @@ def collect_info(
     kv: KvFormat | KvReason,
     template_variables: frozenset[str],
 ) -> EngineInfo:
-    """What is served of the context leaves out the room that drafts need behind it."""
+    """Collect the engine's properties.
+
+    The context length excludes positions reserved for drafts.
+    """
     config = llm.vllm_config
     on_cpu = current_platform.is_cpu()
     return EngineInfo(
@@ -55,7 +58,10 @@ def collect_info(
 
 
 async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvReason:
-    """Asks every rank, which prepares itself on the way: all of them can, or none does."""
+    """The format of exported KV, or the reason why there is none.
+
+    Prepares every rank; one unsupported rank disables exports on all.
+    """
     if not settings.prompt_kv:
         return "disabled"
     results = await await_engine(llm, llm.collective_rpc("coppice_prepare_kv_export"))
@@ -67,7 +73,7 @@ async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvRe
 
 
 def _kv_bytes_per_token(config: Any) -> int:
-    """Keys and values of every layer, over all ranks."""
+    """Bytes of keys and values per token, over all layers and ranks."""
     model = config.model_config
     dtype = config.cache_config.cache_dtype
     stored = model.dtype if dtype == "auto" else getattr(torch, dtype, torch.uint8)
@@ -77,7 +83,7 @@ def _kv_bytes_per_token(config: Any) -> int:
 
 
 def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
-    """The tokenizer's own, then those that the model's generation config adds."""
+    """The tokenizer's EOS token, then those of the model's generation config."""
     first = llm.renderer.get_eos_token_id()
     more = llm.input_processor.generation_config_fields.get("eos_token_id") or []
     every = [first, *([more] if isinstance(more, int) else more)]

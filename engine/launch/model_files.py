@@ -1,4 +1,4 @@
-"""Where the model's files are: in a local directory, or in a hub's cache at a pinned commit."""
+"""Location of the model's files: a local directory, or a hub cache at a pinned commit."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 def download_snapshot(*arguments: Any, **options: Any) -> str:
-    # Slow to import, and needed for a hub id only.
+    # Slow to import and only needed for a hub id.
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(*arguments, **options))
@@ -22,7 +22,7 @@ def download_snapshot(*arguments: Any, **options: Any) -> str:
 def resolve_model(
     model: str, revision: str | None, download: Callable[..., str] = download_snapshot
 ) -> Path:
-    """The model's directory on this machine; StartFailed says why there is none."""
+    """The model's local directory. Raises StartFailed with the reason if there is none."""
     directory = _resolve(model, revision, download, _FILES)
     if not any(directory.glob("*.safetensors")):
         raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
@@ -32,7 +32,7 @@ def resolve_model(
 def resolve_model_config(
     model: str, revision: str | None, download: Callable[..., str] = download_snapshot
 ) -> Path:
-    """A directory with the model's config.json, which is all that is fetched of it."""
+    """A directory with the model's config.json, the only file that is downloaded."""
     return _resolve(model, revision, download, ["config.json"])
 
 
@@ -61,7 +61,7 @@ def _require_config(directory: Path) -> Path:
 def _download(
     model: str, revision: str | None, download: Callable[..., str], files: list[str]
 ) -> Path:
-    """Into the hub's own cache; what is there already is not fetched again."""
+    """Download into the hub's own cache; cached files are not downloaded again."""
     try:
         return Path(download(model, revision=revision, allow_patterns=files))
     except (OSError, ValueError) as error:

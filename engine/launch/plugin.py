@@ -1,7 +1,7 @@
-"""The one vLLM plugin of Coppice: what is installed, where, in which order.
+"""The vLLM plugin of Coppice: installs patches and hooks per process, in order.
 
-vLLM calls `install` in every process it starts and in the service. In a vLLM that Coppice did not
-start it does nothing.
+vLLM calls `install` in the service and in every process that it starts. In a vLLM that Coppice did
+not start it does nothing.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Starting vLLM, finding what it has started, and ending that."""
+"""Start, discovery and termination of vLLM's processes."""
 
 import logging
 import multiprocessing
@@ -32,7 +32,10 @@ def launch(
     worker_extension: str,
     temp_dir: Path,
 ) -> AsyncLLM:
-    """Blocks for seconds to minutes, so it runs in a thread: the probes answer meanwhile."""
+    """Start vLLM.
+
+    Blocks for seconds to minutes, so run it in a thread to keep health probes responsive.
+    """
     on_cpu = current_platform.is_cpu()
     try:
         arguments = engine_arguments(
@@ -61,7 +64,7 @@ def launch(
 
 
 def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """vLLM looks variables up in the environment for every token, unless they are settled."""
+    """Create the AsyncLLM. Cache environment variables, which vLLM otherwise reads per token."""
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments)
     envs.enable_envs_cache()
@@ -78,7 +81,7 @@ def engine_processes() -> dict[int, str]:
 
 
 def kill_processes() -> None:
-    """All of them, those too that are only starting and have no name yet."""
+    """Kill all processes of the engine, including those that are starting and have no name yet."""
     for child in multiprocessing.active_children():
         with suppress(psutil.NoSuchProcess):
             core = psutil.Process(child.pid)

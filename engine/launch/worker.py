@@ -1,8 +1,8 @@
-"""What the service can ask of a worker: methods that vLLM mixes into its worker class.
+"""Methods that vLLM mixes into its worker class, for calls by the service.
 
-What the service calls never raises: under tensor parallelism vLLM stops reading answers at the
-first rank that raises, and the next call reads the answers that were left. So an error is a value.
-For the same reason `collective_rpc` must not be given a timeout.
+A method that the service calls never raises. Under tensor parallelism vLLM stops reading results at
+the first rank that raises, and the next call would read the remaining ones. So errors are returned
+as values. For the same reason `collective_rpc` must not be given a timeout.
 """
 
 import os
@@ -45,7 +45,10 @@ class LoadSuccess(TypedDict):
 
 
 class LoadFailure(TypedDict):
-    """`restored`: every rank has the previous weights again; if not, nothing may run."""
+    """Result of a failed load.
+
+    `restored`: every rank has the previous weights again; otherwise the engine must not run.
+    """
 
     ok: Literal[False]
     error: str
@@ -53,7 +56,7 @@ class LoadFailure(TypedDict):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker, whose attributes it uses; every name has our prefix."""
+    """Mixin of vLLM's worker, whose attributes it uses. Every method has our prefix."""
 
     rank: int
     model_runner: Any
@@ -74,7 +77,10 @@ class WorkerExtension:
         )
 
     def coppice_start_speculation(self) -> bool:
-        """Wires the proposer to its runner, and begins a profile: whether one is to be made."""
+        """Attach the proposer to its runner and start a profile.
+
+        Returns true if a profile is to be measured.
+        """
         return attempt(self.coppice_attach_proposer) is True
 
     def coppice_finish_profile(self) -> bool:
@@ -87,15 +93,16 @@ class WorkerExtension:
         return GRAPHS.read()
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
-        """From now on steps are those of callers."""
+        """Start counting, after warm-up steps."""
         GRAPHS.begin()
         return GRAPHS.read()
 
     def coppice_load_weights(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
-        """Load the checked files at `path` into the paused model, on every rank or on none.
+        """Load validated files into the paused model, on every rank or on none.
 
-        Nothing is touched before both indexes are read on every rank: the files may have changed
-        since the check, and there must be a way back. If a rank fails later, all go back.
+        Both checkpoints are indexed on every rank before any weight changes: the files may have
+        changed since validation, and the previous weights must be readable. If a rank fails later,
+        all ranks restore the previous weights.
         """
         answer = self.coppice_load_or_restore(path, previous_path)
         if answer["ok"]:
@@ -103,7 +110,7 @@ class WorkerExtension:
         return answer
 
     def coppice_load_drafter(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
-        """The same of the drafter. Nothing needs to be paused: its drafts are only drafts."""
+        """Load the drafter's weights likewise. No pause is needed, because drafts are verified."""
         return self.coppice_load_or_restore(path, previous_path, drafter=True)
 
     def coppice_load_or_restore(
@@ -124,7 +131,7 @@ class WorkerExtension:
         return LoadSuccess(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
 
     def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
-        """On every rank or on none; None, or why not."""
+        """Load an adapter on every rank or on none. Returns None, or the reason of the failure."""
         loaded = attempt(self.model_runner.add_lora, LoRARequest(name, number, path))
         if failed := _failed_ranks(isinstance(loaded, Failure)):
             attempt(self.model_runner.remove_lora, number)
@@ -135,7 +142,7 @@ class WorkerExtension:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
 
     def coppice_prepare_kv_export(self) -> KvExportInfo | str:
-        """What this rank exports, or why it does not."""
+        """This rank's export format, or the reason why it cannot export."""
         answer = attempt(support.prepare, self.vllm_config, self.model_runner.model)
         return answer.message if isinstance(answer, Failure) else answer
 
@@ -143,7 +150,7 @@ class WorkerExtension:
         return not isinstance(attempt(support.flush), Failure)
 
     def coppice_attach_proposer(self) -> bool:
-        """All ranks sample, alike; the drafts of one count."""
+        """Attach the proposer. All ranks sample identically; only the drafts of rank 0 are used."""
         self.model_runner.drafter.replace_rejection_sampler(self.model_runner)
         if self.rank != 0:
             return False
@@ -159,7 +166,7 @@ class WorkerExtension:
             self.model_runner.drafter.save()
 
     def coppice_on_weights_changed(self) -> None:
-        """Whatever was said before, other weights said."""
+        """Notify the drafter that earlier text was sampled under other weights."""
         drafter = getattr(self.model_runner, "drafter", None)
         if drafter is not None and hasattr(drafter, "weights_changed"):
             attempt(drafter.weights_changed)
@@ -173,7 +180,7 @@ class WorkerExtension:
         return checkpoint, previous
 
     def coppice_read_checkpoint(self, path: str, *, drafter: bool = False) -> Checkpoint:
-        """What the model reads of a checkpoint: all of it, but for a head that it ties."""
+        """Index the tensors that the model loads: all but a tied head."""
         checkpoint = read_checkpoint(Path(path), follow_links=True)
         config = self.model_config
         if drafter:
@@ -198,7 +205,7 @@ def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -
 
 
 def _failed_ranks(failed: bool) -> list[int]:
-    """Every rank learns which ranks failed. All have to call it, as often as each other."""
+    """The ranks that failed, gathered on every rank. All ranks must call it equally often."""
     world = get_world_group()
     if world.world_size == 1:
         return [world.rank] if failed else []

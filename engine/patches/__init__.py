@@ -1,1 +1,1 @@
-"""Fixes of upstream bugs, one file each. Every one has a test that fails without it."""
+"""Fixes of upstream bugs, one per file. Each has a test that fails without it."""

@@ -1,13 +1,15 @@
-"""vllm/v1/worker/gpu_model_runner.py:3502 in 0.32.0; in another backend of vLLM the same loop was
+"""Generators of seeded requests during chunked prefill on CPU.
+
+vllm/v1/worker/gpu_model_runner.py:3502 in 0.32.0. The same loop in another vLLM backend:
 https://github.com/RBLN-SW/vllm-rbln/issues/1025
 
-A prompt that is computed in chunks is sampled after each of them; all samples but the last are
-thrown away, and a seeded request's generator is rewound with `set_offset`. A CPU generator has no
-offset, so the first such request raises and takes EngineCore with it.
+A prompt that is prefilled in chunks is sampled after each chunk. All of these samples but the last
+are discarded, and a seeded request's generator is rewound with `set_offset`. A CPU generator has no
+offset, so the first such request raises and kills EngineCore.
 
-Here a row whose sample is thrown away has no generator while the step samples and keeps its books:
-its throw-away token comes from the default generator, and its own advances by used samples only.
-So the same seed gives the same tokens for every chunking and for a cached prompt.
+Here a row whose sample is discarded has no generator while the step samples and does its
+bookkeeping. Its discarded token comes from the default generator, and its own generator advances
+only for used samples. So a seed gives the same tokens for every chunking and for a cached prompt.
 """
 
 import functools
@@ -22,7 +24,7 @@ Method = Callable[Concatenate[Any, P], T]
 
 @contextmanager
 def without_discarded_generators(runner: Any) -> Iterator[None]:
-    """Take the generators of thrown-away rows out of the dictionary that the sampler reads."""
+    """Remove the generators of discarded rows from the dictionary that the sampler reads."""
     batch = runner.input_batch
     discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
     held = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}

@@ -1,10 +1,10 @@
-"""https://github.com/vllm-project/vllm/issues/55005
+"""Expansion of sampling parameters on CPU. https://github.com/vllm-project/vllm/issues/55005
 
 On CPU, sampled (not greedy) speculative verification reads uninitialised temperature, top-p and
-top-k: `_expand_kernel_impl` hands the C++ kernel an int64 copy of its output, which is then dropped
-(and would truncate a temperature of 0.7 to 0). This one writes to the output it was given.
+top-k. `_expand_kernel_impl` passes the C++ kernel an int64 copy of its output, which is then
+dropped (and would truncate a temperature of 0.7 to 0). This version writes to the given output.
 
-The worker registers the kernel by value when it starts, so this has to be installed before that.
+The worker registers the kernel by value when it starts, so install this before that.
 """
 
 import torch
@@ -18,9 +18,10 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write `values[i]` to each of request i's tokens, `replace_to` where it is `replace_from`.
+    """Write `values[i]` for each token of request i, or `replace_to` where it equals
+    `replace_from`.
 
-    Name and order of the arguments are the Triton kernel's.
+    Names and order of the arguments are those of the Triton kernel.
     """
     num_tokens = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced = values.masked_fill(values == replace_from, replace_to)

@@ -1,13 +1,13 @@
-"""https://github.com/vllm-project/vllm/pull/56136
+"""Restriction of CUDA graph capture to a plan. https://github.com/vllm-project/vllm/pull/56136
 
 vLLM's second model runner (vllm/v1/worker/gpu/cudagraph_utils.py in 0.32.0) captures a graph for
-every capture size with every draft length of the schedule. Here its candidates are filtered to the
-plan, and after the capture it is asserted that what was planned was captured. At a step vLLM looks
-only among the graphs of the next captured number of tokens, and misses those of the right length
-that are further; the candidates of a plan are a ladder for each length.
+every capture size with every draft length of the schedule. This patch filters its candidates to the
+plan, and checks after capture that the planned graphs were captured. At dispatch, vLLM considers
+only graphs of the next captured number of tokens, and misses larger ones of the right draft length.
+The candidates of a plan contain a graph of each length for every number of tokens.
 
-It is only the target model's manager that is filtered: vLLM captures nothing for a separate draft
-model, and the managers of draft heads have schedules of their own.
+Only the target model's manager is filtered. vLLM captures no graphs for a separate draft model, and
+the managers of draft heads have schedules of their own.
 """
 
 import functools
@@ -33,17 +33,17 @@ EXPECTED_DIGESTS = {
     "CudaGraphManager.dispatch": "16099f9929707031",
     "ModelCudaGraphManager.capture": "c1ab556f3bc4a834",
 }
-"""What is filtered, wrapped and relied on: the start of its source's SHA-256 in 0.32.0."""
+"""Start of the SHA-256 of the patched or required sources in vLLM 0.32.0."""
 
 log = logging.getLogger(__name__)
 
 
 class GraphPlanMismatch(RuntimeError):
-    """What vLLM would capture, or has captured, is not the plan."""
+    """The graphs that vLLM can capture, or has captured, differ from the plan."""
 
 
 def filter_candidates(manager: Any, plan: Plan) -> None:
-    """Of the candidates that a manager has made, those of the plan."""
+    """Restrict a manager's candidates to the plan."""
     wanted = set(plan.shapes)
     kept = {
         mode: [desc for desc in descs if _shape(desc) in wanted]
@@ -56,8 +56,11 @@ def filter_candidates(manager: Any, plan: Plan) -> None:
 
 
 def candidates_by_num_tokens(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """For each number of tokens and case of LoRA, the smallest graph of each length that has room:
-    decode graphs first, as vLLM prefers them, and the mixed one last."""
+    """Candidates per number of tokens and number of active LoRAs.
+
+    For each, the smallest graph of each query length that has room: decode graphs first, as vLLM
+    prefers them, and the mixed one last.
+    """
     rungs: dict[tuple[int, int | None], list[Any]] = {}
     for desc in sorted(descs, key=lambda desc: desc.num_tokens):
         rungs.setdefault((desc.num_active_loras, desc.uniform_token_count), []).append(desc)
@@ -72,7 +75,10 @@ def candidates_by_num_tokens(descs: Iterable[Any]) -> dict[tuple[int, int], list
 
 
 def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
-    """Decode graphs are the manager's own; mixed ones may lie in wrappers of the model's parts."""
+    """Check captured graphs against the plan.
+
+    Mixed graphs may be held by wrappers of model parts.
+    """
     decoding = [desc for desc in manager.graphs if _shape(desc) is not None]
     in_parts = [
         desc
@@ -85,7 +91,7 @@ def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
 
 
 def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | None) -> None:
-    """vLLM passes no `max_query_len` for steps that compute prompts."""
+    """Count a step's dispatch. vLLM passes no `max_query_len` for steps with prefill."""
     if query_len is None and max_query_len is None:
         COUNTERS.mixed()
     else:
@@ -94,7 +100,7 @@ def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | 
 
 
 def _shape(desc: Any) -> GraphShape | None:
-    """None: a graph of a kind that no plan has."""
+    """The graph's shape, or None if no plan can contain a graph of its kind."""
     if desc.num_ubatches > 1 or desc.max_query_len is not None:
         return None
     return GraphShape(desc.num_tokens, desc.uniform_token_count)
@@ -113,7 +119,7 @@ def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
 
 
 def source_digests() -> dict[str, str]:
-    """Of the installed vLLM."""
+    """Digests of the installed vLLM's sources."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     return {
@@ -141,7 +147,7 @@ def install_plan(plan: Plan) -> None:
 
 
 def patched_methods(manager: Any, plan: Plan) -> dict[str, Callable[..., Any]]:
-    """The methods of a class of managers, as they keep to the plan."""
+    """The manager's methods, wrapped to follow the plan."""
     return {
         "_init_candidates": _filtering(plan, manager._init_candidates),
         "capture": _checking(plan, manager.capture),

@@ -1,10 +1,10 @@
-"""https://github.com/vllm-project/vllm/pull/48421
+"""LoRA operations on CPU. https://github.com/vllm-project/vllm/pull/48421
 
-On CPU a row without an adapter has the index -1, and vLLM's torch ops take the last adapter for it:
-in a step that mixes the two, samples of the base model are another model's, without a word. They
-also gather a whole matrix for every row.
+On CPU a row without an adapter has the index -1, and vLLM's torch ops use the last adapter for it.
+In a step that mixes rows with and without adapters, samples of the base model silently get an
+adapter. The ops also gather a whole matrix for every row.
 
-Here rows are taken adapter by adapter, those without one not at all, and each adapter is one matrix
+Here rows are processed per adapter, rows without one are skipped, and each adapter takes one matrix
 product. Names and order of the arguments are vLLM's.
 """
 
@@ -18,7 +18,7 @@ Rows = torch.Tensor | slice
 def rows_by_adapter(
     lengths: torch.Tensor, indices: torch.Tensor, batches: int
 ) -> Iterator[tuple[Rows, int]]:
-    """Of runs of rows that have an adapter each, or -1."""
+    """Rows and index of each adapter, without rows of index -1."""
     if batches == 1:
         runs: list[tuple[Rows, int]] = [(slice(None), int(indices[0]))]
     else:
@@ -41,7 +41,7 @@ def shrink(
     token_nums: int,
     scaling: float,
 ) -> None:
-    """Writes its rows of the output; the others are left as they are, which is zero."""
+    """Write rows with an adapter. Other rows keep their initial zeros."""
     for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
         narrow = _product(inputs[rows], lora_a_weights[index], output_tensor.dtype)
         output_tensor[rows, : narrow.shape[1]] = scaling * narrow
@@ -59,7 +59,10 @@ def expand(
     token_nums: int,
     add_inputs: bool = False,
 ) -> None:
-    """The model may have padded its output less than the adapter is."""
+    """Add or write rows with an adapter.
+
+    The model's output may be less padded than the adapter's.
+    """
     for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
         wide = _product(inputs[rows], lora_b_weights[index], output_tensor.dtype)
         width = min(wide.shape[1], output_tensor.shape[1])
@@ -87,7 +90,8 @@ def expand_slice(
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An adapter's matrix is [out, in], with or without a one before."""
+    """Matrix product with an adapter's matrix [out, in], which may have a leading dimension of one.
+    """
     return torch.nn.functional.linear(rows.to(dtype), weights.flatten(0, -2).to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Which patches there are, and in which processes each is needed."""
+"""The patches, and the processes in which each is installed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """`processes` are prefixes of names of processes; the empty one means every process."""
+    """A patch. `processes` are prefixes of process names; the empty prefix matches all."""
 
     name: str
     install: Callable[[], None]
@@ -43,7 +43,7 @@ PATCHES = (
 
 
 def install_patches(process_name: str) -> tuple[str, ...]:
-    """Install what a process of this name needs, and say what that was. Safe to call again."""
+    """Install the patches for a process of this name and return their names. Idempotent."""
     from vllm.platforms import current_platform
 
     platform = "cpu" if current_platform.is_cpu() else "gpu"

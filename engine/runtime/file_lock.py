@@ -1,7 +1,8 @@
-"""Whether who made a file or a folder still lives: it holds a lock there for as long as it does.
+"""Locks that show whether the owner of a file or directory is alive.
 
-Between making and locking it anybody may take it for a leftover. So a sweep removes it while it
-holds the lock itself, and whoever has locked looks whether it is still there.
+The owner holds a lock for as long as it lives. Between creation and locking, a file may be mistaken
+for a leftover. So cleanup removes it while holding the lock itself, and an owner that has locked a
+file checks that it still exists.
 """
 
 import fcntl
@@ -17,14 +18,14 @@ _LOCK_FILE = ".owner"
 
 
 def acquire_lock(file: int) -> bool:
-    """Until the file is closed. False if it was swept away before."""
+    """Lock the file until it is closed. Returns false if it was removed before."""
     fcntl.flock(file, fcntl.LOCK_EX)
     return os.fstat(file).st_nlink > 0
 
 
 @contextmanager
 def try_acquire(path: Path) -> Iterator[bool]:
-    """Whether its owner is gone; if so, it has no other until this is left."""
+    """Yield true if the owner is gone; then the lock is held until the context exits."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -45,7 +46,10 @@ def _try_flock(file: int) -> bool:
 
 
 def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
-    """A fresh one, the owner's for as long as the lock is open. Leftovers of this prefix go."""
+    """Create a directory, owned for as long as the lock is open.
+
+    Removes abandoned ones of this prefix.
+    """
     _remove_abandoned_dirs(prefix, parent)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))

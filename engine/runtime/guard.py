@@ -1,11 +1,12 @@
-"""The one place that catches `Exception` inside EngineCore and the workers.
+"""Error boundaries inside EngineCore and the workers.
 
-An exception that leaves a hook there kills the process and every request with it. So a hook that
-vLLM calls belongs to a feature and is guarded: its first failure is logged with its traceback, the
-feature is switched off for the life of this process, and every hook of it answers with its
-fallback from then on. A method that the service calls uses `attempt`: its failure is a value.
+This is the only module that catches `Exception` there. An exception that leaves a hook there kills
+the process and every request. So each hook that vLLM calls belongs to a feature and is guarded. Its
+first failure is logged with a traceback and disables the feature for the life of this process; all
+its hooks return their fallbacks from then on. A method that the service calls uses `attempt`, which
+returns the failure as a value.
 
-What cannot be caught (a signal, exhausted shared memory) has to be prevented instead.
+Failures that cannot be caught, such as signals or exhausted shared memory, must be prevented.
 """
 
 import functools
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """`num_failures` exceptions were caught; `reason` is the first of them, None while on."""
+    """State of a feature. `reason` is the first of `num_failures` exceptions, or None."""
 
     on: bool
     num_failures: int
@@ -31,15 +32,16 @@ class FeatureState:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What `attempt` caught, in one line."""
+    """An exception caught by `attempt`, in one line."""
 
     message: str
 
 
 class Feature:
-    """Something this process can do without. One object per name; it never comes back on.
+    """An optional function of this process. One object per name; once disabled it stays disabled.
 
-    A guarded hook may fail half-way: what its fallback relies on must be untouched until its end.
+    A guarded hook may fail half-way, so it must not change state that its fallback relies on before
+    it has succeeded.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,7 +49,7 @@ class Feature:
         self.state = FeatureState(on=True, num_failures=0, reason=None)
 
     def guarded(self, fallback: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Call `fallback` with the same arguments where the hook cannot answer."""
+        """Decorate a hook to call `fallback` with the same arguments if it fails or is disabled."""
 
         def decorate(hook: Callable[P, T]) -> Callable[P, T]:
             @functools.wraps(hook)
@@ -64,7 +66,10 @@ class Feature:
         return decorate
 
     def guarded_with_default(self, default: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Answer with `default`, which is shared between calls, where the hook cannot."""
+        """Decorate a hook to return `default` if it fails or is disabled.
+
+        Calls share the `default` object.
+        """
 
         def decorate(hook: Callable[P, T]) -> Callable[P, T]:
             def fallback(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -88,7 +93,7 @@ _features: dict[str, Feature] = {}
 
 
 def feature(name: str) -> Feature:
-    """The process's one feature of that name."""
+    """The feature of that name in this process."""
     return _features.setdefault(name, Feature(name))
 
 
@@ -97,7 +102,10 @@ def features() -> dict[str, FeatureState]:
 
 
 def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
-    """The call's result, or its exception as a value; always logged, never switched off."""
+    """Return the call's result, or its exception as a value.
+
+    Failures are logged; nothing is disabled.
+    """
     try:
         return call(*args, **kwargs)
     except Exception as error:

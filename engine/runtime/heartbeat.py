@@ -1,12 +1,12 @@
-"""Is the engine making progress? EngineCore is asked every second, its processes are looked at.
+"""Liveness of the engine: pings EngineCore every second and checks the state of its processes.
 
-A ping goes through EngineCore's own loop, so an answer means that steps are being taken; a worker
-that hangs in a step holds EngineCore up and is seen the same way. A stopped or dead worker is seen
-in its process state, also when nothing runs. While the engine starts or loads weights its loop is
-busy for long: those stages have bounds of their own.
+A ping is answered by EngineCore's busy loop, so a response means that steps are executed. A worker
+that hangs in a step blocks EngineCore and is detected in the same way. A stopped or dead worker is
+detected by its process state even while the engine is idle. Starting and loading weights block the
+loop for long, so these stages have their own timeouts.
 
-The bounds count the time in which the watch was awake. While the service is suspended or its event
-loop is blocked no ping can be read, and the silence is not the engine's.
+Timeouts count only the time in which the watch was running. While the service is suspended or its
+event loop is blocked, no ping can be read, and the delay is not the engine's.
 """
 
 import asyncio
@@ -18,12 +18,15 @@ from engine.protocol import EngineHealth, EngineStage
 
 INTERVAL_SECONDS = 1.0
 MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS
-"""Time between two wake-ups of the watch that is counted at most."""
+"""Maximum time between two wake-ups of the watch that counts towards timeouts."""
 _STOPPED_STATES = "TtZX"
 
 
 class Heartbeat:
-    """Owned by the engine; `run` is its one task. Read `health` from the event loop."""
+    """Tracks the last heartbeat.
+
+    Owned by the engine, which runs `run` as a task. Read `health` from the event loop.
+    """
 
     def __init__(
         self, *, timeouts: dict[EngineStage, float], clock: Callable[[], float] = time.monotonic
@@ -56,7 +59,7 @@ class Heartbeat:
     async def watch(
         self, hang_seconds: float, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """Returns when the engine has been late for `hang_seconds`."""
+        """Return when the engine has been late for `hang_seconds`."""
         self._wake()
         while not self._is_hung(hang_seconds):
             await sleep(INTERVAL_SECONDS)
@@ -71,17 +74,17 @@ class Heartbeat:
         self._woken_at = self._clock()
 
     def _stall(self) -> float:
-        """Seconds that the watch is overdue; zero before it runs."""
+        """Seconds by which the watch is overdue; zero before it runs."""
         if self._woken_at is None:
             return 0.0
         return max(0.0, self._clock() - self._woken_at - MAX_GAP_SECONDS)
 
     def _now(self) -> float:
-        """The clock without the time that the watch stood still."""
+        """The clock, minus the time in which the watch was stalled."""
         return self._clock() - self._stalled_seconds - self._stall()
 
     async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
-        """Until cancelled. Each beat counts only if every process of the engine is running."""
+        """Ping until cancelled. A beat counts only if every process of the engine is running."""
         while self._dead is None:
             await ping()
             stopped = [
@@ -99,7 +102,7 @@ def _process_states(processes: dict[int, str]) -> dict[str, str]:
 
 
 def _process_state(pid: int) -> str:
-    """The letter of proc_pid_stat(5); X for a process that is gone."""
+    """State letter of proc_pid_stat(5); X for a process that does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

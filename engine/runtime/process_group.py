@@ -1,7 +1,6 @@
-"""Who dies with whom: the engine outlives a Ctrl-C meant for the service, and never the service.
+"""Process group of the engine: it survives a Ctrl-C of the service, but not the service's exit.
 
-Runs inside EngineCore, called by the plugin before EngineCore starts its workers, so that they
-inherit the process group.
+The plugin calls this inside EngineCore before its workers start, so they inherit the group.
 """
 
 import multiprocessing
@@ -12,13 +11,16 @@ import threading
 
 
 def create_process_group() -> None:
-    """A Ctrl-C reaches the service alone, which drains and then stops the engine."""
+    """Create a process group, so that Ctrl-C reaches only the service.
+
+    It drains and stops the engine.
+    """
     if os.getpgrp() != os.getpid():
         os.setpgrp()
 
 
 def exit_with_service() -> None:
-    """vLLM's EngineCore waits for ever for a service that was killed; this ends it at once."""
+    """Kill the engine when the service dies, for which vLLM's EngineCore would wait forever."""
     threading.Thread(target=_watch_service, daemon=True, name="service-watch").start()
 
 

@@ -1,7 +1,7 @@
-"""Calls of EngineCore, answered or failed: vLLM forgets those that were on their way when it died.
+"""Calls of EngineCore that fail when the engine dies.
 
-Its futures for the answers are never resolved then. What does end, when the engine dies or is
-stopped, is the task that handles the engine's outputs.
+vLLM never resolves the futures of calls that are in flight when the engine dies. The task that
+handles the engine's outputs does end when the engine dies or is stopped, so calls wait for it too.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 async def await_engine(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """EngineDead if the engine does not live to answer."""
+    """Await a call. Raises EngineDead if the engine dies first."""
     llm._run_output_handler()  # otherwise started by the first request only
     handler: asyncio.Task[None] = llm.output_handler
     task = asyncio.ensure_future(call)

@@ -1,8 +1,8 @@
-"""What a killed engine leaves in shared memory, swept before the next one starts.
+"""Removal of shared memory that a killed engine left behind, before the next engine starts.
 
-Only files of this user that no living process holds, with names that vLLM and its libraries give.
-Files are told apart by device and inode: a semaphore is mapped under another name than it is left
-with, and a small filesystem has the same small inodes as any other.
+Removes only files of this user that no running process uses, with names that vLLM and its libraries
+use. Files are identified by device and inode: a semaphore is mapped under a different name than the
+one it keeps, and inode numbers repeat across filesystems.
 """
 
 import os
@@ -13,16 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 
 FileId = tuple[int, int]
-"""Of a file: its device, and its inode there."""
+"""Device and inode number."""
 
 SHM_DIR = Path("/dev/shm")
-# One that is younger may belong to an engine that is about to map it.
+# A younger file may belong to an engine that is about to map it.
 MIN_AGE_SECONDS = 2.0
 _LEFTOVER_NAMES = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
 
 
 def remove_leftovers(folder: Path = SHM_DIR) -> list[str]:
-    """Removes the leftovers; returns their names."""
+    """Remove leftover files and return their names."""
     stale = find_leftovers(folder)
     for file in stale:
         file.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ def _candidates(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def files_in_use() -> Iterator[FileId]:
-    """Every file that a living process maps or has open."""
+    """All files that a running process maps or has open."""
     for process in Path("/proc").glob("[0-9]*"):
         yield from files_used_by(int(process.name))
 
@@ -68,7 +68,7 @@ def _mapped_files(process: Path) -> list[FileId]:
     try:
         lines = (process / "maps").read_text().splitlines()
     except OSError:
-        return []  # gone meanwhile, or another user's, whose files are not ours to sweep
+        return []  # exited, or another user's, whose files are not candidates
     return [_parse_mapping(*line.split(maxsplit=5)[3:5]) for line in lines]
 
 

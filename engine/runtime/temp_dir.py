@@ -1,7 +1,7 @@
-"""The folder for what the engine's processes put into the file system: sockets above all.
+"""Temporary directory for files of the engine's processes, mainly sockets.
 
-vLLM puts them right into the system's folder for temporary files and leaves them there. Ours goes
-with its engine; one whose service was killed is swept by the next.
+vLLM creates them in the system's temporary directory and does not remove them. This directory is
+removed with its engine; the directory of a killed service is removed at the next start.
 """
 
 import shutil
@@ -14,7 +14,7 @@ _PREFIX = "coppice-engine-"
 
 
 class TempDir:
-    """Owns one fresh folder until `close`, which may be called again."""
+    """Owner of a new directory until `close`, which is idempotent."""
 
     def __init__(self) -> None:
         self.path, self._lock = create_locked_dir(_PREFIX, Path(tempfile.gettempdir()))

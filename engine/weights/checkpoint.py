@@ -1,7 +1,7 @@
-"""What a checkpoint holds, read from the headers of its safetensors files alone.
+"""Index of a checkpoint, read only from the headers of its safetensors files.
 
-No torch and no vLLM: the service reads it in a thread while the engine generates. Whatever is
-wrong is CheckpointRefused; messages name files and tensors, never directories.
+Imports neither torch nor vLLM: the service reads it in a thread while the engine generates. Any
+defect raises CheckpointRefused. Messages name files and tensors, never directories.
 """
 
 import json
@@ -21,14 +21,14 @@ SINGLE_FILE: Final = "model.safetensors"
 SHARD_INDEX: Final = "model.safetensors.index.json"
 LM_HEAD: Final = "lm_head.weight"
 EMBEDDING: Final = "embed_tokens.weight"
-MAX_JSON_BYTES: Final = 100_000_000  # as much as safetensors allows a header
-LENGTH_BYTES: Final = 8  # of the header's length, which begins a safetensors file
+MAX_JSON_BYTES: Final = 100_000_000  # safetensors' limit of a header
+LENGTH_BYTES: Final = 8  # size of the header length field at the start of a file
 MAX_LISTED_NAMES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An index by name. It holds no open file: the bytes are as safe as their directory."""
+    """Tensors by name. Holds no open file, so the files must stay in place."""
 
     tensors: Mapping[str, StoredTensor]
 
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @property
     def embedding(self) -> StoredTensor | None:
-        """The one token embedding, None if names do not tell."""
+        """The token embedding, or None if names do not identify exactly one."""
         found = [tensor for name, tensor in self.tensors.items() if name.endswith(EMBEDDING)]
         return found[0] if len(found) == 1 else None
 
@@ -45,8 +45,8 @@ class Checkpoint:
 def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
     """Index a .safetensors file, or a directory with model.safetensors or with shards.
 
-    Every file must be complete and hold nothing but its tensors. A file outside the directory is
-    refused, also behind a link unless `follow_links`.
+    Every file must be complete and contain nothing but its tensors. A file outside the directory is
+    refused, as is a link to one unless `follow_links`.
     """
     try:
         tensors = dict(_tensors(path, follow_links))
@@ -59,10 +59,10 @@ def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
 
 
 def read_base_checkpoint(path: Path) -> Checkpoint:
-    """The index of the files that an engine started from, as a candidate is measured by it.
+    """Index of the files that the engine started from, the reference for candidates.
 
-    Links are followed, since a hub's cache is made of them. A head that the model's own config
-    ties to the embedding is left out, since the model never reads it.
+    Links are followed, since hub caches consist of them. A head that the model's config ties to the
+    embedding is left out, since the model never loads it.
     """
     served = read_checkpoint(path, follow_links=True)
     config = (path if path.is_dir() else path.parent) / "config.json"
@@ -72,7 +72,7 @@ def read_base_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
-    """Names and shapes must be the served ones; types any floats, they are converted on loading."""
+    """Require the served names and shapes. Any float dtype is allowed and converted on loading."""
     ours, theirs = served.tensors, candidate.tensors
     shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
     dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in DTYPE_BYTES]
@@ -107,7 +107,7 @@ def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor
 
 
 def _list_files(path: Path) -> Mapping[str, set[str] | None]:
-    """Names of files, each with the tensors that a shard index says it holds."""
+    """File names, each with the tensors that the shard index maps to it."""
     if path.is_file():
         return {path.name: None}
     if not path.is_dir():
@@ -146,7 +146,7 @@ def _resolve_file(directory: Path, name: str, follow_links: bool) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object out of a stranger's file."""
+    """Parse a JSON object from an untrusted file."""
     with path.open("rb") as stream:
         content = stream.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
@@ -161,7 +161,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_file(file: Path) -> dict[str, StoredTensor]:
-    """The library checks the format (sizes, gaps, overlaps, bytes left over); we want offsets."""
+    """Index one file.
+
+    The safetensors library validates the format (sizes, gaps, overlaps, trailing bytes); we need
+    the offsets.
+    """
     head, num_bytes = _read_head(file)
     try:
         _check_format(head, num_bytes)
@@ -176,7 +180,7 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read_head(file: Path) -> tuple[bytes, int]:
-    """Everything before the first tensor, and the size of the file."""
+    """The bytes before the first tensor, and the size of the file."""
     with file.open("rb") as stream:
         num_bytes = os.fstat(stream.fileno()).st_size
         prefix = stream.read(LENGTH_BYTES)
@@ -188,10 +192,10 @@ def _read_head(file: Path) -> tuple[bytes, int]:
 
 
 def _check_format(head: bytes, num_bytes: int) -> None:
-    """SafetensorError unless a file with this head and size is whole.
+    """Raise SafetensorError unless a file with this head and size is complete.
 
-    The library maps what it opens, and a mapping of a file that its owner cuts is a SIGBUS. It is
-    given a sparse file in memory, of the same size, that nobody else can reach.
+    The library maps the file it opens, and reading a mapping of a truncated file raises SIGBUS. So
+    it opens a private sparse in-memory file of the same size.
     """
     with os.fdopen(os.memfd_create("safetensors-head"), "wb") as copy:
         copy.write(head)

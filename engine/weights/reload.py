@@ -1,11 +1,11 @@
-"""Put a checkpoint's values into the running model, in a worker, layer by layer.
+"""Layer-by-layer reload of a checkpoint into the running model, in a worker.
 
-vLLM's layerwise reload buffers a layer's tensors, builds the layer in the format of its kernels and
-copies that into the storage that is already there, so CUDA graphs stay valid and one layer's
-memory is enough. Two things are left to us: the head of a tied model on CPU, and a clean state
-after a load that broke off.
+vLLM's layerwise reload buffers a layer's tensors, builds the layer in its kernels' format and
+copies that into the existing storage. So CUDA graphs stay valid, and extra memory for one layer
+suffices. This module adds two things: the head of a tied model on CPU, and a clean state after a
+failed load.
 
-Call it with the engine paused. A forward over a half-loaded model kills the worker.
+Call it while the engine is paused. A forward pass over a half-loaded model kills the worker.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torc
 
 
 def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in host memory, one at a time, those of a layer next to each other."""
+    """Tensors in host memory, one at a time, with those of a layer adjacent."""
     for name, stored in sorted(checkpoint.tensors.items()):
         yield name, _read_tensor(stored)
 
@@ -43,8 +43,10 @@ def _read_tensor(stored: StoredTensor) -> torch.Tensor:
 def load(
     worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, drafter: bool = False
 ) -> None:
-    """Load every tensor of the model, or of the small one that drafts for it. After an exception
-    only `reset` and another load help."""
+    """Load every tensor of the model, or of its draft model.
+
+    After an exception, call `reset` and load again.
+    """
     model = _model(worker, drafter)
     config = worker.model_config
     if drafter:
@@ -60,7 +62,7 @@ def load(
 
 
 def reset(worker: Any, *, drafter: bool = False) -> None:
-    """Make a load that broke off as if it had not begun, but for the values it wrote."""
+    """Discard the state of a failed load. Values that it wrote stay."""
     _cancel_reload(_model(worker, drafter).modules())
     LOADING_LAYERS.clear()
 
@@ -71,9 +73,9 @@ def _model(worker: Any, drafter: bool) -> Any:
 
 
 def _cancel_reload(layers: Iterable[torch.nn.Module]) -> None:
-    """Take layers out of the reload in progress, with the tensors they had before it.
+    """Remove layers from the reload in progress and restore their previous tensors.
 
-    A layer that is left buffering counts as begun: the next reload skips it, and fails.
+    A layer that is still buffering counts as started: the next reload would skip it and fail.
     """
     for layer in layers:
         info = get_layerwise_info(layer)
@@ -84,9 +86,9 @@ def _cancel_reload(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _tied_modules(model: torch.nn.Module) -> list[Any]:
-    """Modules whose weight belongs to an earlier module: the head of a tied model.
+    """Modules that share the weight of an earlier module, such as the head of a tied model.
 
-    No tensor of a checkpoint is theirs; the shared storage is updated through its owner.
+    A checkpoint has no tensors for them; the shared storage is updated through its owner.
     """
     owners: set[int] = set()
     tied: list[Any] = []
@@ -100,7 +102,8 @@ def _tied_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(tied: Iterable[Any]) -> None:
-    """On CPU such a head computes with a packed copy of the weight, which is stale now."""
+    """Repack tied heads: on CPU they use a packed copy of the weight, which is stale after a load.
+    """
     for module in tied:
         if hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -1,7 +1,7 @@
-"""A tensor in a safetensors file: where its bytes are, and how to read them.
+"""Location of a tensor in a safetensors file, and reading of its bytes.
 
-Files are read, never mapped: a file that shrinks under a mapping kills the process with SIGBUS,
-while a short read is an ordinary refusal.
+Files are read, never mapped. A file that is truncated while mapped kills the process with SIGBUS,
+while a short read can be handled.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Final
 from engine.errors import CheckpointRefused
 
 DTYPE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # the types that can be served
-CHUNK_BYTES: Final = 2**19  # stays in a core's cache between reading and looking
+CHUNK_BYTES: Final = 2**19  # stays in a core's cache between reading and checking
 MAX_PRINTED_CHARACTERS: Final = 120
 
 
@@ -35,13 +35,13 @@ class StoredTensor:
 
 
 def read_into(tensor: StoredTensor, buffer: memoryview) -> None:
-    """Fill `buffer`, which is as long as the tensor, with its bytes."""
+    """Read the tensor's bytes into `buffer`, which has the tensor's size."""
     with _open_at_tensor(tensor) as stream:
         _read_exactly(buffer, stream, tensor)
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[memoryview]:
-    """The tensor's bytes in order. One buffer serves every chunk: use each before the next."""
+    """The tensor's bytes in order. All chunks share one buffer, so use each before the next."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.num_bytes)))
     with _open_at_tensor(tensor) as stream:
         for start in range(0, tensor.num_bytes, CHUNK_BYTES):
@@ -73,5 +73,5 @@ def _read_exactly(buffer: memoryview, stream: FileIO, tensor: StoredTensor) -> N
 
 
 def printable(name: str) -> str:
-    """A name out of a stranger's file, fit for a message."""
+    """Escape a name from an untrusted file for messages."""
     return name[:MAX_PRINTED_CHARACTERS].encode("unicode_escape").decode("ascii")

@@ -1,7 +1,7 @@
-"""Whether a checkpoint could be served: its names and shapes, then every value in it.
+"""Validation of a checkpoint: names and shapes, then every value.
 
-Values must be finite in the type that is served. numpy looks at chunks of the files, so memory is
-bounded and other threads run on. This reads each byte once, at more than a gigabyte a second.
+Values must be finite in the served dtype. numpy checks chunks of the files, so memory is bounded
+and other threads keep running. Each byte is read once, at more than a gigabyte per second.
 """
 
 from pathlib import Path
@@ -14,10 +14,10 @@ from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable, read_chunks
 
-# The least magnitude that is not finite, as bits: magnitudes of floats are ordered as their bits.
+# The smallest non-finite magnitude, as bits. Magnitudes of floats sort like their bits.
 NON_FINITE_BITS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
-# The same once converted (to nearest, ties to even), where that is less: 65520 and up is infinite
-# in float16, the largest bfloat16 and half a step more is in bfloat16.
+# The same after conversion (to nearest, ties to even), where it is smaller: 65520 and up overflow
+# in float16, the largest bfloat16 plus half a step overflows in bfloat16.
 OVERFLOW_BITS: Final = {
     ("BF16", "float16"): 0x4780,
     ("F32", "float16"): 0x477F_F000,
@@ -27,10 +27,12 @@ BITS_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
 
 
 def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
-    """Index a candidate that the engine can load; CheckpointRefused says why it cannot.
+    """Index a candidate that the engine can load.
 
-    `served` is `read_served` of the files the engine started from, `dtype` the type it computes
-    in. A head that only repeats a tied embedding is left out of the result.
+    Raises CheckpointRefused with the reason otherwise.
+
+    `served` is `read_base_checkpoint` of the files that the engine started from, `dtype` the
+    engine's dtype. A head that only repeats a tied embedding is left out of the result.
     """
     index = _without_tied_head(served, read_checkpoint(candidate))
     check_same_tensors(served, index)
@@ -40,7 +42,7 @@ def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float
 
 
 def _without_tied_head(served: Checkpoint, candidate: Checkpoint) -> Checkpoint:
-    """A trainer's state dict carries a tied head too. The model would ignore whatever it holds."""
+    """Drop a tied head, which a trainer's state dict may contain but the model ignores."""
     head, embedding = candidate.tensors.get(LM_HEAD), candidate.embedding
     if head is None or embedding is None or LM_HEAD in served.tensors:
         return candidate
@@ -60,7 +62,7 @@ def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def check_values(tensor: StoredTensor, dtype: str) -> None:
-    """Unless all of them are finite once they are converted."""
+    """Raise CheckpointRefused unless all values are finite in `dtype`."""
     not_finite = NON_FINITE_BITS[tensor.dtype]
     limit = OVERFLOW_BITS.get((tensor.dtype, dtype), not_finite)
     bits = BITS_DTYPES[DTYPE_BYTES[tensor.dtype]]
@@ -73,5 +75,5 @@ def check_values(tensor: StoredTensor, dtype: str) -> None:
 
 
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
-    """As bits; the shift drops the sign."""
+    """Largest magnitude, as bits. The shift drops the sign."""
     return int((bits << 1).max()) >> 1
