@@ -1,10 +1,10 @@
-"""Compiles what is compiled; everything else about the distribution is in pyproject.toml.
+"""Build of the compiled libraries; pyproject.toml defines the rest of the distribution.
 
-The kernel for CPUs and the draft store are plain C libraries, not extension modules: one wheel
-serves every Python. Each instruction set is compiled on its own with its own flags, and which one
-runs is decided when it runs, so a wheel does not depend on the processor that built it. Where there
-is no compiler the build goes on without the libraries: vLLM's own attention serves, and nothing is
-drafted from siblings.
+The CPU kernel and the draft store are plain C libraries, not extension modules, so one wheel
+supports every Python. Each instruction set is compiled separately with its own flags and selected
+at run time, so a wheel does not depend on the build machine's processor. Without a compiler the
+build continues without the libraries: vLLM's own attention is used, and drafting from siblings is
+disabled.
 """
 
 import platform
@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 FLAGS = [
     *["-std=c++17", "-O3", "-g0", "-fPIC"],
     *["-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"],
-    # GCC takes its own headers' undefined vectors for oversights.
+    # GCC warns about intentionally undefined vectors in its own headers.
     *["-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
 ]
 INSTRUCTIONS = {
@@ -64,7 +64,7 @@ def library(kernel: str, compile_flags: list[str], link_flags: list[str]) -> Ext
 
 
 def libraries() -> list[Extension]:
-    # Probabilities are rounded as Python rounds them, so products and sums stay apart.
+    # No fused multiply-add, so that probabilities are rounded as in Python.
     drafts = library("draft_index", ["-ffp-contract=off"], [])
     if platform.machine() != "x86_64":
         return [drafts]

@@ -1,8 +1,10 @@
-"""What LoRA adapters cost on a CPU: a server that serves none, one whose samples name none, and one
-whose samples all run under one.
+"""Throughput cost of LoRA adapters on a CPU.
 
-Two engines of the same settings, but for `max_adapters`; runs in turn. The model is the seedling
-grown to 25 million values, the adapter has every projection of every layer at rank 16.
+Three arms: a server without adapter support, one with support whose samples use no adapter, and one
+whose samples all use one adapter.
+
+Two engines differ only in `max_adapters`; runs alternate. The model is the seedling grown to 25
+million parameters, the adapter covers every projection of every layer at rank 16.
 """
 
 import argparse
@@ -42,13 +44,13 @@ NUMBERS = itertools.count()
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Every run has its own: nothing is found in the cache of an earlier one."""
+    """Prompts unique to each run, so that nothing is found in the prefix cache."""
     tail = [5 + i % 60 for i in range(PROMPT_TOKENS - 2)]
     return [[5 + number % 60, 5 + number // 60 * GROUPS + group, *tail] for group in range(GROUPS)]
 
 
 async def run(engine: VllmEngine, adapter: str | None) -> float:
-    """Sampled tokens a second."""
+    """Sampled tokens per second."""
     number = next(NUMBERS)
     began = time.perf_counter()
     pending: list[Awaitable[Completion]] = []
@@ -130,7 +132,7 @@ def record(arms: dict[str, list[float]]) -> Record:
 
 
 def saved(model: Path, folder: Path) -> Path:
-    """Random, over every projection of the model."""
+    """Write a random adapter over every projection of the model."""
     folder.mkdir()
     draw = np.random.default_rng(0)
     tensors = {

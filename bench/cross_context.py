@@ -1,19 +1,18 @@
-"""What it brings to place a text that stands behind many prefixes instead of computing it.
+"""Speedup of splicing the KV of a text that occurs behind many prefixes, instead of prefilling it.
 
-Five agents who all hear each other: in every round each one's prompt is its own text, the question,
-and what the other four have said in the round before. Several services' worth of requests in turn
-on one engine: computed with prefix caching, in the order that makes shared texts a prefix, with
-them placed, more or fewer of their first tokens computed, and predicted from what the agent was
-told in earlier rounds, of which the first two are computed. Once with prompts of about a thousand
-tokens, and once with 512 tokens said by each. What was said is drawn at random, for the time does
-not depend on it.
+Five agents receive each other's messages. In every round, an agent's prompt is its own text, the
+question, and the messages of the other four in the previous round. The arms alternate on one
+engine: prefilled with prefix caching; reordered so that shared texts form a prefix; spliced, with
+different numbers of first tokens recomputed; and predicted from what the agent received in earlier
+rounds, of which the first two are prefilled. Prompts have about a thousand tokens, or 512 tokens
+per message. Messages are random, because the time does not depend on them.
 
-How far the placed or predicted prompt is from the computed one is measured apart, on the seedling
-as it was trained (bench/harness/splice_error.py, bench/harness/threshold_sweep.py), and for placed
-ones on a seedling that was taught to hear other agents, with whether its answers are still right
-(bench/harness/multi_agent_error.py).
+The error of spliced or predicted prompts against prefilled ones is measured separately: on the
+seedling as trained (bench/harness/splice_error.py, bench/harness/threshold_sweep.py), and for
+spliced prompts on a seedling trained on other agents' messages, including the accuracy of its
+answers (bench/harness/multi_agent_error.py).
 
-Goals are those of all prompts of a way, also of those that it had to compute.
+Goals apply to all prompts of an arm, including those that it had to prefill.
 """
 
 import argparse
@@ -39,14 +38,14 @@ from service.prompt_kv.settings import KvSettings
 FIRST_TOKENS = (0, 1, 4, 16, 64)
 PREFILL = {"computed": Reuse(mode="off")}
 REORDER = {"order": Reuse(mode="order")}
-# What is said is drawn at random, and no text is nearer than another.
+# Messages are random, so all texts have similar distances.
 PREDICT = {"anchors": Reuse(mode="anchors", threshold=1.0)}
 PROBLEMS_A_TEXT = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How much each agent has said, and for how many rounds which ways are measured."""
+    """Tokens per agent's message, and the number of rounds per arm."""
 
     num_own_tokens: int
     rounds: int
@@ -58,7 +57,7 @@ def splice_modes(first_tokens: int) -> str:
 
 
 def shapes_of(first_tokens: int, rounds: int) -> tuple[Shape, Shape]:
-    """The first is what the goal is about: its ways are a curve."""
+    """The shapes. The goal applies to the first, whose arms form a curve."""
     curve = {
         splice_modes(k): Reuse(mode="recompute", first_tokens=k) for k in (first_tokens, 0, 64)
     }
@@ -71,8 +70,11 @@ def shapes_of(first_tokens: int, rounds: int) -> tuple[Shape, Shape]:
 
 @dataclass(slots=True)
 class Arm:
-    """Request by request; `later` are those of a round after its first. `predicted` are the places
-    of those that were."""
+    """Measurements per request.
+
+    `later` are the times of a round's requests after its first. `predicted` are the indices of
+    predicted requests.
+    """
 
     seconds: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
@@ -104,7 +106,10 @@ async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[
 
 
 async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> dict[str, Arm]:
-    """Agents' own texts are cached when it begins, as they are after any first round."""
+    """Measure all arms of one shape.
+
+    Agents' own texts are cached first, as after any first round.
+    """
     arms = {way: Arm() for way in shape.modes}
     talks = {
         way: MultiAgentPrompts(f"{way} {shape.num_own_tokens}", shape.num_own_tokens, vocab_size)
@@ -121,7 +126,7 @@ async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> d
 async def one_round(
     rollouts: AsyncRollouts, prompts: Sequence[list[PromptSegment]], reuse: Reuse, arm: Arm
 ) -> None:
-    """One after the other, to the first token."""
+    """Measure the time to first token of a round's prompts, sequentially."""
     for agent, prompt in enumerate(prompts):
         began = time.perf_counter()
         result = await rollouts.rollout([prompt], max_tokens=1, reuse=reuse)
@@ -162,8 +167,11 @@ def time_rows(shape: Shape, arms: dict[str, Arm], first_tokens: int) -> list[Row
 
 
 def _predicted(what: str, arms: dict[str, Arm], arm: Arm) -> list[Row]:
-    """Of the same prompts' places in the talk; the others made its anchors. No goal is theirs: they
-    were chosen by how they came out."""
+    """Rows of predicted prompts, compared with the same prompts of the prefilled arm.
+
+    The other prompts made the anchors. There is no goal, because the prompts were selected by their
+    outcome.
+    """
     pairs = [(arms["computed"].seconds[i], arm.seconds[i]) for i in arm.predicted]
     computed, seconds = ([pair[i] for pair in pairs] for i in (0, 1))
     ratio = Pairs(a=computed, b=seconds).ratio()

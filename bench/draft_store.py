@@ -1,8 +1,9 @@
-"""What the draft store costs: to update and to draft, at sizes up to ten million tokens; to save.
+"""Time of the draft store's updates and drafts at sizes up to ten million tokens, and of saving it.
 
-Texts are drawn from a law in which phrases come back, over a vocabulary of 32,000: a group's
-samples copy some of the same phrases. One call does a whole step of 256 requests. There is one
-thread, and its processor time is measured: what else runs on the machine takes cache, not time.
+Texts are drawn from a distribution in which phrases recur, over a vocabulary of 32,000; a group's
+samples copy some of the same phrases. One call processes a whole step of 256 requests. The store
+has one thread, and its processor time is measured: other work on the machine affects its caches but
+not its time.
 """
 
 import argparse
@@ -26,7 +27,7 @@ MAX_BYTES = 2**32
 
 
 class Texts:
-    """Every prompt has phrases that its responses are made of, among common ones."""
+    """Random texts. A prompt's responses consist of phrases of its own and common ones."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -56,7 +57,7 @@ class Texts:
 class Measured:
     tokens: int
     microseconds: list[float]
-    """A request and token, step by step"""
+    """Per request and token, step by step."""
     allocated: int
 
 
@@ -83,7 +84,7 @@ def step(store: DraftStore, slots: list[int], came: list[Int32Array], limit: int
 
 
 def measured(size: int) -> Measured:
-    """Requests of different prompts and ages, one token each a step."""
+    """Measure requests of different prompts and lengths, one token per step each."""
     texts = Texts(seed=1)
     store = filled(texts, size)
     slots: list[int] = []
@@ -109,7 +110,7 @@ def measured(size: int) -> Measured:
 
 
 def saved(size: int) -> tuple[float, float, int]:
-    """Seconds to save and to load, and the file's bytes."""
+    """Seconds to save and to load, and the size of the file in bytes."""
     store = filled(Texts(seed=2), size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "drafts"

@@ -1,12 +1,12 @@
-"""What training a drafter brings back after a policy update.
+"""Recovery of a drafter's acceptance by training after a policy update.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
     python -m bench.harness.policy_shift --out build/drafter/other
     python -m bench.drafter
 
-The drafter was fitted to the seedling. Then the seedling is replaced, over HTTP and under running
-samples, by one that writes in another notation. The first curve is with training, the second
-without, for as long.
+The drafter was fitted to the seedling. Then the seedling is replaced, over HTTP and while samples
+run, by one that writes in another notation. The first curve is with training, the second without,
+for the same time.
 """
 
 import argparse
@@ -43,7 +43,7 @@ async def curve(*, training: bool, seconds: float) -> Curve:
 
 
 def _is_recovered(so_far: Curve) -> bool:
-    """Five windows after it is back."""
+    """Return true five windows after recovery."""
     back = so_far.recovered_seconds
     return back is not None and so_far.points[-1].seconds >= back + 5 * WINDOW_SECONDS
 

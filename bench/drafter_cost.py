@@ -1,10 +1,10 @@
-"""What training a drafter in the background costs who is served.
+"""Cost of background drafter training for served rollouts.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
     python -m bench.drafter_cost
 
-It is the time of the same rollouts with the trainer running and with it stopped (SIGSTOP), in turn:
-right after it was started, when there is most to learn, and when it has learned that.
+The time of the same rollouts is measured with the trainer running and with it stopped (SIGSTOP), in
+turn: right after its start, when there is most to learn, and after it has converged.
 """
 
 import argparse
@@ -27,8 +27,10 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of the same work, with the trainer stopped and with it running: while there is most
-    to learn, and when that is learned."""
+    """Seconds of the same work with the trainer stopped and running.
+
+    `learning` is measured right after the trainer's start, `settled` after convergence.
+    """
 
     learning: Pairs
     settled: Pairs
@@ -64,7 +66,7 @@ async def _compared(traffic: Traffic, trainer: psutil.Process, rounds: int) -> P
 
 
 async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
-    """It trains less from then on, and so it can be seen from here."""
+    """Wait until the trainer has converged, seen by its lower processor share."""
     began = time.monotonic()
     while time.monotonic() - began < SETTLING_SECONDS:
         before = trainer.cpu_times().user

@@ -2,10 +2,10 @@
 
     python -m bench.graph_pool_gpu
 
-Not run yet: where there is no GPU it says so and writes no record. Both arms are engines of the
-same model, an 8B Llama with random weights and a drafter of one layer, side by side on one GPU.
-Either captures what it is told to by the same patch, and finds its graphs by their length; so what
-vLLM 0.32 loses by not finding them is not in the ratio. Steps are those of a recorded trace.
+Not run yet: without a GPU it says so and writes no record. Both arms are engines of the same model,
+an 8B Llama with random weights and a drafter of one layer, on one GPU. Both capture their graphs
+through the same patch and find them by length, so the ratio excludes what vLLM 0.32 loses by not
+finding them. Steps are those of a recorded trace.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def capture_limits(trace: Trace) -> CaptureLimits:
 
 
 def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
-    """Every size with every length; and what is planned for the trace in 0.4 of its bytes."""
+    """The full product of sizes and lengths, and a plan for the trace in 0.4 of its bytes."""
     limits = capture_limits(trace)
     shapes = tuple(sorted(vllm_shapes(limits), key=lambda s: (s.query_len is not None, -s.tokens)))
     total = memory.total_bytes(shapes)
@@ -72,7 +72,7 @@ def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
 
 
 def decode_steps(trace: Trace, number: int) -> list[tuple[GraphShape, int]]:
-    """The shapes that the trace decodes most often, and how often."""
+    """The most frequent decode shapes of the trace, with their counts."""
     counted = [(s, steps) for s, steps in trace.counts().items() if s.query_len]
     return sorted(counted, key=lambda pair: -pair[1])[:number]
 
@@ -86,7 +86,7 @@ def write_model(directory: Path, config: dict[str, object]) -> Path:
 async def measure(
     full: Arm, ours: Arm, steps: list[tuple[GraphShape, int]], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the trace's decode steps, weighted as it has them, round by round."""
+    """Seconds of a decode step per round, weighted by the trace's counts."""
     seconds: dict[str, list[float]] = {"full": [], "ours": []}
 
     def timed(name: str, arm: Arm) -> Callable[[], Awaitable[None]]:

@@ -1,8 +1,8 @@
-"""What handing out prompts costs: the same groups with an export each, and without.
+"""Throughput cost of prompt KV exports: the same groups with one export each, and without.
 
-Both arms run on one engine with the connector configured, so the only difference is the export of
+Both arms run on one engine with the connector configured, so they differ only in the export of
 every group's prompt into an arena in shared memory. The model is the seedling grown to 25 million
-values. Prompts are new in every run: each is computed, and exported, once.
+parameters. Prompts are new in every run, so each is prefilled, and exported, once.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 @dataclass(slots=True)
 class Arena:
-    """A slot a group, used again in every run."""
+    """An arena with one slot per group, reused in every run."""
 
     path: Path
     slot_bytes: int
@@ -76,20 +76,20 @@ def arena(bytes_per_token: int) -> Iterator[Arena]:
 
 @dataclass(slots=True)
 class Arms:
-    """Sampled tokens a second, run by run."""
+    """Sampled tokens per second, by run."""
 
     exported: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Every run has its own: nothing is found in the cache of an earlier one."""
+    """Prompts unique to each run, so that nothing is found in the prefix cache."""
     tail = [5 + i % 60 for i in range(PROMPT_TOKENS - 2)]
     return [[5 + number % 60, 5 + number // 60 * GROUPS + group, *tail] for group in range(GROUPS)]
 
 
 async def run(engine: VllmEngine, number: int, slots: list[ExportSlot | None]) -> float:
-    """Tokens a second; a group's first sample carries its export."""
+    """Tokens per second. A group's first sample carries its export."""
     began = time.perf_counter()
     pending: list[Awaitable[Completion]] = []
     for group, prompt in enumerate(prompts(number)):

@@ -1,9 +1,9 @@
-"""How fast prompt KV comes to a trainer on the same machine, and what that is worth.
+"""Bandwidth of prompt KV to a trainer on the same machine, against the cost of prefilling again.
 
-The server is a process of its own over an engine that only writes bytes, as many a token as
-Qwen3-8B has; the bare socket's sender is one as well, of the same bytes in the same pieces. Every
-arm reads into memory that is already there, but for NIXL, which is measured where it is installed:
-into fresh memory, over what UCX chooses for one machine.
+The server is a separate process whose engine only writes bytes, as many per token as Qwen3-8B has.
+The sender of the bare socket arm is a separate process too, with the same bytes in the same chunks.
+Every arm reads into existing memory, except NIXL, which is measured where it is installed: into
+fresh memory, over the transport that UCX selects on one machine.
 """
 
 import argparse
@@ -37,12 +37,12 @@ NIXL = "NIXL, checked"
 
 Arms = dict[str, Callable[[], Callable[[], None] | None]]
 
-# Qwen3-8B: 2 FLOP a parameter and token, attention left out, at 40 % of an H200's dense bf16 peak.
+# Qwen3-8B: 2 FLOP per parameter and token, without attention, at 40 % of H200 dense bf16 peak.
 H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
 
 
 def serve_bytes(path: Path, offset: int, num_bytes: int) -> None:
-    """The bare socket's other side: the whole for every connection, of the server's own memory."""
+    """Sender of the bare socket arm. Sends all bytes to each connection, from its own memory."""
     with path.open("rb") as file:
         arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     data = arena[offset : offset + num_bytes]
@@ -69,7 +69,7 @@ def bare_sender(handle: KvHandle) -> Iterator[int]:
 
 
 class Reader:
-    """Reads one handle's bytes in every way; seconds by arm, round by round."""
+    """Reads one handle's bytes by every transport. Seconds by arm and round."""
 
     def __init__(self, url: str, handle: KvHandle, port: int) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -104,7 +104,7 @@ class Reader:
         assert PromptKV.fetch(self._handle, self._nixl) is not None, self._nixl.counts
 
     def first_layer(self) -> Callable[[], None]:
-        """What is left to do after the time was taken: the rest."""
+        """Read the first layer. Returns a function that reads the rest, untimed."""
         kv = PromptKV.fetch(self._handle, self._http, buffer=self._buffer, wait=False)
         assert kv is not None
         kv.layer(0)
@@ -135,7 +135,7 @@ class Reader:
 
 
 def forward_tokens_per_second(model_path: str) -> tuple[float, int]:
-    """Of the shipped model's own forward in PyTorch, without a gradient, and its bytes a token."""
+    """Tokens per second of the shipped model's PyTorch forward, and its KV bytes per token."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     config = model.config
     prompt = torch.randint(5, 64, (1, 256))
@@ -153,7 +153,7 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
     with kv_server(nixl=installed()) as url:
         handle = handle_of(url, TOKENS)
         while installed() and not any(at.transport == "nixl" for at in handle.locators):
-            time.sleep(0.1)  # its agent starts beside the server
+            time.sleep(0.1)  # its agent starts concurrently with the server
             handle = handle_of(url, TOKENS)
         with bare_sender(handle) as port:
             reader = Reader(url, handle, port)
@@ -162,7 +162,7 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
 
 
 def latency_beside_readers(num_rounds: int) -> list[Row]:
-    """P10: a quarter of what loopback carries, to four readers, while others ask for little."""
+    """Request latency while four readers use a quarter of the loopback bandwidth (P10)."""
     rate = loopback_bytes_per_second() / 4
     with kv_server(rate) as url:
         handle = handle_of(url, TOKENS // 2)
@@ -242,7 +242,7 @@ def _relative_to_http(seconds: dict[str, list[float]]) -> list[Row]:
 
 
 def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:
-    """A fetch is worth it above the bytes a second that the forward is worth."""
+    """Bandwidth of an arm over the break-even bandwidth at which fetching equals prefilling."""
     here = speed * small_bytes
     return Row(
         what=f"break-even against computing again, {arm}",

@@ -1,7 +1,8 @@
-"""What taking k of n samples does to their lengths, policy by policy.
+"""Length bias of finishing a group after k of n samples, by finish policy.
 
-The lengths are of the seedling's own samples, from Hugging Face: nothing is timed here. The rule is
-the service's. Samples run side by side, a token a step, so they end in the order of their lengths.
+The lengths are those of the seedling's samples, drawn with Hugging Face; nothing is timed. The
+finish policy is the service's. Samples run concurrently, one token per step, so they finish in the
+order of their lengths.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def recorded_lengths(num_prompts: int) -> list[list[int]]:
 def simulate_policy(
     policy: FinishPolicyName, lengths: Sequence[int], *, num_required: int, seed: int
 ) -> tuple[float, int]:
-    """The mean length of what a group takes, and the tokens after which it had enough."""
+    """Mean length of a group's chosen samples, and the tokens after which the group finished."""
     rule = FinishPolicy(policy, num_required=num_required, n=len(lengths), seed=seed)
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if rule.on_sample_end(index, lengths[index]):

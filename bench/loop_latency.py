@@ -1,9 +1,8 @@
-"""How long a probe waits while the largest legal requests are submitted and answered.
+"""Latency of health probes while the largest valid requests are submitted and answered.
 
-The service runs with the tests' fake engine, so all the time is the service's own. Probes of
-`/livez` are due at a fixed rate, from a process of their own, and latency counts from the time when
-a probe was due: one that could not be sent in time has waited as well. Requests come from a third
-process, one after the other.
+The service runs with the tests' fake engine, so all time is the service's own. A separate process
+sends probes of `/livez` at a fixed rate. Latency counts from the time when a probe was due, so
+probes that could not be sent in time count as waiting. A third process sends requests sequentially.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def rollout(num_groups: int, n: int, prompt_tokens: int, max_tokens: int) -> byt
 
 
 def refused() -> bytes:
-    """Whole floats, which are integers, and one at the end that is not."""
+    """Whole-number floats, which are valid integers, and an invalid group at the end."""
     floats = ",".join(["1.0"] * 1_000_000)
     group = f'{{"prompt": {{"token_ids": [{floats}]}}}}'
     return f'{{"groups": [{group}, {group}, {group}, 1]}}'.encode()
@@ -59,7 +58,7 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Milliseconds of every probe, while requests were under way; seconds of each request."""
+    """Milliseconds per probe while requests were in flight, and seconds per request."""
 
     probes: list[float]
     seconds: list[float]
@@ -78,7 +77,7 @@ async def measure(body: bytes, rounds: int) -> Measured:
             tuning = asyncio.create_task(tuned())
             probes = await _started("--probe", served.url)
             assert probes.stdin is not None and probes.stdout is not None
-            await probes.stdout.readline()  # its first probe is due
+            await probes.stdout.readline()  # printed when the first probe is due
             spans = list[tuple[float, float]]()
             for _ in range(rounds):
                 sent = await _started("--send", served.url, "--body", str(path))
@@ -88,7 +87,7 @@ async def measure(body: bytes, rounds: int) -> Measured:
             probes.stdin.close()
             waited = json.loads((await probes.communicate())[0])
             tuning.cancel()
-    # Not while a process starts, which takes the processor from the service.
+    # Probes while a process starts are excluded, since it competes for the processor.
     during = [wait for due, wait in waited if any(b <= due <= e for b, e in spans)]
     return Measured(probes=during, seconds=[ended - began for began, ended in spans])
 
@@ -102,10 +101,13 @@ async def _started(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def probe(url: str) -> None:
-    """Until the end of stdin. A probe waits for no other: each has a connection to itself."""
+    """Probe until the end of stdin.
+
+    Each probe has its own connection, so none waits for another.
+    """
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     due, waited = time.monotonic(), list[tuple[float, float]]()
-    free = list[tuple[Connection, float]]()  # with the time since when each is idle
+    free = list[tuple[Connection, float]]()  # with the time since which each is idle
 
     async def one(due: float) -> None:
         while free and free[-1][1] < time.monotonic() - IDLE_SECONDS:

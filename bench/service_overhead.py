@@ -1,9 +1,8 @@
-"""What the HTTP service costs: the same rollout over HTTP and straight into vLLM's AsyncLLM.
+"""Overhead of the HTTP service: the same rollout over HTTP and directly with vLLM's AsyncLLM.
 
-Both arms use one engine in one service process, so threads, preloads and process layout are the
-same by construction. The HTTP caller is a process of its own, as a trainer is. The direct arm is
-AsyncLLM as its own documentation would have it used for this: one call a group, n samples, the
-final output only, no detokenisation.
+Both arms use one engine in one service process, so threads, preloads and process layout are
+identical. The HTTP client is a separate process, as a trainer is. The direct arm uses AsyncLLM as
+documented: one call per group, n samples, only the final output, no detokenisation.
 """
 
 import argparse
@@ -28,7 +27,7 @@ GOAL = 0.97
 
 @dataclass(slots=True)
 class Arm:
-    """Tokens a second, the service's CPU time and the bytes of the answer, run by run."""
+    """Tokens per second, CPU time of the service and bytes of the response, by run."""
 
     tokens_per_second: list[float] = field(default_factory=list)
     cpu_milliseconds: list[float] = field(default_factory=list)

@@ -1,12 +1,12 @@
-"""Decoding with shared prefixes read once a step, against vLLM's own attention, end to end.
+"""End-to-end decode steps with shared-prefix attention, against vLLM's own attention.
 
-One engine in one process, whose environment is that of the server's EngineCore; see
-bench/harness/decode_timing.py for how its steps are timed.
-The model has 25M random parameters: 8 layers, 8 query and 4 KV heads of 64, bfloat16.
+One engine in one process with the environment of the server's EngineCore;
+bench/harness/decode_timing.py describes how its steps are timed. The model has 25M random
+parameters: 8 layers, 8 query and 4 KV heads of 64, bfloat16.
 
-Each part takes a minute or two in a process and an engine of its own, and its steps are kept in
-build/: where a machine is quiet for minutes only, `--part` measures one, and `--merge` makes the
-record of those that are there. Without either, all are measured.
+Each part takes a minute or two in its own process and engine, and its steps are saved in build/. On
+a machine that is idle only for minutes at a time, `--part` measures one part, and `--merge` writes
+the record from the saved ones. Without either, all parts are measured.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CASES = sorted(
 
 
 def planning_rows() -> list[Row]:
-    """256 rows of 4096 tokens: groups of eight, and the same behind a prompt that all share."""
+    """Planning time of 256 rows of 4096 tokens, in groups of eight and behind a common prefix."""
     return [
         planning_row("groups of 8", Tree(levels=((32, 4064),), rows_per_leaf=8, suffix=32)),
         planning_row(
@@ -112,7 +112,7 @@ def measured_file(alone: bool) -> Path:
 
 
 def load_measured(alone: bool) -> dict[str, Steps]:
-    """Of the parts that were measured, as far as they came."""
+    """Steps of the parts measured so far."""
     files = [measured_file(alone) / f"{part}.json" for part in PARTS]
     parts = [json.loads(file.read_text()) for file in files if file.exists()]
     return {name: Steps(**steps) for part in parts for name, steps in part.items()}
@@ -139,7 +139,7 @@ def record(measured: dict[str, Steps], *, alone: bool) -> Record:
 
 
 def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
-    """Of samples with drafts, what the same ones gain without."""
+    """The case's goal. For samples with drafts, the speedup of the same samples without drafts."""
     if not case.drafted:
         return case.goal
     alike = measured.get(replace(case, drafted=0).name)
@@ -147,7 +147,7 @@ def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
 
 
 def throughput_kept_rows(measured: dict[str, Steps]) -> list[Row]:
-    """What is left of the throughput when a group's prefix grows from 1K to 16K."""
+    """Remaining throughput when a group's prefix grows from 1K to 16K."""
     cases = [Case(num_groups=1, group_size=32, prefix=prefix) for prefix in (1024, LONGEST)]
     if not all(case.name in measured for case in cases):
         return []

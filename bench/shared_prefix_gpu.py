@@ -1,13 +1,14 @@
-"""The Triton attention kernel against FlashAttention's paged decode, alone, on a GPU.
+"""The Triton attention kernel against FlashAttention's paged decode, in isolation, on a GPU.
 
     python -m bench.shared_prefix_gpu
 
-Not run yet: where there is no GPU it says so and writes no record. Heads are 32 to 8 of 128 and
-blocks 16 tokens, bfloat16. The level 2 cache is written over before each run of either arm; both
-are replayed from a CUDA graph, as vLLM decodes.
+Not run yet: without a GPU it says so and writes no record. The shape is 32 query and 8 KV heads of
+128, blocks of 16 tokens, bfloat16. The L2 cache is overwritten before each run of either arm; both
+are replayed from a CUDA graph, as in vLLM's decode.
 
-What sharing can save is bounded by rho, the tokens that rows see to those that there are: where
-FlashAttention needs 100 microseconds or more the goal is 85 % of it, and nowhere less than 0.98.
+The possible gain is bounded by rho, the number of tokens that rows attend to over the number of
+distinct tokens. Where FlashAttention takes 100 microseconds or more the goal is 85 % of rho, and
+nowhere less than 0.98.
 """
 
 import argparse
@@ -44,14 +45,16 @@ def groups(prompts: int, rows: int, prefix: int, suffix: int) -> Case:
 
 
 def hydragen(rows: int, prefix: int) -> Case:
-    """Of its micro-benchmark: one rank of eight of CodeLlama-34b."""
+    """A case of Hydragen's micro-benchmark: one of eight ranks of CodeLlama-34b."""
     tree = Tree(levels=((1, prefix),), rows_per_leaf=rows, suffix=256)
     return Case(name=f"Hydragen {rows} at {prefix}", tree=tree, num_heads=8, num_kv_heads=1)
 
 
 def pat(counts: list[int], tokens: list[int]) -> Case:
-    """A tree of PAT's grid, `8,16,32,256_512,512,256,32`: the nodes of each level and their tokens;
-    the last level are the rows."""
+    """A tree of PAT's grid, such as `8,16,32,256_512,512,256,32`.
+
+    It lists the nodes of each level and their tokens; the last level are the rows.
+    """
     widths = [below // above for above, below in zip([1, *counts], counts, strict=False)]
     *shared, rows = widths
     levels = tuple(zip(shared, tokens, strict=False))
@@ -72,7 +75,7 @@ CASES = [
 
 
 class Inputs:
-    """A decode step of a case on the GPU, and both arms captured."""
+    """A decode step of a case on the GPU, with both arms captured."""
 
     def __init__(self, case: Case) -> None:
         from vllm.v1.attention.backends.fa_utils import (
@@ -151,7 +154,7 @@ class Inputs:
         return float(began.elapsed_time(ended)) / 1e3
 
     def apart(self) -> float:
-        """The largest difference of the arms' outputs, to the largest output."""
+        """Largest difference of the arms' outputs, relative to the largest output."""
         return float((self.stock_out - self.our_out).abs().max() / self.stock_out.abs().max())
 
 

@@ -1,13 +1,13 @@
-"""The compiled attention kernel against vLLM's own, alone: the same cache, queries and threads.
+"""The compiled CPU attention kernel against vLLM's own, in isolation.
 
-The model's shape is that of the end-to-end benchmark: 8 query and 4 KV heads of 64, blocks of 32
-tokens, bfloat16. Both arms write the same outputs from the same cache, layer after layer, so that
-what one layer has left in the processor's caches does not serve the next. vLLM's schedule of a step
-is measured with it; the plan of what is shared is the planner's, and not here.
+Both use the same cache, queries and threads. The shape is that of the end-to-end benchmark: 8 query
+and 4 KV heads of 64, blocks of 32 tokens, bfloat16. Both arms write the same outputs from the same
+cache, layer after layer, so that no layer finds its data in the processor's caches. vLLM's
+scheduling of a step is included; the sharing plan is the planner's and not included.
 
-A case is held to the roof that it is nearer to: the products that the processor does from
-registers, or, where the caches of all layers are far more than the processor's, the bytes that it
-reads from memory. On a machine that has other work, one thread is used, and its processor time.
+Each case is compared with the roofline's nearer bound: the peak of products from registers, or,
+where the KV of all layers far exceeds the processor's caches, memory bandwidth. On a machine with
+other work, one thread is used and its processor time measured.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def alone(rows: int, tokens: int) -> Case:
     return Case(name=f"{rows} alone, {tokens} tokens", tree=tree, goal=1.0)
 
 
-# Goals: what the first prototype of the kernel reached on the machine of the record.
+# Goals: speedups of the kernel's first prototype on the record's machine.
 CASES = [
     one_level(1, 8, 4096, 3.7),
     one_level(1, 32, 1024, 3.2),
@@ -87,7 +87,7 @@ CASES = [
 
 
 class Inputs:
-    """A step of a case: what vLLM would hand to its attention, and the plan."""
+    """A step of a case: the inputs of vLLM's attention, and the sharing plan."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,10 @@ class Inputs:
         self.stock_out, self.our_out = torch.empty_like(self.query), torch.empty_like(self.query)
 
     def _caches(self, generator: torch.Generator) -> list[Tensor]:
-        """The first one through vLLM's own write; the layers after it hold the same."""
+        """Caches of all layers.
+
+        The first is written by vLLM's own operation; the others are copies.
+        """
         self.keys, self.values = (
             torch.randn(self.num_blocks * BLOCK, KV_HEADS, SIZE, generator=generator).bfloat16()
             for _ in range(2)
@@ -159,7 +162,7 @@ class Inputs:
             step.layer(query=self.query, cache=cache, scale=SCALE, out=self.our_out)
 
     def errors(self) -> tuple[float, float]:
-        """Of some rows, stock and ours, against float64: root mean squares, relative."""
+        """Relative RMS errors of some rows, stock and ours, against float64."""
         chosen = range(0, len(self.seq_lens), -(-len(self.seq_lens) // CHECKED_ROWS))
         tokens = self.case.query_tokens
         at = torch.cat([torch.arange(row * tokens, (row + 1) * tokens) for row in chosen])
@@ -182,11 +185,11 @@ class Inputs:
         return float(stock), float(ours)
 
     def flops(self) -> float:
-        """Of a layer: two products of every query with every position it sees."""
+        """Operations of a layer: two products of every query with every position it attends to."""
         return 4.0 * len(self.query) * HEADS * SIZE * float(self.seq_lens[0])
 
     def share(self, seconds: float, peak: Peak) -> str:
-        """How near a layer is to the roof that it is nearest to."""
+        """Utilisation of the nearer roofline bound by a layer."""
         tokens = self.case.tree.num_rows * self.case.tree.length / self.case.tree.ratio
         moved = 2 * tokens * KV_HEADS * SIZE * self.query.itemsize + 2 * self.query.nbytes
         of_products = self.flops() / seconds / peak.flops_per_second
@@ -197,7 +200,7 @@ class Inputs:
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """As vLLM's backend takes its cache apart."""
+    """Key and value halves of a cache, as split by vLLM's backend."""
     keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
     return keys, values
 

@@ -1,13 +1,15 @@
-"""Siblings' drafts and their controller against no drafts, vLLM's ngram, Arctic's suffix decoding,
-every fixed length and an oracle, end to end.
+"""End-to-end throughput of drafting from siblings, against other drafters.
 
-Each arm is an engine in a process of its own, with the environment of the server's EngineCore;
-they take turns at one workload after another. `off` draws a workload's texts, and then all arms say
-these, itself included (`bench/harness/teacher_forced.py`): pairs have the same tokens. The seedling
-is grown to what its steps are to cost: its responses stay its own.
+The baselines are no drafts, vLLM's ngram, Arctic's suffix decoding, every fixed draft length and an
+oracle.
 
-A record is made in parts, of as many rounds as there is time for: rounds of other seeds (`--seed`)
-and of other arms are added to what the record has. Arms are compared in rounds that they shared.
+Each arm is an engine in its own process, with the environment of the server's EngineCore; arms
+alternate over the workloads. `off` samples a workload's texts, and then all arms, `off` included,
+generate the same tokens (`bench/harness/teacher_forced.py`). The seedling is grown to a target cost
+per step; its responses do not change.
+
+A record is made in parts, of as many rounds as time permits. Rounds of other seeds (`--seed`) and
+of other arms are added to the record. Arms are compared on rounds that they share.
 """
 
 import argparse
@@ -29,7 +31,7 @@ CACHE = Path("build/speculation_profile")
 
 
 def run_workloads(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
-    """The first workload warms up."""
+    """Run all workloads. The first is the warm-up."""
     rounds, runs_of, texts_of = [], [], []
     for number, work in enumerate(works):
         drawn = arms.run("off", work, None)
@@ -49,7 +51,7 @@ def _fill(
     texts_of: Sequence[Texts],
     works: Sequence[Workload],
 ) -> None:
-    """With what replay foretells of each arm, from the steps of all of them."""
+    """Add the replay's prediction for each arm, based on the steps of all arms."""
     steps = cells([run for runs in runs_of[1:] for run in runs.values()])
     asked = [prompts(work) for work in works]
     for name in runs_of[0]:
@@ -60,7 +62,7 @@ def _fill(
 
 
 def run_guard(arms: Arms, works: Sequence[Workload]) -> list[Round]:
-    """Texts of one length, and nothing to be foretold in them: each arm draws its own."""
+    """Run workloads of fixed length that cannot be predicted. Each arm samples its own texts."""
     rounds = []
     for number, work in enumerate(works):
         order = ("off", "ours") if number % 2 else ("ours", "off")

@@ -1,8 +1,9 @@
-"""What waiting for the longest costs, and what it does to lengths not to wait.
+"""Cost of waiting for a group's longest samples, and of not waiting.
 
-First, groups of 16 of which 8 are enough, in turn with groups that are waited for to the end. Then
-runs of 20 steps, each with new weights and a deadline that cuts the longest: what was cut is thrown
-away, or goes on in the next step. bench/length_bias.py says what else this does.
+First, groups of 16 that finish after 8 samples alternate with groups that finish completely. Then
+runs of 20 steps, each with new weights and a deadline that cuts off the longest samples; cut
+samples are discarded, or resumed in the next step. bench/length_bias.py measures the effect on
+lengths.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SEEDLING = Path(EngineSettings().model)
 
 @dataclass(slots=True)
 class WaitTimes:
-    """Seconds of each round."""
+    """Seconds per round."""
 
     enough: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -37,7 +38,7 @@ class WaitTimes:
 
 @dataclass(slots=True)
 class Run:
-    """Tokens of samples that ended by themselves, and the time that the steps took."""
+    """Tokens of samples that finished by themselves, and the seconds of the steps."""
 
     tokens: int = 0
     num_samples: int = 0
@@ -49,7 +50,7 @@ class Run:
 
 
 class Prompts:
-    """Held-out problems, each time others."""
+    """Held-out problems, new ones on each call."""
 
     def __init__(self) -> None:
         self._rng = random.Random(7)
@@ -78,8 +79,10 @@ async def wait_times(rollouts: AsyncRollouts, rounds: int) -> WaitTimes:
 
 
 async def simulated_run(rollouts: AsyncRollouts, seconds_each: float, *, continued: bool) -> Run:
-    """Each step takes what has ended by its deadline. What was cut fills places of the next step,
-    or is thrown away; places that are left go to fresh prompts.
+    """Run steps that take the samples finished by their deadline.
+
+    Cut samples are resumed in the next step, or discarded. The remaining capacity goes to new
+    prompts.
     """
     run, prompts = Run(), Prompts()
     label = f"{'with' if continued else 'without'}-{time.monotonic_ns()}"

@@ -1,8 +1,8 @@
-"""What drafters are worth, on rollouts that were made without speculation.
+"""Replay of drafters on recorded rollouts that were sampled without speculation.
 
-Lossless speculation never changes the law of a text, so a recorded text is gone through again with
-any drafter, step by step, siblings and waves as they would have been: no engine runs, and nothing
-is timed. `python -m bench.replay.record_traces` makes the traces.
+Lossless speculation does not change the output distribution. So a recorded text can be replayed
+with any drafter, step by step, with the same siblings and waves. No engine runs, and nothing is
+timed. `python -m bench.replay.record_traces` records the traces.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def replay_all(
     *,
     is_oracle: bool = False,
 ) -> ReplayResult:
-    """All epochs, one after the other, the weights one version older after each."""
+    """Replay all epochs in order; the weights change after each."""
     replayer = Replay(
         drafter=drafter,
         controller=controller,
@@ -82,8 +82,7 @@ def replay_all(
 
 
 def replay_with_finished(trace: Trace, drafter: Callable[[], Drafter], number: int) -> ReplayResult:
-    """Each response of the first epoch alone, when so many of its siblings have finished, and
-    nothing else is known."""
+    """Replay each response of the first epoch alone, given only some of its finished siblings."""
     result = ReplayResult()
     for index, group in enumerate(trace.epochs[0]):
         for at, response in enumerate(group.responses):
@@ -103,13 +102,13 @@ def replay_with_finished(trace: Trace, drafter: Callable[[], Drafter], number: i
 def add_finished(
     drafter: Drafter, group: bytes, prompt: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> None:
-    """They have finished, and nothing was drafted for them."""
+    """Add finished responses for which nothing was drafted."""
     for response in responses:
         drafter.end(drafter.begin(b"%s/0" % group, prompt), response)
 
 
 def accepted_length_ratio(one: ReplayResult, other: ReplayResult) -> Ratio:
-    """The ratio of mean accepted lengths; the interval is a bootstrap over prompts' groups."""
+    """The ratio of mean accepted lengths, with a bootstrap interval over groups."""
     groups = sorted(one.by_group)
     chance = random.Random(0)
 
@@ -162,8 +161,10 @@ def whole_rows(trace: Trace) -> Iterator[Row]:
 
 
 def regret_rows(trace: Trace, steps: Sequence[Step]) -> Iterator[Row]:
-    """At what steps are stated to cost, and with the engine's own controller at what `steps` of an
-    engine took."""
+    """Rows of regret at a stated cost and, given `steps`, at an engine's measured costs.
+
+    The latter include the engine's own controller.
+    """
     yield from _regret_rows_of(trace, "a stated cost", LINEAR_COST, CONTROLLERS)
     if steps:
         ruling = {

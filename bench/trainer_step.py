@@ -1,12 +1,11 @@
-"""What a trainer's step costs when the prompt is computed once: against repeated rows, and against
-the public way to compute it once.
+"""Time of a trainer's step with the prompt computed once, against repeated rows and PrefixGrouper.
 
     python -m bench.trainer_step [--parts time handle memory] [--shapes ...] [--dtypes ...]
 
-A whole run takes over an hour. What is not measured again is kept from the record that is there, if
-it is of the same machine and versions; each cell says in the raw figures when it was measured.
-`--machine shared` is for one that others work on too, `--machine gpu` for a GPU: they make records
-of their own.
+A full run takes over an hour. Cells that are not measured again are kept from the existing record
+if it has the same machine and versions; the raw results say when each cell was measured.
+`--machine shared` is for a machine with other work, `--machine gpu` for a GPU; each has its own
+record.
 """
 
 import argparse
@@ -37,8 +36,8 @@ MACHINES = {
     "gpu": "one GPU",
 }
 
-# Threads that stay on their cores, and memory in huge pages that is kept when it is free: the
-# kernel would have a share in what is measured otherwise.
+# Pinned threads, and huge pages that are kept when freed. Otherwise the kernel's work
+# would be part of the measurement.
 PINNED = {
     "OMP_PROC_BIND": "true",
     "OMP_PLACES": "{0},{1}",
@@ -46,12 +45,12 @@ PINNED = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
 }
-# What a tensor frees goes back at once: a peak is what tensors hold, not what malloc keeps of them.
+# Return freed memory at once, so that a peak counts tensors and not malloc's free lists.
 MALLOC_TRIM = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def run_worker(*arguments: str, **environment: str) -> Iterator[dict[str, Any]]:
-    """One result for each cell, as they come."""
+    """Run the measuring process and yield one result per cell."""
     command = [sys.executable, "-m", "bench.training.worker", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
@@ -72,7 +71,7 @@ def timed(
 
 
 def peaks(machine: str, cells: Iterable[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Each arm in a process of its own, whose memory nothing has touched before."""
+    """Measure peak memory, with each arm in a fresh process."""
     for cell in cells:
         results = {
             arm: next(run_worker(machine, "peak", arm, str(cell), **MALLOC_TRIM)) for arm in ARMS
@@ -160,7 +159,7 @@ def record(measured: Cells, machine: str = "idle") -> Record:
 
 
 def earlier(machine: str) -> Cells:
-    """What the record that is there holds, if it is of this machine and these versions."""
+    """Results of the existing record, if it has the same machine and versions."""
     path = RECORDS / f"{_name(machine)}.json"
     if not path.exists():
         return {}

@@ -1,9 +1,9 @@
-"""What a tree saves: the same number of leaves, of the same length, as a tree and as plain samples.
+"""Savings of tree rollouts against independent samples.
 
-Two services run side by side, one with shared-prefix attention and one without, alike in all else;
-they are asked in turn, each for trees and for plain samples, so one always rests while the other
-works. What is counted: tokens that were sampled, tokens of prompts that no cache had, and the time
-from request to answer.
+Both have the same number of leaves, of the same length. Two services run concurrently, identical
+except for shared-prefix attention. They alternate between trees and independent samples, so one is
+idle while the other works. Measured are sampled tokens, prompt tokens not found in the cache, and
+the time of a request.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CACHE_BYTES = 2**28
 
 @dataclass(slots=True)
 class Arm:
-    """Run by run."""
+    """Measurements by run."""
 
     seconds: list[float] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Measured:
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Every run has its own: nothing is found in the cache of an earlier one."""
+    """Prompts unique to each run, so that nothing is found in the prefix cache."""
     return [
         [5 + (number + i) % 64, 5 + number // 64 % 64, *[12 + i % 7] * (PROMPT - 2)]
         for i in range(GROUPS)
@@ -111,7 +111,7 @@ def asking(
 
 
 def independent(result: RolloutResult) -> float:
-    """Leaves of a group that its leaves are worth."""
+    """Effective number of independent leaves of a group."""
     group = result.groups[0]
     return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
 
@@ -125,7 +125,7 @@ def speedup_rows(what: str, without: Arm, shared: Arm) -> Row:
 
 
 def record(without: Measured, shared: Measured) -> Record:
-    tree, flat = shared.tree, shared.flat  # vLLM's counters are those of the engine started last
+    tree, flat = shared.tree, shared.flat  # vLLM's counters cover only the engine started last
 
     def both(what: str, one: list[float], other: list[float]) -> Row:
         medians = [f"{statistics.median(side):,.1f}" for side in (one, other)]

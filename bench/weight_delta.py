@@ -1,8 +1,8 @@
-"""How many bytes a step's weights are sent in, as a delta of the step before, in a GRPO run.
+"""Bytes of weight updates as deltas of the previous step, in a GRPO run.
 
-The run is that of `make demo`: a served seedling, new weights in every step, sent by the client as
-deltas; what the server says it received is what is counted. Beside it, from the same files: what
-deltas of whole tensors would take. Nothing is timed here.
+The run is that of `make demo`: a served seedling with new weights in every step, sent by the client
+as deltas. The server's count of received bytes is compared with the size of deltas of whole tensors
+from the same files. Nothing is timed.
 
     python -m bench.weight_delta [--steps 12]
 """
@@ -45,7 +45,7 @@ EMPTY_LINEAGE = Lineage("0" * 64, "0" * 64)
 
 
 class Recording(Learner):
-    """Leaves every step's weights behind in a folder."""
+    """A learner that saves every step's weights in a directory."""
 
     def __init__(self, learning_rate: float, folder: Path) -> None:
         super().__init__(learning_rate)
@@ -61,7 +61,7 @@ class Recording(Learner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two steps that follow each other."""
+    """Two consecutive steps."""
 
     num_bytes: int
     received_bytes: int
@@ -70,7 +70,7 @@ class Pair:
 
 
 def run(learning_rate: float, steps: int, folder: Path) -> list[Pair]:
-    """The first step's weights are sent whole: the server's own have no name for the client."""
+    """Run the steps. The first weights are sent whole, since the client has no base for a delta."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // 2))
     torch.manual_seed(SEED)
@@ -108,7 +108,7 @@ def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
 
 
 def values(path: Path) -> dict[str, Bits]:
-    """As the integers of their bits."""
+    """Tensors as the integers of their bits."""
     file = read_safetensors_index(path)
     return {name: _bits(path, tensor) for name, tensor in file.tensors.items()}
 

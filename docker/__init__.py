@@ -1,1 +1,1 @@
-"""Images, and the proof that they work without Docker."""
+"""Container images, and a build that tests them without Docker."""

@@ -1,12 +1,12 @@
-"""Builds and starts an image without Docker: its Dockerfile's steps in a bare root, as root.
+"""Builds and starts an image without Docker: runs its Dockerfile's steps in a chroot, as root.
 
     debootstrap --variant=minbase bookworm /tmp/base
     python docker/build_without_docker.py docker/cpu.Dockerfile --base /tmp/base --work /tmp/proof
 
-Every instruction of the file is carried out, so what is proven is the file itself. The result is
-started as its metadata say: as its own user, with a read-only root, no network but loopback, and
-nothing to write to but /cache and /dev/shm. What this does not show: layers, the base that the file
-names, and a container runtime's own restrictions.
+Every instruction of the file is executed, so the file itself is tested. The image is started as its
+metadata say: as its own user, with a read-only root, no network but loopback, and only /cache and
+/dev/shm writable. Not tested are layers, the base image that the file names, and a container
+runtime's own restrictions.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 class Builder:
-    """Carries out a Dockerfile; `binds` are the host's folders that its package sources lie in."""
+    """Interpreter of a Dockerfile. `binds` are host directories with its package sources."""
 
     def __init__(self, base: Path, work: Path, binds: list[str]) -> None:
         self._base, self._work, self._binds = base, work, binds
@@ -108,7 +108,7 @@ class Builder:
         return self._now
 
     def _arg(self, rest: str) -> None:
-        """The base is what the command line names."""
+        """Handle ARG. The base image is replaced by the one on the command line."""
 
     _expose = _arg
 
@@ -175,7 +175,7 @@ def run(stage: Stage, command: list[str], *, binds: list[str], env: dict[str, st
 
 
 def start(stage: Stage) -> None:
-    """The server as process 1 of its own, then a probe beside it, then SIGTERM."""
+    """Start the server as process 1, probe it, then send SIGTERM."""
     uid, gid = stage.user.split(":")
     probe = ["/opt/coppice/bin/python", "-c", PROBE_SCRIPT]
     server = _chroot(

@@ -1,1 +1,1 @@
-"""What writes the chart's generated files; nothing of the server imports it."""
+"""Generators of the Helm chart's files. Not imported by the server."""

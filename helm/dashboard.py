@@ -1,4 +1,4 @@
-"""The Grafana dashboard, drawn from helm/panels.py: `python -m helm.dashboard` writes it."""
+"""Generator of the Grafana dashboard from helm/panels.py. Run `python -m helm.dashboard`."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,10 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _choice(name: str, query: str) -> dict[str, Any]:
-    """`.*`, not `.+`, for all: a Prometheus outside Kubernetes has no namespace."""
+    """A template variable.
+
+    `allValue` is `.*`, not `.+`: Prometheus outside Kubernetes has no namespace.
+    """
     return {
         "name": name,
         "type": "query",

@@ -1,6 +1,6 @@
-"""What the chart makes of its examples, for reviews to see: `python -m helm.golden` writes it.
+"""Golden renders of the chart's examples, for reviews. Run `python -m helm.golden`.
 
-Rendered with Helm's own engine, which helm-python-sdk brings as a library.
+Rendered with Helm's own engine, from the library helm-python-sdk.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ def _chart() -> helm_python.Chart:
 
 
 def templates(values: dict[str, Any], *, name: str = "rl", namespace: str = "rl") -> dict[str, str]:
-    """Rendered text by template. Raises HelmError where the schema or the chart refuses."""
+    """Rendered text by template. Raises HelmError if the schema or the chart rejects the values."""
     render: dict[str, str] = _chart().render(values, name=name, namespace=namespace)
     return render
 

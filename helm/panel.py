@@ -1,11 +1,11 @@
-"""A panel of the dashboard: what it shows, in which unit, and by which queries."""
+"""A dashboard panel: its title, unit and queries."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`queries`: PromQL by legend; CHOSEN stands for the labels of the release."""
+    """`queries` maps legends to PromQL, in which CHOSEN stands for the release's labels."""
 
     title: str
     unit: str

@@ -1,6 +1,6 @@
-"""The panels of the dashboard, row by row; those about drafts are in helm/speculation_panels.py.
+"""Dashboard panels, by row. Those about speculation are in helm/speculation_panels.py.
 
-A test holds every series that is named here against the server's own metrics and vLLM's.
+A test checks every series named here against the server's and vLLM's metrics.
 """
 
 from helm.panel import Panel

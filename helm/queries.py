@@ -1,4 +1,4 @@
-"""PromQL that the dashboard's panels share, narrowed to the release that the reader has chosen."""
+"""PromQL shared by dashboard panels, restricted to the selected release."""
 
 CHOSEN = 'namespace=~"$namespace",job=~"$job"'
 

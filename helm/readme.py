@@ -1,4 +1,4 @@
-"""The chart's README, whose table is values.yaml with its comments: `python -m helm.readme`."""
+"""Generator of the chart's README, with a table of values.yaml. Run `python -m helm.readme`."""
 
 import re
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _KEY = re.compile(r"^( *)([A-Za-z]+):")
 
 
 def documented_values() -> Iterator[tuple[str, str]]:
-    """Every commented value by its dotted path."""
+    """Comments of values by dotted path."""
     path: list[str] = []
     comment: list[str] = []
     for line in (CHART / "values.yaml").read_text(encoding="utf-8").splitlines():

@@ -1,5 +1,7 @@
-"""values.schema.json, from the chart's own part below and the server's settings: what the server
-would refuse at its start is refused at the render. `python -m helm.schema` writes it.
+"""Generator of values.schema.json from the chart's values and the server's settings.
+
+Values that the server would reject at startup are rejected at render time. Run `python -m
+helm.schema`.
 """
 
 import json
@@ -31,11 +33,11 @@ LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
 QUANTITY: Schema = {"type": "string", "pattern": "^[0-9]+([KMGT]i?|k)?$"}
 DURATION: Schema = {"type": "string", "pattern": "^[0-9]+s$"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
-# What the chart itself sets, from other values.
+# Set by the chart itself, from other values.
 SET_BY_THE_CHART = {
     *("model", "revision", "start_seconds", "prompt_kv"),
     *("directory", "cache_directory", "drafter_directory", "capacity_bytes", "peer_key_file"),
-    # A password has no place in a ConfigMap.
+    # Passwords must not be in a ConfigMap.
     *("redis_url", "redis_user", "redis_password", "redis_password_file"),
 }
 
@@ -49,7 +51,7 @@ def tree(**properties: Schema) -> Schema:
 
 
 def settings(model: type[BaseModel]) -> Schema:
-    """A section of the settings, without what the chart sets."""
+    """Schema of a settings section, without the fields that the chart sets."""
     schema = model.model_json_schema()
     fields = {
         name: _without_defaults(field)
@@ -164,7 +166,7 @@ def schema() -> Schema:
         extraVolumeMounts=LIST,
         extraObjects=LIST,
     )
-    # What Helm hands every chart beside its values.
+    # Helm adds this to the values of every chart.
     values["properties"]["global"] = ANYTHING
     return {"$schema": "http://json-schema.org/draft-07/schema#", **values}
 

@@ -1,4 +1,4 @@
-"""Panels about drafts: what they are worth, how the drafter learns, which graphs replay them."""
+"""Dashboard panels of speculation: speedup, drafter training and CUDA graphs."""
 
 from helm.panel import Panel
 from helm.queries import level, rate, share

@@ -1,8 +1,8 @@
-"""docs/dependencies.md: what the lock for CPU installs, with versions and licences.
+"""Generator of docs/dependencies.md: the packages of the CPU lock file with versions and licences.
 
     .venv/bin/python scripts/dependencies.py
 
-From the metadata of the installed packages, so it needs the environment that `make serve` makes.
+Reads the metadata of installed packages, so it needs the environment of `make serve`.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "dependencies.md"
 PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)", re.MULTILINE)
-# Licences that ask of whoever passes the image on more than to keep their text.
+# Licences that require more of redistributors than to keep the licence text.
 ASKS_MORE = re.compile(r"GPL|MPL|Mozilla|EPL|Proprietary", re.IGNORECASE)
 HEAD = """# Dependencies
 
@@ -31,7 +31,7 @@ def pinned() -> dict[str, str]:
 
 
 def licence(name: str) -> str:
-    """The expression, else the classifiers, else the first words of what stands there."""
+    """The licence expression, or the classifiers, or the first words of the licence text."""
     try:
         found = metadata(name)
     except PackageNotFoundError:

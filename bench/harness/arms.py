@@ -1,4 +1,4 @@
-"""The arms of the speculation benchmark as it sees them: processes that take turns."""
+"""Arms of the speculation benchmark: worker processes that run in turn."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Texts = list[list[int]]
 
 
 class Arms:
-    """By name; those that are ours in other ways live in the process of `ours`."""
+    """Arms by name. Variants of `ours` share its process."""
 
     def __init__(self, processes: "dict[str, subprocess.Popen[str]]") -> None:
         self._processes = processes
@@ -37,7 +37,7 @@ class Arms:
 
 @contextmanager
 def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) -> Iterator[Arms]:
-    """Ours measures what its steps cost when it starts, and has to be alone for that."""
+    """Start the arms' processes. `ours` profiles its steps at startup, so it starts alone."""
     hosts = dict.fromkeys(process_of(name) for name in names)
     with ExitStack() as stack:
         begun: dict[str, subprocess.Popen[str]] = {}
@@ -58,7 +58,7 @@ def process_of(name: str) -> str:
 
 
 def _gnu_environment(environment: dict[str, str]) -> dict[str, str]:
-    """What an engine is started with where Intel's OpenMP is not installed."""
+    """Environment of an engine without Intel's OpenMP."""
     cpus = " ".join(map(str, sorted(os.sched_getaffinity(0))))
     kept = {k: v for k, v in environment.items() if k != "LD_PRELOAD" and not k.startswith("KMP_")}
     return kept | {"GOMP_CPU_AFFINITY": cpus}
@@ -77,7 +77,7 @@ def _process(
         paths = [arctic if name == "suffix" else None, os.environ.get("PYTHONPATH")]
         environment = os.environ | {
             "VLLM_PLUGINS": "",
-            # Not the engine's own OpenMP, from which numba would start threads of its own.
+            # Keep numba from starting threads in the engine's OpenMP runtime.
             "NUMBA_THREADING_LAYER": "workqueue",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }

@@ -1,8 +1,7 @@
-"""Answers from a prompt's cache, token by token, with a draft of what they may be.
+"""Generation from a prompt's KV cache, with a draft of the answer.
 
-What a model would say is verified many tokens at once, as in speculative decoding, so an answer
-costs a forward for every token that is not the draft's. Whatever the draft, the tokens are those
-that would have come one by one.
+Many draft tokens are verified at once, as in speculative decoding, so an answer costs one forward
+per token that differs from the draft. The generated tokens do not depend on the draft.
 """
 
 from collections.abc import Sequence
@@ -15,14 +14,14 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrompt:
-    """`cache` is of all of a prompt's tokens but the `last`."""
+    """KV cache of all prompt tokens but the `last`."""
 
     cache: DynamicCache
     last: int
 
 
 def log_probabilities(model: Any, prompted: CachedPrompt, response: Sequence[int]) -> torch.Tensor:
-    """[T + 1, V], where the response's tokens were to come, and what follows them."""
+    """Log-probabilities [T + 1, V] at the response's tokens and at the token after them."""
     tokens = torch.tensor([[prompted.last, *response]])
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens, past_key_values=_copy(prompted.cache)).logits[0]
@@ -37,10 +36,10 @@ def generate(
     draft: Sequence[int],
     end: int,
 ) -> list[int]:
-    """Up to `end`, or as many tokens as `noise` [T, V] has rows.
+    """Generate up to `end`, or as many tokens as `noise` [T, V] has rows.
 
-    A token is the largest of logits and noise: zeros make it greedy, Gumbel noise a sample at
-    temperature 1. The same noise makes the same choices wherever distributions are alike.
+    A token is the argmax of logits plus noise: zeros make it greedy, Gumbel noise a sample at
+    temperature 1. The same noise gives the same choices wherever distributions are equal.
     """
     cache, last, said = _copy(prompted.cache), prompted.last, list[int]()
     while len(said) < len(noise) and end not in said:

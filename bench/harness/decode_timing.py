@@ -1,8 +1,8 @@
-"""vLLM in this process, its decode steps timed whole, by each kind of attention in turn.
+"""Timing of whole decode steps of an in-process vLLM, alternating between attention backends.
 
-Neighbouring steps of the same samples go to vLLM's own attention and to that over shared prefixes,
-with a third that leaves attention out as the bound. On a machine that has other work, steps are run
-by one thread and its processor time is taken: what others do to that is little.
+Adjacent steps of the same samples use vLLM's own attention and shared-prefix attention; a third
+skips attention, as a bound. On a machine with other work, steps run on one thread and its processor
+time is measured, which other work affects little.
 """
 
 import json
@@ -46,7 +46,7 @@ CONFIG = {
 
 
 def write_config(model: Path) -> Path:
-    """Of a model whose weights are random: 25M parameters."""
+    """Write the config of a model with 25M random parameters."""
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     return model
@@ -54,7 +54,7 @@ def write_config(model: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`system` tokens that all share, then groups of samples with `prefix` tokens of their own."""
+    """`system` tokens shared by all samples, then groups of samples with `prefix` tokens each."""
 
     num_groups: int
     group_size: int
@@ -79,7 +79,7 @@ class Case:
         return self.num_groups * self.group_size
 
     def prompts(self) -> list[list[int]]:
-        """The first group's prompts of all lengths begin alike: they are computed once."""
+        """Prompts of all samples. Prompts of the first group share their start across lengths."""
         system = _tokens(10**6, self.system)
         own = (_tokens(group, self.prefix) for group in range(self.num_groups))
         return [system + prompt for prompt in own for _ in range(self.group_size)]
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Milliseconds of decode steps, neighbour by neighbour."""
+    """Milliseconds of decode steps; equal indices were measured in the same round."""
 
     stock: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Steps:
 
 
 class Engine:
-    """vLLM in this process, stepped by hand."""
+    """In-process vLLM that is stepped manually."""
 
     def __init__(self, model: Path, cache: Path, *, alone: bool, **settings: Any) -> None:
         from vllm import LLM
@@ -146,7 +146,7 @@ class Engine:
         self._client.shutdown()
 
     def measure(self, case: Case, *, seconds: float, rounds: int) -> Steps:
-        """At least nine rounds, then until the time is up or `rounds` were measured."""
+        """Measure at least nine rounds, then until the time is up or `rounds` are measured."""
         self._begin(case, num_tokens=3 * rounds + 30)
         num_threads = torch.get_num_threads()
         if not self._alone:
@@ -163,7 +163,7 @@ class Engine:
         return steps
 
     def _begin(self, case: Case, num_tokens: int) -> None:
-        """Each prompt is computed once; then all samples are started, and are decoding."""
+        """Prefill each prompt once, then start all samples until they decode."""
         from vllm import SamplingParams
 
         prompts = case.prompts()
@@ -218,7 +218,7 @@ class Engine:
 
 
 class Drafts:
-    """A proposer for vLLM's `custom_class`: the same draft for every sample, mostly rejected."""
+    """Proposer for vLLM's `custom_class`: the same draft for every sample, mostly rejected."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_speculative_tokens = DRAFTED

@@ -1,6 +1,6 @@
 """A server whose drafter was fitted to the seedling, and traffic for it.
 
-The engine computes with one thread, so that one core is left, as many are on a machine with a GPU.
+The engine computes on one thread, so that one core is free, as cores are on a machine with a GPU.
 """
 
 import random
@@ -18,7 +18,7 @@ from examples.seedling.arithmetic import draw
 BUILD = Path("build") / "drafter"
 GROUPS, N, MAX_TOKENS = 4, 8, 200
 ROLLOUTS = 3
-"""That are timed together: as long as it takes to try a drafter, and longer."""
+"""Rollouts timed together, which takes longer than the test of a drafter."""
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
 
 
 class Traffic:
-    """Rollouts of fresh prompts, without end."""
+    """Endless rollouts of new prompts."""
 
     def __init__(self, rollouts: AsyncRollouts) -> None:
         self._rollouts, self._rng = rollouts, random.Random(7)
@@ -54,7 +54,7 @@ class Traffic:
             await self._rollouts.rollout(self.prompts(), n=N, max_tokens=MAX_TOKENS)
 
     async def timed(self) -> float:
-        """Seconds of always as many tokens."""
+        """Seconds of a fixed number of tokens."""
         began = time.perf_counter()
         for _ in range(ROLLOUTS):
             await self._rollouts.rollout(

@@ -1,6 +1,6 @@
-"""An engine with a plan of CUDA graphs in a process of its own, whose decode steps are timed.
+"""An engine with a plan of CUDA graphs in its own process, with timed decode steps.
 
-The patch is of a class, so two plans need two processes. They share the GPU and run in turn.
+The patch modifies a class, so two plans need two processes. They share the GPU and run in turn.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """So many samples decode with so many drafts each."""
+    """A decode step's number of samples and drafts per sample."""
 
     samples: int
     drafts: int
@@ -38,7 +38,10 @@ class Captured:
 
 
 class Arm:
-    """Owns its process. A failure there is an EOFError here, below its own traceback."""
+    """Owner of its process.
+
+    A failure there is printed with its traceback and raises EOFError here.
+    """
 
     def __init__(self, model: Path, drafter: Path, limits: CaptureLimits, plan: Plan) -> None:
         context = multiprocessing.get_context("spawn")
@@ -50,7 +53,7 @@ class Arm:
         assert self._here.recv() == "ready"
 
     def seconds(self, request: Request) -> float:
-        """Of one step, on average."""
+        """Mean seconds of a step."""
         self._here.send(request)
         return float(self._here.recv())
 
@@ -109,7 +112,7 @@ def _llm(model: str, drafter: str, limits: CaptureLimits, plan: Plan) -> Any:
 
 
 def schedule(limits: CaptureLimits) -> list[tuple[int, int, int]]:
-    """One that has every length somewhere, for the longest where it may be chosen."""
+    """A draft length schedule that allows the longest length at every number of samples."""
     ranges: list[tuple[int, int, int]] = []
     for samples in range(1, limits.max_sequences + 1):
         drafts = limits.lengths.at(samples)[-1]

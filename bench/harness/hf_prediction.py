@@ -1,7 +1,8 @@
-"""A prompt predicted from anchors, by Hugging Face's forward: what the engine loads, written down
-as plainly as possible, with whole distributions in reach.
+"""Reference of KV prediction from anchors, with Hugging Face's forward.
 
-[L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim; all in float32.
+Mirrors what the engine loads, written for simplicity, and gives access to whole distributions.
+
+Shape [L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim; all in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ SCOPE = Scope("nobody", None)
 
 
 class HfPredictor:
-    """Of one model; its segments are computed alone, once, and so are its anchors."""
+    """Predictor for one model. Each segment and each anchor is prefilled once."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -70,8 +71,10 @@ class HfPredictor:
         *,
         threshold: float,
     ) -> torch.Tensor | None:
-        """Log-probabilities [T, V] where the response's tokens were to come; None: it is computed,
-        for there is too little to predict it from."""
+        """Log-probabilities [T, V] at the response's tokens.
+
+        None if there are too few anchors to predict the prompt, so that it is prefilled.
+        """
         template, prompt = template_of(parts), joined(parts)
         there = [anchor for anchor in anchors if anchor.template.context == template.context]
         found = find_candidates(template, there)
@@ -112,7 +115,7 @@ class HfPredictor:
         return float((ours - theirs)[:, 1].double().norm())
 
     def _taken(self, template: PromptTemplate, index: int, anchor: Anchor) -> torch.Tensor:
-        """From where it stands in an anchor, moved to where it stands here."""
+        """KV of a section in an anchor, shifted to its position here."""
         ours, theirs = template.sections[index], anchor.template.sections[index]
         real = self._of[anchor][0][:, :, :, theirs.start : theirs.start + ours.num_tokens]
         return self._moved(real, ours.start - theirs.start)
@@ -143,7 +146,7 @@ class HfPredictor:
 
 
 def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[Anchor, torch.Tensor]:
-    """[2, T], by anchor; the rest is no offset at all."""
+    """Weights [2, T] by anchor. The remaining weight is that of a zero offset."""
     others = [*bases.values(), torch.zeros_like(base)]
     far = torch.stack([(base - other).pow(2).sum((0, 2, 4)) for other in others])
     near = 1 / far.double().clamp(min=1e-30)

@@ -1,5 +1,7 @@
-"""A prompt put together out of its segments, by Hugging Face's forward: what the engine's chain
-computes, written down as plainly as possible, with whole distributions in reach.
+"""Reference of a spliced prompt, with Hugging Face's forward.
+
+Mirrors what the engine's chain computes, written for simplicity, and gives access to whole
+distributions.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
 
 
 class HfAssembler:
-    """Of one model in float32; its segments are computed alone, once."""
+    """Assembler for one float32 model. Each segment is prefilled alone, once."""
 
     def __init__(self, model: Any, *, block: int = 32) -> None:
         self._model, self._block = model, block
@@ -23,7 +25,7 @@ class HfAssembler:
         self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def dense(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [T, V] where the response's tokens were to come."""
+        """Log-probabilities [T, V] at the response's tokens, with a fully prefilled prompt."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0]
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
@@ -31,7 +33,7 @@ class HfAssembler:
     def assemble(
         self, parts: Sequence[PromptSpan], response: Sequence[int], *, first_tokens: int
     ) -> torch.Tensor:
-        """As `dense`, of the prompt as a chain makes it."""
+        """As `dense`, with the prompt as spliced by a chain."""
         cache = self.cache(parts, first_tokens=first_tokens)
         tokens = torch.tensor([[joined(parts)[-1], *response]])
         with torch.inference_mode():
@@ -39,17 +41,17 @@ class HfAssembler:
         return logits[:-1].log_softmax(-1)
 
     def cache(self, parts: Sequence[PromptSpan], *, first_tokens: int) -> DynamicCache:
-        """Of all of a prompt's tokens but the last, as a chain makes it."""
+        """KV cache of all prompt tokens but the last, as spliced by a chain."""
         runs = token_runs(parts, first_tokens=first_tokens, block=self._block)
         return self._filled(parts, runs)
 
     def computed_cache(self, parts: Sequence[PromptSpan]) -> DynamicCache:
-        """The exact one."""
+        """KV cache of a fully prefilled prompt."""
         return self._filled(parts, [TokenRun(start=0, end=len(joined(parts)))])
 
     def _filled(self, parts: Sequence[PromptSpan], runs: Sequence[TokenRun]) -> DynamicCache:
         prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
-        # What a prompt begins with is a true prefix, and costs most: it is kept as well.
+        # The first segment is an exact prefix and the most expensive one, so it is cached too.
         begun = len(parts[0].token_ids) if len(parts) > 1 else 0
         with torch.inference_mode():
             if begun:
@@ -76,5 +78,5 @@ class HfAssembler:
 
 
 def divergence(exact: torch.Tensor, approximate: torch.Tensor) -> float:
-    """Mean over positions of KL(exact || approximate), in nats."""
+    """Mean of KL(exact || approximate) over positions, in nats."""
     return float((exact.exp() * (exact - approximate)).sum(-1).mean())

@@ -1,4 +1,4 @@
-"""The machine's own ceilings, measured: operations and bytes a second of all cores together."""
+"""Measured peak operations and bytes per second of all cores together."""
 
 import ctypes
 import subprocess
@@ -18,13 +18,13 @@ STEPS, NUM_REPEATS, NUM_FLOATS = 2_000_000, 20, 2**26
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     flops_per_second: float
-    """From registers alone."""
+    """Measured with operands in registers."""
     bytes_per_second: float
-    """Read from memory, by far more than fits into caches."""
+    """Measured by reading memory far larger than the caches."""
 
 
 def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
-    """Of loops compiled for the instruction set that the flags name, on every core."""
+    """Peak of loops compiled with `flags` for an instruction set, on every core."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "peak.so"
         source = Path(__file__).with_name("machine_peak.cpp")
@@ -42,14 +42,14 @@ def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
 
 
 def _best(measure: Callable[[int], float], num_threads: int) -> float:
-    """All at once, each as fast as at its best: what disturbs a run only ever makes it slower."""
+    """Sum of each concurrent thread's best run, since disturbances only slow a run down."""
     together = threading.Barrier(num_threads)
 
     def all_of(thread: int) -> list[float]:
         speeds = []
         for _ in range(NUM_REPEATS):
             together.wait()
-            speeds.append(measure(thread))  # ctypes lets go of the GIL
+            speeds.append(measure(thread))  # ctypes releases the GIL
         return speeds
 
     with ThreadPoolExecutor(num_threads) as threads:
@@ -58,7 +58,7 @@ def _best(measure: Callable[[int], float], num_threads: int) -> float:
 
 
 def best_seconds(run: Callable[[], object], times: int = NUM_REPEATS) -> float:
-    """At its best."""
+    """Fastest of several runs."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

@@ -1,12 +1,13 @@
-"""How far prompts that are put together are from computed ones, on a seedling that was taught to
-hear other agents (examples/seedling/agents.py): whether its answers are still right, and how far
-the distributions diverge that the right answer's tokens come from.
+"""Error of spliced prompts on a seedling trained on other agents' messages.
 
-A way is a function from a prompt's parts to a cache of all of its tokens but the last, and how many
-of them were placed. It is called turn by turn, in the same order every time, so it may learn.
-Answers are drawn greedily and at temperature 1, with the same noise in every way: two ways differ
-by what they do to distributions and not by luck. The chance of the right answer as it is written
-out is what sampling comes to in the long run, but for answers that are right in other words.
+Measures the accuracy of its answers (examples/seedling/agents.py), and the divergence of the
+distributions at the right answer's tokens.
+
+An assembly mode maps a prompt's parts to a cache of all its tokens but the last, and the number of
+spliced tokens. It is called turn by turn, in the same order every time, so it may keep state.
+Answers are generated greedily and at temperature 1, with the same noise in every mode, so that
+modes differ by their distributions and not by noise. The probability of the right answer as written
+is the limit of sampled accuracy, except for right answers in other words.
 """
 
 import random
@@ -44,7 +45,7 @@ PREFILLED = "computed"
 
 @dataclass(slots=True, kw_only=True)
 class TurnScores:
-    """Of turns of one shape, turn by turn; of the answers, which share was right."""
+    """Measurements per turn of one shape; `shares` are fractions of answers that are right."""
 
     tokens: list[int] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
@@ -52,7 +53,7 @@ class TurnScores:
     """Of the prompt's tokens, which were placed."""
     divergences: dict[str, list[float]] = field(default_factory=dict)
     chances: dict[str, list[float]] = field(default_factory=dict)
-    """Of the right answer as it is written out, at temperature 1."""
+    """Probabilities of the right answer as written, at temperature 1."""
     greedy: dict[str, list[float]] = field(default_factory=dict)
     sampled: dict[str, list[float]] = field(default_factory=dict)
 
@@ -65,7 +66,7 @@ class Case:
 
 
 class AgentEvaluation:
-    """A model, and what it is asked."""
+    """A model and the turns it is evaluated on."""
 
     def __init__(self, model: Any, words: Any) -> None:
         self.model, self._words = model, words
@@ -80,7 +81,7 @@ class AgentEvaluation:
         return [self._asked(agents.draw(draw, shape, held_out=True)) for _ in range(num_turns)]
 
     def scores(self, asked: Sequence[Case], ways: Mapping[str, Assembly]) -> TurnScores:
-        """`PREFILLED` is the first of the ways: the others are compared with it."""
+        """Score all modes. `PREFILLED` is the first one, with which the others are compared."""
         scores = TurnScores()
         for number, one in enumerate(asked):
             self._score_turn(one, ways, self._noise(number), scores)
@@ -98,7 +99,7 @@ class AgentEvaluation:
             logs = log_probabilities(self.model, prompted, one.answer)[:-1]
             answers = [self._answer(prompted, *drawn) for drawn in zip(noise, drafts, strict=True)]
             if exact is None:
-                # With the same noise the other ways' answers are mostly the same ones.
+                # With the same noise most answers of the other modes are equal.
                 exact, drafts = logs, answers
                 scores.surprises.append(_surprise(logs, one.answer))
             rewards = [self._reward(one.question, answer) for answer in answers]
@@ -119,7 +120,7 @@ class AgentEvaluation:
         return question.reward(text) if answer[-1] == self._words.eos_token_id else 0.0
 
     def _noise(self, number: int) -> torch.Tensor:
-        """[1 + SAMPLES, T, V]: none, and Gumbel's."""
+        """[1 + SAMPLES, T, V]: zeros, then Gumbel noise."""
         chance = torch.Generator().manual_seed(number)
         shape = (SAMPLES, MAX_TOKENS, self.model.config.vocab_size)
         gumbel = -torch.empty(shape).exponential_(generator=chance).log()
@@ -143,7 +144,7 @@ class AgentEvaluation:
 
 
 def evaluate_agents(folder: str, first_tokens: Sequence[int], block: int) -> list[TurnScores]:
-    """Of turns of every shape, in all ways."""
+    """Scores of turns of every shape, in all modes."""
     hearing = AgentEvaluation.of(folder)
     return [
         hearing.scores(
@@ -154,7 +155,7 @@ def evaluate_agents(folder: str, first_tokens: Sequence[int], block: int) -> lis
 
 
 def assembly_modes(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Assembly]:
-    """For one shape's turns, whose segments are kept."""
+    """Assembly modes for one shape's turns, whose segments are cached."""
     kept = HfAssembler(model, block=block)
 
     def computed(parts: Sequence[PromptSpan]) -> AssembledPrompt:

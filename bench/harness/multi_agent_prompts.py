@@ -1,4 +1,4 @@
-"""Agents who hear each other: what stands in their prompts, drawn at random."""
+"""Random prompts of agents that receive each other's messages."""
 
 import random
 
@@ -12,7 +12,7 @@ def num_prompt_tokens(said: int) -> int:
 
 
 class MultiAgentPrompts:
-    """What all agents say in all rounds, drawn anew for every arm."""
+    """Messages of all agents in all rounds, drawn anew for every arm."""
 
     def __init__(self, seed: str, said: int, vocab_size: int) -> None:
         self._draw = random.Random(seed)
@@ -21,7 +21,7 @@ class MultiAgentPrompts:
         self._question = PromptSegment(token_ids=self._text(QUESTION), reuse="question")
 
     def prompts(self) -> list[list[PromptSegment]]:
-        """A round's, agent by agent."""
+        """Prompts of one round, by agent."""
         said = [
             PromptSegment(token_ids=self._text(self._said), reuse=f"agent-{i}")
             for i in range(NUM_AGENTS)

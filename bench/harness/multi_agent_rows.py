@@ -1,4 +1,4 @@
-"""What was found of agents who hear each other, as lines of a benchmark's table."""
+"""Table rows of the multi-agent results."""
 
 import random
 import statistics
@@ -15,14 +15,14 @@ LARGEST_CHANGE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Of accuracy, in points, with a 95 % interval."""
+    """Change of accuracy in percentage points, with a 95 % interval."""
 
     mean: float
     low: float
     high: float
 
     def verdict(self, goal: float) -> str:
-        """For a goal of no more than so many points either way."""
+        """Verdict on a goal of at most `goal` points in either direction."""
         if max(-self.low, self.high) <= goal:
             return "met"
         if self.low > goal or self.high < -goal:
@@ -31,9 +31,9 @@ class Change:
 
 
 def change(computed: Sequence[float], placed: Sequence[float]) -> Change:
-    """A bootstrap over turns, each of which was answered in both ways."""
+    """Bootstrap over turns, each answered in both modes."""
     points = [100 * (b - a) for a, b in zip(computed, placed, strict=True)]
-    # A fixed seed: the same answers give the same interval.
+    # Fixed seed, so that the same answers give the same interval.
     chance = random.Random(0)
     means = sorted(
         statistics.fmean(chance.choices(points, k=len(points))) for _ in range(RESAMPLES)

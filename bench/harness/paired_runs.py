@@ -1,7 +1,7 @@
-"""Two arms measured in turn, A B A B, and what their ratio is worth.
+"""Two arms measured alternately, A B A B, and the interval of their ratio.
 
-A machine's speed drifts, so only neighbours are compared. The interval is a bootstrap over the
-pairs: where it crosses a goal, the goal is neither met nor missed.
+A machine's speed drifts, so only adjacent runs are compared. The interval is a bootstrap over
+pairs. If it contains a goal, the goal is neither met nor missed.
 """
 
 import random
@@ -14,14 +14,14 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Of arm A to arm B: the median over pairs, with a 95 % interval."""
+    """Ratio of arm A to arm B: the median over pairs, with a 95 % interval."""
 
     median: float
     low: float
     high: float
 
     def verdict(self, goal: float) -> str:
-        """For a goal of at least so much."""
+        """Verdict on a goal of at least `goal`."""
         if self.low >= goal:
             return "met"
         if self.high < goal:
@@ -31,14 +31,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The same quantity from both arms, pair by pair."""
+    """Measurements of both arms, pair by pair."""
 
     a: list[float]
     b: list[float]
 
     def ratio(self) -> Ratio:
         ratios = [one / other for one, other in zip(self.a, self.b, strict=True)]
-        # A fixed seed: the same measurements give the same interval.
+        # Fixed seed, so that the same measurements give the same interval.
         chance = random.Random(0)
         medians = sorted(
             statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
@@ -50,7 +50,7 @@ class Pairs:
 async def alternate(
     arms: Sequence[Callable[[], Awaitable[None]]], *, rounds: int, warm_up: int = 1
 ) -> None:
-    """Each arm records for itself; every second round runs backwards: none is always first."""
+    """Run the arms in turn. Every second round is reversed, so that no arm is always first."""
     for number in range(warm_up + rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
             await arm()

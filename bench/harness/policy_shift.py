@@ -1,10 +1,10 @@
-"""A policy update that a drafter has not seen coming: the seedling, in another notation.
+"""A policy update that the drafter was not trained on: the seedling in another notation.
 
     python -m bench.harness.policy_shift --out build/drafter/other
 
-Rows of the embedding, which is the head too, are exchanged: digits for other digits, and signs of
-a response for bytes that it never used. The seedling is as sure of itself as before and says as
-much; what follows what, in tokens, is another language.
+Rows of the embedding, which is tied to the head, are permuted: digits with other digits, and signs
+of a response with unused bytes. Entropy and lengths of the seedling's responses do not change, but
+their token sequences do.
 """
 
 import argparse
@@ -18,11 +18,14 @@ from transformers import AutoTokenizer
 SEEDLING = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 EMBEDDING = "model.embed_tokens.weight"
 EXCHANGED_BYTES = ("0123456789=:", "0729153846~;")
-"""Zero stays, or numbers would begin with it. Of these prompts have digits alone."""
+"""Permuted bytes.
+
+Zero is fixed, so that no number starts with it. Prompts contain only the digits.
+"""
 
 
 def permuted_rows(tokens: int) -> torch.Tensor:
-    """Whose row each token has from now on."""
+    """The embedding row of each token after the permutation."""
     words = AutoTokenizer.from_pretrained(SEEDLING)
     whose = torch.arange(tokens)
     for old, new in zip(*EXCHANGED_BYTES, strict=True):

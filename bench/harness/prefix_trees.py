@@ -1,4 +1,4 @@
-"""Steps whose rows share prefixes evenly: the plan, and where in a paged cache everything lies."""
+"""Steps whose rows share prefixes in a regular tree: sharing plan and paged cache layout."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,16 +12,16 @@ from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """`levels` from the root: how many nodes under each one above, and the tokens of each."""
+    """`levels` from the root: the number of children per node above, and the tokens of each."""
 
     levels: tuple[tuple[int, int], ...]
     rows_per_leaf: int
     suffix: int
-    """Tokens of each row alone."""
+    """Unshared tokens per row."""
 
     @property
     def widths(self) -> list[int]:
-        """The nodes of each level."""
+        """Number of nodes per level."""
         return list(accumulate((width for width, _ in self.levels), lambda a, b: a * b))
 
     @property
@@ -30,7 +30,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The tokens that a row shares."""
+        """Shared tokens per row."""
         return sum(tokens for _, tokens in self.levels)
 
     @property
@@ -39,13 +39,13 @@ class Tree:
 
     @property
     def ratio(self) -> float:
-        """Tokens that rows see, to tokens that there are: what reading each once can save."""
+        """Tokens that rows attend to, over distinct tokens: the bound of what sharing can save."""
         pairs = zip(self.widths, self.levels, strict=True)
         unique = sum(width * tokens for width, (_, tokens) in pairs) + self.num_rows * self.suffix
         return self.num_rows * self.length / unique
 
     def laid_out(self, block: int, generator: torch.Generator) -> tuple[SharingPlan, Tensor]:
-        """The plan and the block table [rows, width] of blocks that lie anywhere."""
+        """The plan and the block table [rows, width], with randomly placed blocks."""
         runs = [
             (width, tokens // block, tokens)
             for width, (_, tokens) in zip(self.widths, self.levels, strict=True)

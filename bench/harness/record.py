@@ -1,4 +1,4 @@
-"""A benchmark's result as a JSON file beside it: what was run, where, when, and what came out."""
+"""Benchmark results as JSON files: the benchmark, its machine, the date and the results."""
 
 import json
 import os
@@ -15,7 +15,7 @@ RECORDS = Path(__file__).parents[1] / "records"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a benchmark's table. `goal` and `verdict` where something was promised."""
+    """One row of a benchmark's table. `goal` and `verdict` are set where there is a target."""
 
     what: str
     value: str
@@ -25,9 +25,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """`claim` is what the benchmark is there to test, in one sentence.
+    """A benchmark's result. `claim` is the tested claim in one sentence.
 
-    `bench` is its file, where that is not the name.
+    `bench` is the benchmark's file, if it differs from `name`.
     """
 
     name: str

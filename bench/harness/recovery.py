@@ -1,4 +1,4 @@
-"""How a drafter's acceptance falls and comes back: a curve, and docs/drafter.png."""
+"""Curve of a drafter's acceptance before and after a policy update, plotted in docs/drafter.png."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,9 @@ RECOVERED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of a window: seconds since the update, and the share of `drafts` that began right."""
+    """A time window: seconds since the update, and the share of drafts whose first token is
+    accepted.
+    """
 
     seconds: float
     acceptance: float
@@ -29,7 +31,10 @@ class Point:
 
     @property
     def is_after(self) -> bool:
-        """A window has the time of its end: the last one before the update ends just then."""
+        """True after the update.
+
+        A window's time is its end, so the last window before it ends at zero.
+        """
         return self.seconds > 1.0
 
 
@@ -43,7 +48,7 @@ class Curve:
 
     @property
     def after(self) -> float:
-        """Of the first two windows, before anything can have been learned and tried."""
+        """Acceptance of the first two windows, before any trained drafter can be tested."""
         return _mean([p for p in self.points if p.is_after][:2])
 
     @property
@@ -52,7 +57,8 @@ class Curve:
 
     @property
     def recovered_seconds(self) -> float | None:
-        """From here on it stays above the goal's share of what it was, for two windows."""
+        """Time from which acceptance is at least RECOVERED_SHARE of its old value for two windows.
+        """
         wanted = RECOVERED_SHARE * self.before
         pairs = zip(self.points, self.points[1:], strict=False)
         return next(
@@ -66,7 +72,7 @@ class Curve:
 
 
 def _mean(points: list[Point]) -> float:
-    """A draft counts as much as another."""
+    """Mean acceptance, weighted by the number of drafts."""
     return sum(p.acceptance * p.drafts for p in points) / max(sum(p.drafts for p in points), 1)
 
 

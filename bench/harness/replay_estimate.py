@@ -1,4 +1,4 @@
-"""What a replay foretells of an arm, at what steps were measured to cost."""
+"""Replay-based estimates of an arm's decode time, from measured step costs."""
 
 import statistics
 from collections import defaultdict
@@ -18,7 +18,7 @@ LEAST = 2
 
 
 def cells(runs: Sequence[dict[str, Any]]) -> list[Step]:
-    """Medians of the steps of so many rows and tokens, of all arms."""
+    """Median step times by number of rows and tokens, over all arms."""
     found = defaultdict(list)
     for run in runs:
         for rows, context, verified, _, seconds in run["decoded"]:
@@ -41,7 +41,7 @@ def foretold(
     texts: Sequence[Sequence[Sequence[int]]],
     steps: Sequence[Step],
 ) -> list[float] | None:
-    """Seconds of each round's decode steps; None of an arm that is not ours."""
+    """Predicted seconds of each round's decode steps. None for arms that are not ours."""
     if name in ("ngram", "suffix") or name.endswith(GNU):
         return None
     replayer = Replay(

@@ -1,4 +1,4 @@
-"""The trainer's side of a benchmark, in a process of its own: a rollout for each number it reads.
+"""Client process of a benchmark: runs one rollout for each number it reads from stdin.
 
     python -m bench.harness.rollout_process URL
 
@@ -17,13 +17,13 @@ GROUPS, SAMPLES, TOKENS, PROMPT_TOKENS = 32, 8, 128, 64
 
 
 class RolloutProcess:
-    """The process as the benchmark sees it."""
+    """The benchmark's handle of the client process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def run(self, number: int) -> tuple[float, int]:
-        """Seconds and bytes of one rollout, measured where the answer arrives."""
+        """Seconds and response bytes of one rollout, measured in the client."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{number}\n".encode())
         await self._process.stdin.drain()
@@ -46,7 +46,7 @@ async def rollout_process(url: str) -> AsyncIterator[RolloutProcess]:
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Every run has its own: nothing is found in the cache of an earlier one."""
+    """Prompts unique to each run, so that nothing is found in the prefix cache."""
     tail = [12] * (PROMPT_TOKENS - 2)
     return [[5 + (number + i) % 64, 5 + (number // 64) % 64, *tail] for i in range(GROUPS)]
 

@@ -1,10 +1,10 @@
-"""One arm of the speculation benchmark: an engine in a process of its own, told what to run.
+"""One arm of the speculation benchmark: an engine in its own process.
 
     python -m bench.harness.speculation_arm ARM MODEL CACHE
 
-Each line of its input names a workload in JSON, and the texts that its samples are to say, if any;
-it answers with a line of what came of it. Nothing computes between two lines, so arms lie side by
-side and take turns. Its environment is that of the server's EngineCore.
+Each input line is JSON with a workload and, optionally, the texts that its samples must generate.
+The output is one line per workload with its results. The process is idle between two lines, so arms
+run concurrently and in turn. Its environment is that of the server's EngineCore.
 """
 
 import json
@@ -37,14 +37,14 @@ NGRAM = {
     "prompt_lookup_max": 4,
 }
 GNU = "-gnu"
-"""At the end of an arm's name: computed with GNU's OpenMP instead of Intel's."""
+"""Suffix of an arm's name: runs with GNU's OpenMP instead of Intel's."""
 END = 1
-"""The seedling's token that ends a response."""
+"""The seedling's end-of-response token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`ignore_eos`: every sample has `max_tokens`, so that all run to the end."""
+    """A workload. `ignore_eos`: every sample has exactly `max_tokens` tokens."""
 
     seed: int
     temperature: float
@@ -56,9 +56,12 @@ class Workload:
 
 @dataclass(slots=True)
 class RunResult:
-    """`decoded`: of each step that computed no prompt its rows, their context, the tokens that it
-    computed and those that came, and seconds. `texts` of all samples, in the order of their
-    prompts; `surprise`: nats of all their tokens."""
+    """Results of one workload.
+
+    `decoded` holds, for each step without prefill, its rows, their context, the tokens computed and
+    emitted, and seconds. `texts` are all samples in the order of their prompts; `surprise` is the
+    total negative log-likelihood of their tokens in nats.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
@@ -70,8 +73,11 @@ class RunResult:
 
 
 class Arm:
-    """`off`, `ours`, `ngram` or `suffix`, GNU behind it or not. vLLM is the same in all of them,
-    its own attention included. `ours` can be cut to a length or be told what is right (`run`)."""
+    """`off`, `ours`, `ngram` or `suffix`, optionally with the suffix GNU.
+
+    vLLM is identical in all of them, including its own attention. `ours` can be limited to a fixed
+    draft length or use the oracle (`run`).
+    """
 
     def __init__(self, name: str, model: Path, cache: Path) -> None:
         from vllm import LLM
@@ -133,7 +139,7 @@ class Arm:
         proposer.end_profile()
 
     def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> RunResult:
-        """With `texts` the samples say these."""
+        """Run a workload. With `texts`, the samples generate these."""
         from engine.speculation.request_slots import GROUP_ARG
 
         came, ids = RunResult(), []
@@ -154,7 +160,10 @@ class Arm:
         return came
 
     def _switch_to(self, name: str) -> None:
-        """Each has a store and a memory of its own: all of them say the same."""
+        """Switch to a variant.
+
+        Each has its own draft store and controller, since all generate the same texts.
+        """
         if name in ("off", "ngram", "suffix"):
             return
         drafter = self._runner.drafter
@@ -223,7 +232,7 @@ class Arm:
 
 
 def prompts(work: Workload) -> list[list[int]]:
-    """Problems that the model was not trained on; each run has its own."""
+    """Held-out problems, unique to each run."""
     from transformers import AutoTokenizer
 
     from examples.seedling import arithmetic

@@ -1,4 +1,4 @@
-"""Rounds of the speculation benchmark as a record keeps them, and what its table says of them."""
+"""Rounds of the speculation benchmark in a record, and the rows of its table."""
 
 import json
 import statistics
@@ -13,14 +13,17 @@ from bench.harness.speculation_arm import GNU, ROWS
 from engine.speculation.cost import Step
 
 BUCKETS = (1, 8, 32, ROWS)
-"""Running samples, up to so many."""
+"""Upper bounds of buckets of running samples."""
 MIN_SPEED, MIN_SHARE_OF_ORACLE, MIN_SHARE_OF_REPLAY, MIN_SPEEDUP = 0.97, 0.85, 0.97, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """Of one arm's run. By bucket of its decode steps: their number, rows, context, seconds and
-    tokens. `foretold`: what a replay makes of their seconds."""
+    """Result of one arm's run.
+
+    `buckets` holds, by bucket of decode steps, their number, rows, context, seconds and tokens.
+    `foretold` is the replay's prediction of their seconds.
+    """
 
     seconds: float
     tokens: int
@@ -33,7 +36,7 @@ class ArmResult:
         return sum(of[what] for bucket, of in self.buckets.items() if int(bucket) <= most)
 
     def rate(self, most: int = ROWS) -> float:
-        """Tokens a second of decode steps with so many rows or fewer; 0 if there were none."""
+        """Tokens per second of decode steps with at most `most` rows; 0 if there were none."""
         return self.total(TOKENS, most) / max(self.total(SECONDS, most), 1e-9)
 
 
@@ -52,7 +55,10 @@ def summarize_run(run: dict[str, Any], foretold: float | None) -> ArmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """`steps`: medians of what the steps of its part took, with the part's last round."""
+    """A round of all arms.
+
+    `steps`: median step times of its part, stored with the part's last round.
+    """
 
     seed: int
     surprise: float
@@ -64,7 +70,10 @@ class Round:
 
     @classmethod
     def added(cls, record: Path, new: Sequence["Round"]) -> list["Round"]:
-        """To what the record has. A round that is there with the same arms was measured again."""
+        """The record's rounds plus new ones.
+
+        A new round replaces one with the same seed and arms.
+        """
         again = {(one.seed, tuple(sorted(one.arms))) for one in new}
         known = json.loads(record.read_text())["raw"].get("rounds", []) if record.exists() else []
         old = [
@@ -98,7 +107,7 @@ def described(name: str, rounds: Sequence[Round]) -> Row:
 def speedup(
     rounds: Sequence[Round], other: str, goal: float | None = None, one: str = "ours"
 ) -> Row:
-    """Tokens a second of one over the other, of the whole and of its tail."""
+    """Throughput of one arm over the other, in total and in the tail."""
     pairs = shared(rounds, other, one)
     ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
     tails = [(a.rate(8), b.rate(8)) for a, b in pairs]
@@ -122,7 +131,7 @@ def shared(
 
 
 def replayed(rounds: Sequence[Round]) -> Row:
-    """How much faster ours is than without, over how much faster the replay says it is."""
+    """Measured speedup of `ours` over `off`, relative to the replay's predicted speedup."""
     found, said = [], []
     for ours, off in shared(rounds, "off"):
         assert ours.foretold and off.foretold
@@ -139,7 +148,7 @@ def replayed(rounds: Sequence[Round]) -> Row:
 
 
 def guard_rows(rounds: Sequence[Round]) -> list[Row]:
-    """The goal is the interval's lower end's."""
+    """Rows of the guard. The goal applies to the lower end of the interval."""
     both = shared(rounds, "off")
     low = Pairs(a=[a.rate() for a, _ in both], b=[b.rate() for _, b in both]).ratio().low
     row = replace(

@@ -1,10 +1,10 @@
-"""How far a prompt that is put together is from the one that is computed, on the seedling.
+"""Error of spliced prompts against prefilled ones, on the seedling.
 
-The Kullback-Leibler divergence of the distributions of the response's tokens, teacher-forced, over
-how many tokens of each segment are computed, and over the prompt's length: an own text, three
-peers' as segments, each of one solved problem or more, and a problem to solve. The seedling has
-learnt from single problems, so the longer a prompt is the less it knows what to make of it, which
-the computed prompt's own surprise at the right answer tells.
+The KL divergence of the distributions at the response's tokens, teacher-forced, over the number of
+recomputed tokens per segment, and over the prompt's length. A prompt is an own text, three peers'
+texts as segments, each of one or more solved problems, and a problem to solve. The seedling was
+trained on single problems, so longer prompts are less familiar, as the surprise of the prefilled
+prompt at the right answer shows.
 """
 
 import random
@@ -27,8 +27,11 @@ PROBLEMS_A_TEXT = (1, 2, 4)
 
 @dataclass(slots=True, kw_only=True)
 class Distance:
-    """Of prompts of one length: `divergences` prompt by prompt, and which share of their tokens was
-    placed, by how many first tokens of a segment were computed."""
+    """Results for prompts of one length.
+
+    `shares` is the spliced fraction of their tokens and `divergences` the divergence per prompt, by
+    number of recomputed first tokens per segment.
+    """
 
     num_tokens: float
     surprise: float
@@ -71,7 +74,7 @@ def _distance(
 
 
 def _asked(words: Any, draw: random.Random, num_problems: int) -> Case:
-    """The first text is the agent's own."""
+    """A case. The first text is the agent's own."""
     texts = [
         "".join("".join(_problem(draw)) for _ in range(num_problems)) for _ in range(NUM_TEXTS)
     ]

@@ -1,9 +1,9 @@
-"""Samples that say what they are told to: the texts that an earlier run drew.
+"""Teacher forcing: samples generate the texts that an earlier run sampled.
 
-Lossless drafts never change the law of a text, so a text that was drawn without any is a fair draw
-of what comes with any drafter. An engine computes, verifies and samples as always; then each of its
-samples gets the tokens of its text, as many as were drafted rightly and one more. So all arms have
-the same work, sample by sample, and differ in their steps alone.
+Lossless speculation does not change the output distribution, so a text sampled without drafts is a
+valid sample for any drafter. An engine computes, verifies and samples as usual. Then each sample
+gets the tokens of its text: the correctly drafted ones and one more. So all arms do the same work,
+sample by sample, and differ only in their steps.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kernels.draft_index.interface import Int32Array
 
 
 class TeacherForced:
-    """Around the `_sample` of one runner. `texts`: of requests by id; the others are left alone."""
+    """Wrapper of a runner's `_sample`. `texts` by request id; other requests are unaffected."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._sample = runner, runner._sample
@@ -27,7 +27,7 @@ class TeacherForced:
         runner._sample = self.sample
 
     def left(self) -> list[list[int]]:
-        """Of each row, what it has yet to say."""
+        """Remaining text of each row."""
         batch = self._runner.input_batch
         ids = batch.req_ids
         said = batch.num_tokens_no_spec[: len(ids)] - batch.num_prompt_tokens[: len(ids)]
@@ -54,7 +54,7 @@ class TeacherForced:
 
 
 class Fixed(Controller):
-    """Every draft is cut to one length, whatever it is worth."""
+    """Controller that cuts every draft to a fixed length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Fixed(Controller):
 
 
 class OraclePolicy(Controller):
-    """The oracle: of each draft exactly what is right is sent, so none is rejected."""
+    """Oracle controller: sends exactly the correct part of each draft, so nothing is rejected."""
 
     def __init__(self, forced: TeacherForced) -> None:
         super().__init__()

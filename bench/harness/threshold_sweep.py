@@ -1,10 +1,9 @@
-"""How far prompts that are predicted from anchors are from computed ones, on the seedling, and how
-many are predicted, over the threshold.
+"""Error of prompts predicted from anchors, and the fraction predicted, over the threshold.
 
-Agents whose own text stays and who hear three others say something else in every round; each
-problem is one of its own. As in the service, what is not predicted is computed and an anchor then.
-Each threshold predicts other prompts, so what it costs is told over all of them too, with nothing
-for those that were computed.
+On the seedling. Agents keep their own text and receive three other messages, different in every
+round; each problem is unique. As in the service, a prompt that cannot be predicted is prefilled and
+becomes an anchor. Each threshold predicts different prompts, so the error is also given over all
+prompts, with zero for prefilled ones.
 """
 
 import random
@@ -27,13 +26,16 @@ from service.kv_reuse.layout import PromptSpan, joined
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
 FEWEST = 10
-"""Predicted prompts whose mean may meet a goal or miss it."""
+"""Minimum number of predicted prompts for a verdict on their mean."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """As the service counts them: a segment that is not `known` yet is computed alone, whatever
-    becomes of its prompt. None is found by prefix caching."""
+    """Token counts as in the service.
+
+    A segment that is not `known` yet is prefilled alone, whether or not its prompt is predicted.
+    Prefix caching is not counted.
+    """
 
     reused: int = 0
     computed: int = 0
@@ -49,8 +51,11 @@ class Tokens:
 
 @dataclass(slots=True, kw_only=True)
 class Predictions:
-    """By threshold: the divergences, in nats a token, of what was predicted of `num_prompts`, and
-    which share of all tokens was not computed, where segments alone count."""
+    """Results by threshold.
+
+    `divergences` are those of predicted prompts, in nats per token; `num_prompts` counts all
+    prompts. `reused` is the fraction of tokens not prefilled, counting only segments.
+    """
 
     num_prompts: int
     num_tokens: float
@@ -70,7 +75,7 @@ class Round:
 
 
 def predictions(num_problems: int) -> Predictions:
-    """With so many solved problems in each text."""
+    """Predictions with `num_problems` solved problems per text."""
     model: Any = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).eval()
     words, draw = AutoTokenizer.from_pretrained(SEEDLING), random.Random(11)
     agents = [_rounds(model, words, draw, num_problems) for _ in range(NUM_AGENTS)]

@@ -1,4 +1,4 @@
-"""What a step of a replay costs: as stated, or as steps of an engine were measured."""
+"""Cost models of a replay's steps: linear, or measured on an engine."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds of a step: `fixed`, and so many more for each token that it computes."""
+    """Seconds of a step: a `fixed` cost plus a cost per `token`."""
 
     fixed: float
     token: float
@@ -28,7 +28,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """As an engine's steps were measured."""
+    """Step cost as measured on an engine."""
 
     cost: StepCostModel
 
@@ -38,7 +38,7 @@ class MeasuredCost:
 
 
 def measured_steps(record: Path) -> list[Step]:
-    """What steps took in the last part of a recorded run of `bench.speculation`."""
+    """Measured steps of the last part of a `bench.speculation` record."""
     rounds = json.loads(record.read_text())["raw"]["rounds"] if record.exists() else []
     parts = [[Step(**step) for step in one["steps"]] for one in rounds if one["steps"]]
     return parts[-1] if parts else []

@@ -1,4 +1,4 @@
-"""Whoever may draft in a replay: the draft store, vLLM's n-grams, and Arctic's suffix decoding."""
+"""Drafters for a replay: the draft store, vLLM's n-grams and Arctic's suffix decoding."""
 
 import sys
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class Drafter(Protocol):
     def begin(self, group: bytes, prompt: Sequence[int]) -> int: ...
 
     def end(self, slot: int, came: Sequence[int]) -> None:
-        """With the last tokens that came."""
+        """End a response, given its last tokens."""
 
     def age(self) -> None: ...
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
     ) -> DraftBatch:
-        """Each row has got its tokens; drafts of at most `max_draft_tokens`."""
+        """Add each row's new tokens and return drafts of at most `max_draft_tokens`."""
 
 
 class StoreDrafter:
@@ -66,8 +66,10 @@ class StoreDrafter:
 
 @dataclass(slots=True)
 class NgramDrafter:
-    """As vLLM 0.32's `ngram` with prompt lookup 2 to 4: what followed the earliest place with the
-    longest match in the request's own tokens."""
+    """vLLM 0.32's `ngram` with prompt lookup 2 to 4.
+
+    The draft follows the earliest occurrence of the longest match in the request's own tokens.
+    """
 
     shortest: int = 2
     longest_match: int = 4
@@ -81,7 +83,7 @@ class NgramDrafter:
         self.texts[slot] = []
 
     def age(self) -> None:
-        """It remembers nothing that could age."""
+        """No-op: it keeps no text between requests."""
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
@@ -101,7 +103,7 @@ class NgramDrafter:
 
 
 class SuffixDrafter:
-    """As vLLM 0.32 uses it, with its defaults but for what is given."""
+    """Suffix decoding as used by vLLM 0.32, with its defaults for all other parameters."""
 
     DEPTH = 24
 
@@ -128,7 +130,7 @@ class SuffixDrafter:
         self._cache.stop_request(slot)
 
     def age(self) -> None:
-        """It knows no versions."""
+        """No-op: it does not distinguish weights versions."""
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
@@ -142,7 +144,7 @@ class SuffixDrafter:
         )
 
     def _draft(self, slot: int, tokens: Sequence[int], max_draft_tokens: int) -> list[int]:
-        """As vLLM calls it, each request in turn: update, then speculate."""
+        """Update, then speculate, as vLLM does for each request in turn."""
         text = self._texts[slot]
         if tokens:
             text += tokens
@@ -158,7 +160,7 @@ class SuffixDrafter:
 
 
 def drafted(drafts: Sequence[Sequence[int]], max_draft_tokens: int) -> DraftBatch:
-    """Of a drafter that says no more than tokens."""
+    """A DraftBatch for a drafter that provides only tokens."""
     found = DraftBatch.empty(len(drafts), max_draft_tokens)
     for row, draft in enumerate(drafts):
         found.lengths[row] = len(draft)

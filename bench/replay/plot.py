@@ -1,4 +1,4 @@
-"""Draws how far the probabilities of drafts were right: docs/drafts.png.
+"""Plots the calibration of drafts' acceptance probabilities: docs/drafts.png.
 
 python -m bench.replay.plot
 """

@@ -1,9 +1,9 @@
-"""Makes the traces: the seedling's rollouts over some epochs, its weights going on to learn.
+"""Records the traces: the seedling's rollouts over several epochs of training.
 
     python -m bench.replay.record_traces --out bench/replay/traces
 
-Between two epochs the weights take ten small training steps towards writing solutions out, which
-is what reinforcement learning makes of them too. vLLM runs in this process, without speculation.
+Between two epochs the weights take ten small training steps towards writing solutions out, as
+reinforcement learning does too. vLLM runs in this process, without speculation.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LEARNING = ("--steps", "10", "--learning-rate", "2e-3", "--at-once-share", "0.05
 
 
 def prompts() -> list[str]:
-    """Held-out problems of several terms: those of one or two leave little to save."""
+    """Held-out problems of several terms, since short ones leave little to save."""
     rng = random.Random(SEED)
     drawn = (draw(rng, held_out=True) for _ in range(10_000))
     return [p.prompt for p in drawn if len(p.terms) >= MIN_TERMS][:NUM_PROMPTS]
@@ -43,7 +43,7 @@ def policies(folder: Path) -> Iterator[Path]:
 
 
 def sampled(model: Path, texts: Sequence[str]) -> dict[float, tuple[tuple[Group, ...], float]]:
-    """By temperature: the groups, and the entropy of their text."""
+    """Groups and the entropy of their text, by temperature."""
     from vllm import LLM
 
     llm = LLM(

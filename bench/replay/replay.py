@@ -1,8 +1,8 @@
-"""A trace once more, step by step, with drafts: what an engine would have done with them.
+"""Step-by-step replay of a trace with drafts, as an engine would run it.
 
-All running requests step together, each as far as its own accepted tokens bring it, so a sibling
-has said in the replay what it would have said by then. A request's first token comes from its
-prompt, without a draft; when one ends the next takes its place.
+All running requests step together, each advancing by its own accepted tokens, so a sibling's text
+has the length it would have at that time. A request's first token comes from its prefill, without a
+draft. When a request ends, the next one starts.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ from kernels.draft_index.interface import DraftBatch, Int32Array
 
 
 class Controller(Protocol):
-    """As the engine's own, which may take its place."""
+    """Interface of the engine's controller, which can be used in its place."""
 
     def should_draft(self, running: int) -> bool: ...
 
     def lengths(self, drafted: DraftBatch, *, running: int, context: int) -> Int32Array:
-        """How much of each draft is sent."""
+        """The number of tokens of each draft to send."""
 
     def record_acceptance(
         self, drafted: DraftBatch, sent: NDArray[np.int64], right: NDArray[np.int64]
@@ -34,25 +34,25 @@ class Controller(Protocol):
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """What the last step really cost."""
+        """Record the actual cost of the last step."""
 
 
 class StatelessPolicy:
-    """Nothing can change its mind."""
+    """A controller that ignores measurements."""
 
     def should_draft(self, running: int) -> bool:
         return True
 
     def record_acceptance(self, *_: object) -> None:
-        """It has no trust to lose."""
+        """No-op."""
 
     def record_step(self, **_: float) -> None:
-        """It asks for no costs."""
+        """No-op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed(StatelessPolicy):
-    """At most so many tokens of every draft."""
+    """Sends a fixed number of tokens of every draft."""
 
     length: int
 
@@ -63,7 +63,7 @@ class Fixed(StatelessPolicy):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdPolicy(StatelessPolicy):
-    """A draft as far as it is at least so likely to be accepted up to there."""
+    """Sends a draft while its cumulative acceptance probability is at least `threshold`."""
 
     threshold: float
 
@@ -75,25 +75,25 @@ class ThresholdPolicy(StatelessPolicy):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Of decode steps only."""
+    """Counts of decode steps."""
 
     steps: int = 0
     passes: int = 0
-    """Rows of all steps: how often some request was verified"""
+    """Sum of the rows of all steps: the number of verifications of a request."""
     emitted: int = 0
     sent: int = 0
     seconds: float = 0.0
     by_group: dict[bytes, list[int]] = field(default_factory=dict)
-    """Its passes and its tokens"""
+    """Passes and tokens of each group."""
 
     @property
     def accepted_length(self) -> float:
-        """Tokens a pass, the one that is no draft included."""
+        """Tokens per pass, including the sampled one."""
         return self.emitted / max(self.passes, 1)
 
     @property
     def acceptance(self) -> float:
-        """Of the drafted tokens that were sent."""
+        """Accepted fraction of the sent draft tokens."""
         return (self.emitted - self.passes) / max(self.sent, 1)
 
     @property
@@ -122,11 +122,11 @@ class Replay:
     max_draft_tokens: int = 16
     costs: Costs = field(default_factory=lambda: LinearCost(fixed=1.0, token=0.0))
     is_oracle: bool = False
-    """The oracle: of each draft exactly what will be accepted is sent."""
+    """Use the oracle: send exactly the part of each draft that will be accepted."""
     result: ReplayResult = field(default_factory=ReplayResult)
 
     def epoch(self, number: int, groups: Iterable[Group]) -> None:
-        """Every response to every prompt, in the order in which they were asked for."""
+        """Replay every response to every prompt, in the order of requests."""
         waiting = deque(
             Request(b"%d/%d" % (number, index), group.prompt, response)
             for index, group in enumerate(groups)
@@ -175,8 +175,10 @@ class Replay:
         return came
 
     def _sent(self, running: Sequence[Request], drafts: DraftBatch, context: int) -> "Sent":
-        """Of each draft how much is sent, and is right. What comes after a draft says of one token
-        more whether it was."""
+        """Number of sent and of correct tokens of each draft.
+
+        The token after a rejected draft shows that its next token was wrong.
+        """
         if not self.controller.should_draft(len(running)):
             return Sent([0] * len(running), [0] * len(running))
         sent = self.controller.lengths(drafts, running=len(running), context=context)
@@ -194,7 +196,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """By row."""
+    """Lengths by row."""
 
     lengths: list[int]
     right: list[int]

@@ -1,7 +1,7 @@
-"""Rollouts that were made without speculation, as token ids: what a replay goes through again.
+"""Traces: token ids of rollouts that were sampled without speculation, for replays.
 
-A lossless drafter changes how many steps a text takes, never its law, so a text that was sampled
-without drafts is as good a draw of what speculation would have produced as any.
+A lossless drafter changes the number of steps of a text, never its distribution. So a text sampled
+without drafts is a valid sample of what speculation would have generated.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Trace:
     model: str
     temperature: float
     epochs: tuple[tuple[Group, ...], ...]
-    """The same prompts in each, answered by weights that have learnt in between"""
+    """The same prompts in each epoch, with responses of progressively trained weights."""
     entropies: tuple[float, ...]
-    """Of each epoch's text: nats a token, as the mean of minus its logprobs"""
+    """Entropy of each epoch's text in nats per token, as the mean negative logprob."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,11 +1,11 @@
-"""Records the steps of an engine as a trace to plan CUDA graphs for, with what a plan makes of it.
+"""Records an engine's steps as a trace for planning CUDA graphs, and shows a plan for it.
 
     python -m bench.traces.record
 
-Groups on the shipped model, whose drafter is the model itself and whose draft lengths are vLLM's
-dynamic schedule. Its own answers have eight tokens, so lengths are drawn from a law with a long
-tail, as those of reasoning models have: many samples at first, few for long.
-Nothing is timed, so nothing is written but the trace.
+The workload is groups on the shipped model, which is its own drafter, with vLLM's dynamic schedule
+of draft lengths. Its own answers have eight tokens, so lengths are drawn from a long-tailed
+distribution, as those of reasoning models are: many samples at first, few for long. Nothing is
+timed, so only the trace is written.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What bench.trainer_step measures: cells of a grid, and ways to take a step in each."""
+"""Measurements of bench.trainer_step: the grid's cells and the arms of a step."""

@@ -1,4 +1,4 @@
-"""The ways to take one optimiser step on a group. Each leaves its gradient, then takes the step."""
+"""Arms of an optimiser step on a group. Each leaves its gradient, then takes the step."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from coppice.train.rows import token_logprobs
 
 
 class Arms:
-    """One model and one group, which every way shares; the learning rate is zero."""
+    """All arms share one model and one group. The learning rate is zero."""
 
     def __init__(
         self, cell: Cell, device: torch.device, clock: Callable[[], float] = time.perf_counter
@@ -43,7 +43,7 @@ class Arms:
         self.loss: LossFunction = partial(grpo_loss, advantages=advantages, weights=weights)
 
     def seconds(self, backward: Callable[[], None]) -> tuple[float, float]:
-        """Of the gradient, and of the optimiser."""
+        """Seconds of the gradient and of the optimiser."""
         self.optimizer.zero_grad()
         began = self._now()
         backward()
@@ -52,7 +52,7 @@ class Arms:
         return middle - began, self._now() - middle
 
     def _now(self) -> float:
-        """With everything done that was asked of a GPU."""
+        """The clock, after synchronising a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.clock()
@@ -63,7 +63,7 @@ class Arms:
         grouped_backward(self.model, self.group, self.loss, schedule=schedule, prompt_kv=prompt_kv)
 
     def single(self) -> None:
-        """Of one response the least is kept at a time."""
+        """Processes one response at a time, which keeps the fewest activations."""
         grouped_backward(self.model, self.group, self.loss, schedule="recomputed", pass_tokens=1)
 
     def public(self) -> None:
@@ -72,7 +72,7 @@ class Arms:
         self.model.config._attn_implementation = "sdpa"
 
     def naive_rows(self, count: int) -> None:
-        """One micro-batch of so many repeated rows, with logits where they count."""
+        """One micro-batch of `count` repeated rows, with logits only where they count."""
         some = slice(0, count)
         responses_NR = torch.stack(self.group.responses[some])
         prompts_NP = self.group.prompt.expand(count, -1)
@@ -96,7 +96,7 @@ class Arms:
         group_logprobs(self.model, self.group, prompt_kv)
 
     def gradient(self, backward: Callable[[], None]) -> Tensor:
-        """All of it, in one row."""
+        """The full gradient as one flat vector."""
         self.optimizer.zero_grad()
         backward()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

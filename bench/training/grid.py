@@ -1,4 +1,4 @@
-"""The grid: a group's shape, the model's dtype and the size of its vocabulary."""
+"""Grid of the benchmark: group shape, model dtype and vocabulary size."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,12 +9,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from coppice.train import TrainingGroup
 
 SHAPES = ("1000/100x8", "4096/64x8", "512/512x8", "128/1024x8", "4096/64x16")
-# Castform's blog of 2026-05-11 publishes these ratios for a step of Qwen3.5-4B on a GPU.
+# Ratios that Castform's blog of 2026-05-11 reports for a step of Qwen3.5-4B on a GPU.
 GPU_SHAPES = {"16384/64x8": 7.5, "8192/4096x8": 1.7}
 DTYPES = ("float32", "bfloat16")
 VOCABULARIES = (512, 32768)
 
-# Naive seconds over ours, at least.
+# Minimum ratio of naive seconds to ours.
 GOALS = {
     "float32": {"1000/100x8": 4.7, "4096/64x8": 7.5, "512/512x8": 1.65, "128/1024x8": 1.05},
     "bfloat16": {"1000/100x8": 4.5, "4096/64x8": 7.2, "512/512x8": 1.55, "128/1024x8": 1.03},
@@ -23,7 +23,10 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Written as 1000/100x8,float32,512: prompt and response tokens, samples, dtype, vocabulary."""
+    """A cell of the grid, written as 1000/100x8,float32,512.
+
+    These are prompt and response tokens, samples, dtype and vocabulary.
+    """
 
     prompt_tokens: int
     response_tokens: int
@@ -53,7 +56,7 @@ class Cell:
 
     @property
     def goal(self) -> float | None:
-        """Goals were set for the small vocabulary, where logits are next to nothing."""
+        """Goals apply to the small vocabulary, where the cost of logits is negligible."""
         return GOALS[self.dtype].get(self.shape) if self.vocabulary == VOCABULARIES[0] else None
 
     @property
@@ -61,7 +64,7 @@ class Cell:
         return GPU_SHAPES.get(self.shape)
 
     def model(self) -> Qwen3ForCausalLM:
-        """25M parameters beside the embedding, which is the output head too."""
+        """A model with 25M parameters besides the embedding, which is tied to the output head."""
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=self.vocabulary,

@@ -1,9 +1,9 @@
-"""The public way to compute a prompt once: PrefixGrouper of PyPI (arXiv 2506.05433).
+"""Baseline that computes a prompt once: PrefixGrouper from PyPI (arXiv 2506.05433).
 
-The whole group is one row, whose attention is cut into that of the prompt and that of the responses
-over a copy of the prompt's keys and values each. Its own attention function is FlashAttention's
-package, so this hands it torch's, at its best: causal without a mask for the prompt, and a mask of
-booleans for the responses, which are all of one length here.
+The whole group is one row. Its attention is split into that of the prompt and that of the responses
+over a copy of the prompt's KV each. PrefixGrouper's own attention function uses the FlashAttention
+package. This adapter passes it torch's attention in its fastest form: causal without a mask for the
+prompt, and a boolean mask for the responses, which all have the same length here.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ NAME = "prefix_grouper"
 
 
 class GroupedInputs:
-    """A group's tokens as PrefixGrouper wants them."""
+    """A group's tokens in PrefixGrouper's format."""
 
     def __init__(self, group: TrainingGroup, device: torch.device) -> None:
         prompt, responses = group.prompt[None].to(device), torch.stack(group.responses).to(device)
@@ -38,7 +38,7 @@ class GroupedInputs:
         self.visible_RS = torch.ones(R, P + R, dtype=torch.bool, device=device).tril(P)
 
     def logprobs(self, model: Any) -> RowLogprobs:
-        """With the head applied where a response's token is predicted, and nowhere else."""
+        """Logprobs, with the head applied only where a response's token is predicted."""
         hidden = model.model(
             input_ids=self.input_ids,
             position_ids=self.position_ids,

@@ -1,10 +1,10 @@
-"""The measuring process. Prints one JSON object for each cell.
+"""Measuring process of bench.trainer_step. Prints one JSON object per cell.
 
     python -m bench.training.worker MACHINE time|handle ROUNDS CELL...
     python -m bench.training.worker MACHINE peak ARM CELL
 
-MACHINE is idle (two threads, and the clock on the wall), shared (one thread, and its processor
-time, which the work of others hardly lengthens) or gpu.
+MACHINE is idle (two threads, wall-clock time), shared (one thread and its processor time, which
+other work hardly affects) or gpu.
 """
 
 import json
@@ -22,16 +22,16 @@ from bench.training.grid import Cell
 from coppice.train import Schedule
 
 THREADS = {"idle": 2, "shared": 1, "gpu": 2}
-# Rows computed side by side, as far as they are short enough for it to pay.
+# Rows per micro-batch to try; larger batches pay only for short rows.
 MICRO_BATCHES = (1, 2)
 LONGEST_MICRO_BATCH_TOKENS = 5000
 GPU_MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
-    """Seconds of a step, round by round; every second round runs backwards.
+    """Seconds of a step per round. Every second round is reversed.
 
-    Naive rows are of one length and cost the same, so one micro-batch is timed and multiplied.
+    Naive rows have the same length and cost, so one micro-batch is timed and multiplied.
     """
     error = _distance(arms)
     micro_batch = _fastest_micro_batch(arms)
@@ -46,7 +46,7 @@ def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
 
 
 def time_prompt_kv(arms: Arms, rounds: int) -> dict[str, object]:
-    """What given prompt KV changes: in the update, and in a pass without a gradient."""
+    """Times with and without given prompt KV: of an update, and of a pass without a gradient."""
     prompt_kv = arms.prompt_kv()
     steps: dict[str, tuple[Callable[[], None], int]] = {
         "update": (arms.ours, 1),
@@ -60,9 +60,9 @@ def time_prompt_kv(arms: Arms, rounds: int) -> dict[str, object]:
 
 
 def peak_of(arms: Arms, arm: str) -> dict[str, object]:
-    """MiB over the model and its gradients; the optimiser, the same for all, is left out."""
+    """Peak MiB over the model and its gradients. The optimiser, the same for all, is excluded."""
     for parameter in arms.model.parameters():
-        # Not zeros_like, whose pages come into being when they are written to.
+        # Not zeros_like, whose pages are allocated lazily on the first write.
         parameter.grad = torch.empty_like(parameter).zero_()
     given = arms.prompt_kv() if arm == "given" else None
     ways: dict[str, Callable[[], None]] = {
@@ -76,7 +76,7 @@ def peak_of(arms: Arms, arm: str) -> dict[str, object]:
 
 
 def _one_by_one(arms: Arms) -> None:
-    """Two repeated rows: the second meets what the first has left, as in a whole step."""
+    """Two repeated rows: the second runs with the gradients of the first, as in a whole step."""
     for _ in range(2):
         arms.naive_rows(1)
 
@@ -126,7 +126,7 @@ def _fastest_micro_batch(arms: Arms) -> int:
 
 
 def _distance(arms: Arms) -> float:
-    """Relative L2 distance of the public way's gradient from ours; also the warm-up of both."""
+    """Relative L2 distance of PrefixGrouper's gradient from ours. Also the warm-up of both."""
     ours, public = arms.gradient(arms.ours), arms.gradient(arms.public)
     return float((public - ours).norm() / ours.norm())
 

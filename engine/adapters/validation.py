@@ -90,9 +90,7 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
 
 
 def _check_pattern(name: str, pattern: object) -> None:
-    """Require plain module names, because vLLM matches the keys as regular expressions during a
-    step.
-    """
+    """Require plain module names. vLLM matches the keys as regular expressions during a step."""
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(f"{CONFIG_FILE}: the keys of {name} must be names of modules")
 

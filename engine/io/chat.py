@@ -187,8 +187,7 @@ def _check_arguments(messages: list[Any]) -> None:
 
 
 def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """The same request without validation, which need not be repeated for each of many responses.
-    """
+    """The same request without validation, since it was validated when the prompt was encoded."""
     tools = [ChatCompletionToolsParam.model_validate(tool) for tool in chat_request.tools]
     return ChatCompletionRequest.model_construct(
         messages=list(chat_request.messages),

@@ -77,9 +77,7 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
 
 
 def _undeclared(template: str) -> set[str]:
-    """Undeclared variables of a template, found as in vLLM, with the Jinja extensions of
-    transformers.
-    """
+    """Undeclared variables of a template, found as in vLLM, with transformers' Jinja extensions."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[AssistantTracker, jinja2.ext.loopcontrols]
     )

@@ -135,8 +135,7 @@ def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
 
 
 def top_k_entropies(flat: Any) -> list[float]:
-    """Entropy per position of the renormalised top k, which follow the sampled token in each entry.
-    """
+    """Entropy per position of the renormalised top k, which follow the sampled token."""
     if flat is None:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)

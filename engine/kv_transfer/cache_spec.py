@@ -1,7 +1,6 @@
-"""Which caches can be exported, decided from what vLLM has allocated; the same in every process.
+"""Layout of the KV cache, and whether it can be exported. All processes derive the same result.
 
-Only plain attention over one table of blocks: what is not proven to be that is refused with a
-reason, never exported as something it is not.
+Only plain attention over one block table is supported. Any other cache is refused with a reason.
 """
 
 from collections.abc import Sequence
@@ -17,12 +16,16 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnsupportedCache(Exception):
-    """This model's prompts cannot be exported; the message says why."""
+    """The model's prompt KV cannot be exported; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """`group` is the table of blocks; `layers` are names in layer order; heads are all ranks'."""
+    """Layout of an exportable cache.
+
+    `group` is the index of the KV cache group, `layers` are names in layer order, `num_kv_heads`
+    counts the heads of all ranks.
+    """
 
     group: int
     layers: tuple[str, ...]
@@ -37,7 +40,7 @@ class CacheLayout:
         return values * self.dtype.itemsize
 
     def heads_to_write(self, rank: int) -> range:
-        """What a rank writes. Where heads are replicated, the first rank of them does."""
+        """Heads that a rank exports. Replicated heads are exported by their first rank."""
         held = self.local_heads(rank)
         return held if rank % self._replicas == 0 else held[:0]
 
@@ -51,13 +54,16 @@ class CacheLayout:
         return max(1, self.num_ranks // self.num_kv_heads)
 
     def kernel_blocks(self, block_ids: Sequence[int], kernel_block: int) -> list[int]:
-        """Some GPU kernels want smaller blocks than the scheduler's: those lie side by side."""
+        """Block ids of the kernel.
+
+        Some GPU kernels split the scheduler's blocks into smaller, adjacent ones.
+        """
         split = self.block_size // kernel_block
         return [block * split + part for block in block_ids for part in range(split)]
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """UnsupportedCache if there is none."""
+    """The layout of the cache. Raises UnsupportedCache if it is not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         if getattr(parallel, f"{name}_parallel_size") > 1:
@@ -83,7 +89,7 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
 
 
 def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[str, ...]]:
-    """Every layer of the model once, in one group. Layers of a draft model may lie beside them."""
+    """The group and the layer names, each layer once. Layers of a draft model are skipped."""
     found: dict[int, tuple[int, str]] = {}
     for group, members in enumerate(kv_cache_config.kv_cache_groups):
         for name in members.layer_names:
@@ -107,7 +113,7 @@ def _spec(spec: Any, layer: str) -> Any:
 
 
 def _check_plain_attention(name: str, spec: Any, dtype: torch.dtype) -> None:
-    """Not a subclass: those are the special ones."""
+    """Require exactly FullAttentionSpec, because its subclasses are special cases."""
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedCache(f"{name} has a {type(spec).__name__}")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:

@@ -1,8 +1,8 @@
-"""The KV connector that vLLM loads by this module's path, once in EngineCore and once a worker.
+"""KV connector that vLLM loads by module path, once in EngineCore and once per worker.
 
-It only hands what vLLM calls to the two sides, guarded. It holds no block back: a prompt is
-exported or not, and the arena's words say which. What is loaded is there before the step's forward;
-blocks that could not be filled are reported, and vLLM computes them.
+It forwards vLLM's calls to the scheduler and worker sides, guarded. It never delays the release of
+blocks: a prompt is exported or not, and the status in the arena says which. KV is loaded before the
+step's forward pass. Blocks that could not be filled are reported, and vLLM prefills them.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,10 @@ _NO_MATCH: Final[tuple[int | None, bool]] = (0, False)
 
 
 class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """`unsupported_reason` says why this model's prompts cannot be exported; then it does
-    nothing."""
+    """Connector that exports and loads prompt KV.
+
+    If `unsupported_reason` is set, the model's prompts cannot be exported, and it does nothing.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -42,7 +44,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         if isinstance(layout_or_error, str):
             self.unsupported_reason = layout_or_error
-        # vLLM computes what was not loaded again, but only where there is one group.
+        # vLLM prefills blocks that failed to load only if there is one KV cache group.
         self.has_one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
         self.loads = LoadPlanner(self.layout)
         self.planner = ExportPlanner(self.layout, on_exported=self.loads.on_exported)
@@ -55,7 +57,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What a preempted request wrote so far it computes again."""
+        """False: a preempted request prefills its prompt again."""
         return False
 
     # The scheduler's side
@@ -72,7 +74,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.loads.match(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """Not guarded: a claim that nobody fills would be sampled from."""
+        """Not guarded: if matched tokens were not loaded, vLLM would sample from empty blocks."""
         self.loads.on_allocated(request, blocks, num_external)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
@@ -97,8 +99,9 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _NOT_DELAYED
 
     def reset_cache(self) -> None:
-        """Called where every cached prefix is forgotten: between two versions. Not guarded: it
-        cannot fail, and what it forgets would otherwise be loaded under other weights.
+        """Called whenever the prefix cache is reset, between two weights versions.
+
+        Not guarded: it cannot fail, and KV of the old weights must not be loaded under new ones.
         """
         self.loads.start_epoch()
         self.planner.start_epoch()
@@ -113,13 +116,13 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loader.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before the forward, in every step that has a load."""
+        """Called before the forward pass of every step with a load."""
         if self.loader is not None and self.has_connector_metadata():
             for job in self._get_connector_metadata().loads:
                 self.loader.load(job)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers were loaded at once."""
+        """No-op: all layers are loaded at once."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self.loader is None else self.loader.take_failed_blocks()
@@ -127,10 +130,10 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """All layers are copied at once, when the prompt is complete."""
+        """No-op: all layers are copied at once when the prompt is complete."""
 
     def wait_for_save(self) -> None:
-        """After the forward, and before any block of it can be handed out again."""
+        """Called after the forward pass, before any of its blocks can be reallocated."""
         if self.writer is None or self.loader is None or not self.has_connector_metadata():
             return
         done = self.writer.refuse if self.loader.take_step_failed() else self.writer.export

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector tells the workers' side in a step."""
+"""Per-step metadata that the connector's scheduler side sends to the worker side."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,10 @@ from engine.kv_types import ExportStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """Tokens whose blocks are complete after this step's forward; `status` is what to say of
-    them."""
+    """An export of blocks that are complete after this step's forward pass.
+
+    `status` is the status to write if the export succeeds.
+    """
 
     target_slot: ExportSlotParams
     block_ids: tuple[int, ...]
@@ -20,8 +22,10 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
-    """Pieces that follow one another, and fill blocks from the first token of the first on, before
-    the forward."""
+    """Consecutive spans to load into blocks before the forward pass.
+
+    The first block holds the first token of the first span.
+    """
 
     pieces: tuple[LoadPieceParams, ...]
     block_ids: tuple[int, ...]

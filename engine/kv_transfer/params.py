@@ -1,6 +1,4 @@
-"""Where an export goes, and what is loaded from where, on their way from a sample to EngineCore:
-plain values in its parameters.
-"""
+"""Serialised exports and loads: plain values in a sample's parameters, sent to EngineCore."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ LOAD_PARAM: Final = "coppice_load"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlotParams:
-    """An ExportSlot as plain values, which a sample's parameters can carry to EngineCore."""
+    """An ExportSlot as plain values for a sample's parameters."""
 
     arena: str
     offset: int
@@ -30,7 +28,7 @@ class ExportSlotParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedKvParams:
-    """An Observed as plain values."""
+    """An ObservedKv as plain values."""
 
     real: ExportSlotParams
     token_offset: int
@@ -62,7 +60,7 @@ class ObservedKvParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPieceParams:
-    """A LoadPiece as plain values: the source's place, and what is taken of it."""
+    """A LoadPiece as plain values."""
 
     source: ExportSlotParams
     token_offset: int
@@ -73,16 +71,16 @@ class LoadPieceParams:
 
     @property
     def end(self) -> int:
-        """One past its last token, in the prompt."""
+        """Position in the prompt after its last token."""
         return self.start + self.num_tokens
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Of all that it is made from."""
+        """Names of all exports that it is made from."""
         return (self.source.name, *(name for seen in self.observations for name in seen.names))
 
     def suffix_from(self, position: int) -> Self:
-        """What of it stands in the prompt from there on."""
+        """The part from this position of the prompt on."""
         num_skipped = position - self.start
         return replace(
             self,
@@ -93,7 +91,7 @@ class LoadPieceParams:
         )
 
     def prefix_until(self, position: int) -> Self:
-        """What of it stands in the prompt up to there."""
+        """The part before this position of the prompt."""
         return replace(self, num_tokens=position - self.start)
 
     @classmethod
@@ -106,7 +104,7 @@ class LoadPieceParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoadParams:
-    """A Load as plain values."""
+    """A KvLoad as plain values."""
 
     chain: str
     num_requests: int
@@ -127,7 +125,7 @@ class KvLoadParams:
 
 
 def to_params(slot: ExportSlot | None, load: KvLoad | None = None) -> dict[str, Any]:
-    """The parameters of a sample that the two `from_params` read."""
+    """The sample parameters that the two `from_params` parse."""
     from_params: dict[str, Any] = {}
     if slot is not None:
         from_params[EXPORT_PARAM] = _slot_to_dict(slot)

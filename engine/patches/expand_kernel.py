@@ -18,8 +18,7 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write `values[i]` for each token of request i, or `replace_to` where it equals
-    `replace_from`.
+    """Write `values[i]` for each token of request i, replacing `replace_from` by `replace_to`.
 
     Names and order of the arguments are those of the Triton kernel.
     """

@@ -90,8 +90,7 @@ def expand_slice(
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Matrix product with an adapter's matrix [out, in], which may have a leading dimension of one.
-    """
+    """Product with an adapter's matrix [out, in], which may have a leading dimension of one."""
     return torch.nn.functional.linear(rows.to(dtype), weights.flatten(0, -2).to(dtype))
 
 

@@ -102,8 +102,7 @@ def _tied_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(tied: Iterable[Any]) -> None:
-    """Repack tied heads: on CPU they use a packed copy of the weight, which is stale after a load.
-    """
+    """Repack tied heads. On CPU they use a packed copy of the weight, stale after a load."""
     for module in tied:
         if hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

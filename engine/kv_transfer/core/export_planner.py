@@ -1,9 +1,9 @@
-"""In EngineCore: which prompts are complete after a step, and whether one version computed them.
+"""Export planning in EngineCore: prompts that are complete after a step, and their weights version.
 
-A prompt is exported in the step that computes the last of its tokens asked for, so no block has to
-outlive its request. It belongs to one epoch, the time between two activations, or it is mixed: a
-request begins anew whenever it is scheduled for the first time or again after a preemption, and
-finds no block of an earlier epoch then.
+A prompt is exported in the step that prefills the last token to export, so no block has to outlive
+its request. Its KV belongs to one epoch, the time between two activations, or is mixed. A request
+starts over when it is scheduled for the first time or after a preemption, and then matches no block
+of an earlier epoch.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ class Tracked:
 
 
 class ExportPlanner:
-    """Owns what is still to be exported. Called from EngineCore's loop only.
+    """Owner of pending exports. Called from EngineCore's loop only.
 
-    `on_exported` hears the name of whatever one version has computed, if it has one.
+    `on_exported` receives the names of exports computed under one weights version.
     """
 
     def __init__(self, layout: CacheLayout | None, *, on_exported: Callable[[str], None]) -> None:
@@ -44,14 +44,14 @@ class ExportPlanner:
             self._tracked[request.request_id] = Tracked(target_slot)
 
     def forget(self, request_id: str) -> None:
-        """It has ended: a word that is not written by now never will be."""
+        """Stop tracking a finished request. A status that is not written by now never will be."""
         self._tracked.pop(request_id, None)
 
     def start_epoch(self) -> None:
         self._epoch += 1
 
     def plan(self, output: Any) -> tuple[ExportJob, ...]:
-        """The jobs of the step that `output` describes."""
+        """Export jobs of the step that `output` describes."""
         return tuple(self._plan_jobs(output)) if self._tracked else ()
 
     def _plan_jobs(self, output: Any) -> Iterator[ExportJob]:
@@ -83,7 +83,7 @@ class ExportPlanner:
 
 
 def _scheduled_requests(output: Any) -> Iterator[tuple[str, int, bool]]:
-    """Request, tokens computed before this step, and whether it begins now (anew)."""
+    """Request id, tokens computed before this step, and whether the request starts (again) now."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, True
     cached = output.scheduled_cached_reqs

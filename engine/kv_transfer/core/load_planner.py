@@ -1,14 +1,14 @@
-"""In EngineCore: what of a prompt is loaded instead of computed.
+"""Load planning in EngineCore: the spans of a prompt that are loaded instead of prefilled.
 
-Pieces are loaded where everything before them is cached, and only from what was written under the
-weights that serve now: names are remembered when their export is ordered, and forgotten with the
-weights. vLLM is told how many tokens come from outside, allocates their blocks, and they are filled
-in the same step, before the forward. What is not claimed is computed, and right.
+A span is loaded if everything before it is cached, and only from exports written under the current
+weights version: names are recorded when their export is scheduled, and cleared when the weights
+change. vLLM receives the number of external tokens, allocates their blocks, and the workers fill
+them in the same step, before the forward pass. All other tokens are prefilled.
 
-The requests of a chain share a step: what one computes lies in the blocks that the next one finds,
-and every layer writes its keys and values before it attends. So none is scheduled before all have
-come, which takes as long as the way from the service does; a request whose chain is not whole by
-then goes on, and computes what it does not find.
+The requests of a chain run in one step. Each finds the blocks that the previous one computes in
+that step, because every layer writes its KV before attending. So none is scheduled before all have
+arrived from the service. If the chain is still incomplete after MAX_WAIT_SECONDS, its requests
+proceed and prefill what they do not find.
 """
 
 import time
@@ -27,7 +27,10 @@ MAX_WAIT_SECONDS: Final = 0.05
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A request that loads; its first `num_public_blocks` blocks are everybody's."""
+    """A request with KV to load.
+
+    Its first `num_public_blocks` blocks are shared with other requests.
+    """
 
     request: Any
     pieces: KvLoadParams
@@ -36,7 +39,7 @@ class PendingLoad:
 
 @dataclass(slots=True)
 class IncompleteChain:
-    """A chain that is not whole yet: who came first, how many are to come, and until when."""
+    """A chain with missing requests: its first request, the number missing, and the deadline."""
 
     first: str
     missing: int
@@ -44,8 +47,10 @@ class IncompleteChain:
 
 
 class LoadPlanner:
-    """Owns which exports can be loaded, and the loads of the step that is being scheduled. Called
-    from EngineCore's loop only."""
+    """Owner of the loadable exports and of the loads of the step being scheduled.
+
+    Called from EngineCore's loop only.
+    """
 
     def __init__(
         self, layout: CacheLayout | None, *, clock: Callable[[], float] = time.monotonic
@@ -63,7 +68,7 @@ class LoadPlanner:
         return len(self._pending) + len(self._incomplete) + len(self._matched)
 
     def add(self, request: Any) -> None:
-        """Nothing is ever loaded for a request whose blocks others would find."""
+        """Track a request with KV to load, and make its blocks private to its chain."""
         asked = KvLoadParams.from_params(request.kv_transfer_params)
         if asked is None or self._layout is None:
             return
@@ -86,7 +91,10 @@ class LoadPlanner:
             self._incomplete.pop(asked.pieces.chain, None)
 
     def on_exported(self, name: str) -> None:
-        """What was written or loaded longest ago is forgotten first, and computed again then."""
+        """Record an export as loadable.
+
+        The least recently used one is dropped when there are too many.
+        """
         self._names.pop(name, None)
         self._names[name] = None
         while len(self._names) > MAX_NAMES:
@@ -96,8 +104,10 @@ class LoadPlanner:
         self._names.clear()
 
     def match(self, request: Any, num_computed: int) -> int | None:
-        """How many tokens after those that are cached come from outside; None: not to be scheduled
-        yet. Called as often as vLLM likes; at least one token has to be left to compute."""
+        """The number of loadable tokens after the cached ones, or None if the request must wait.
+
+        vLLM may call it repeatedly. At least one token must be left to prefill.
+        """
         self._matched.pop(request.request_id, None)
         asked = self._pending.get(request.request_id)
         if asked is None:
@@ -113,7 +123,7 @@ class LoadPlanner:
         return matched[-1].end - num_computed
 
     def on_allocated(self, request: Any, blocks: Any, num_external: int) -> None:
-        """vLLM has taken the claim, and the step that it schedules has to fill the blocks."""
+        """Schedule the load of matched tokens after vLLM has allocated their blocks."""
         if not num_external:
             return
         assert self._layout is not None, "only supported caches are loaded"
@@ -122,13 +132,16 @@ class LoadPlanner:
         self._jobs.append(self._job(matched, blocks.get_block_ids()[self._layout.group]))
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
-        """The loads of the step; the next one begins."""
+        """Return and clear the loads of the step."""
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
     def _must_wait(self, request_id: str, chain: str) -> bool:
-        """Time is up for all of them in one step, from the first on: none overtakes those that it
-        stands on."""
+        """Return true while the chain is incomplete and its deadline has not passed.
+
+        The first request checks the deadline for the whole chain, so that no request overtakes
+        those that it depends on.
+        """
         incomplete = self._incomplete.get(chain)
         if incomplete is None:
             return False
@@ -138,8 +151,11 @@ class LoadPlanner:
         return False
 
     def _privatize_chain(self, chain: str, num_computed: int) -> None:
-        """What is loaded is the chain's own, also where it is exact: of all that do not run, so
-        that one finds what another has loaded."""
+        """Make blocks private to the chain from this position on, since they will be loaded.
+
+        This applies to all waiting requests of the chain, even to exact KV, so that one finds the
+        blocks that another has loaded.
+        """
         assert self._layout is not None, "only supported caches are loaded"
         num_public_blocks = num_computed // self._layout.block_size
         for asked in self._pending.values():
@@ -151,7 +167,7 @@ class LoadPlanner:
     def _loadable(
         self, pieces: Sequence[LoadPieceParams], position: int, num_tokens: int
     ) -> Iterator[LoadPieceParams]:
-        """Those that follow one another from there on, if a block begins there."""
+        """Consecutive loadable spans from this position on, if it is a block boundary."""
         assert self._layout is not None, "only supported caches are loaded"
         if position % self._layout.block_size:
             return

@@ -1,8 +1,8 @@
-"""Which blocks of a prompt are found by its own chain alone.
+"""Block hashes that only the requests of one chain match.
 
-vLLM finds a block by a hash of its tokens, its salt and all before it. What is computed behind
-placed tokens is not what those tokens would make it, so its hash has to say so. And a load may fail
-after vLLM has given its blocks their names, so nothing that is loaded has a name that others know.
+vLLM finds a block by a hash of its tokens, its salt and all blocks before it. KV computed after
+spliced spans differs from the exact KV of the same tokens, so its hash must differ. A load may also
+fail after vLLM has assigned hashes to its blocks, so loaded blocks must not match other requests.
 """
 
 import functools
@@ -14,10 +14,10 @@ Hasher = Callable[[Any], list[bytes]]
 
 
 def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
-    """Of a request that does not run: its blocks from `num_public_blocks` on are the chain's, which
-    those
-    from where an earlier call said are already. No token is read again: vLLM named the prompt's
-    blocks when it made the request, each after the last, and the chain's names are made of those.
+    """Make the blocks of a waiting request from `num_public_blocks` on private to the chain.
+
+    A later call may only lower `num_public_blocks`. No token is hashed again: the private hashes
+    are derived from the hashes that vLLM computed when it created the request.
     """
     hasher, num_plain = request._block_hasher, len(request.block_hashes)
     if isinstance(hasher, functools.partial) and hasher.func is _block_hashes:

@@ -1,7 +1,7 @@
-"""A worker's view of the service's arena: nothing is written but within the file as it is now.
+"""A worker's mapping of the service's arena, with bounds checks against the file's current size.
 
-A store to a page that the file does not have is a SIGBUS, which no guard catches and every sample
-dies of. So the file's size, and that all of it is allocated, are looked up before every copy.
+A store to a page beyond the file raises SIGBUS, which no guard catches and which kills every
+sample. So before every copy the file's size and full allocation are checked.
 """
 
 import mmap
@@ -18,11 +18,11 @@ STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
 
 
 class ArenaError(Exception):
-    """The place lies outside the file, or the file is not what an arena is."""
+    """The region is outside the file, or the file is not a valid arena."""
 
 
 class MappedArena:
-    """Owns a mapping of the file until `close`; views must be gone by then."""
+    """Owner of a mapping of the file until `close`. Views must be released before."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -36,12 +36,15 @@ class MappedArena:
             raise ArenaError(f"the arena cannot be mapped: {error}") from error
 
     def region(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """uint8 on the CPU, over the file itself. ArenaRefused rather than a byte too many."""
+        """A uint8 CPU tensor over the file itself. Raises ArenaError if it exceeds the file."""
         self._check(offset, num_bytes, ALIGNMENT)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def write_status(self, offset: int, status: ExportStatus) -> None:
-        """By a system call, which can fail but not crash, and comes after every store before it."""
+        """Write a status by a system call, which can fail but not crash.
+
+        It is visible only after all earlier stores.
+        """
         self._check(offset, STATUS_BYTES, STATUS_BYTES)
         os.pwrite(self._file, status.to_bytes(STATUS_BYTES, "little"), offset)
 

@@ -1,8 +1,9 @@
-"""In a worker: what a piece's tokens are, as they are to be written into the cache.
+"""Assembly of a span's KV in a worker, before it is written to the cache.
 
-A piece whose keys only move is taken as it lies in the arena. What is predicted, and what shares a
-block with another piece, is put together first, so much at a time that it stays small. Weights are
-of all heads, so that every rank weighs alike; the rest is of this rank's.
+A span whose keys are only shifted is read directly from the arena. Predicted spans and spans that
+share a block are assembled first, in parts small enough to limit memory. Prediction weights are
+computed from all heads, so that every rank uses the same ones; everything else covers this rank's
+heads.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,23 +18,23 @@ from kernels.kv_predict.predict import Observation, predict, shift_keys_of_layer
 from kernels.rope_shift.rope_params import RotaryParams
 
 MAX_PREDICTED_TOKENS: Final = 256
-"""Predicted at a time, so that little is held beside the cache."""
+"""Tokens predicted at a time, to limit memory."""
 
 
 class SpanAssembler:
-    """Reads exports, writes nothing."""
+    """Reader of exports and assembler of spans."""
 
     def __init__(self, layout: CacheLayout, exports: Exports, heads: range) -> None:
         self._layout, self._exports = layout, exports
         self._heads = slice(heads.start, heads.stop)
 
     def place(self, piece: LoadPieceParams) -> torch.Tensor:
-        """[L, 2, H, T, D], unmoved, over the arena itself."""
+        """[L, 2, H, T, D], with unshifted keys, over the arena itself."""
         whole = self._exports.tokens(piece.source, piece.token_offset, piece.num_tokens)
         return whole[:, :, self._heads]
 
     def assemble(self, run: Sequence[LoadPieceParams], rotary: RotaryParams | None) -> torch.Tensor:
-        """[L, 2, H, T, D] of all tokens of the run, moved to where they stand."""
+        """[L, 2, H, T, D] of all tokens of the run, with keys shifted to their positions."""
         start, layout = run[0].start, self._layout
         num_heads = self._heads.stop - self._heads.start
         shape = (len(layout.layers), 2, num_heads, run[-1].end - start, layout.head_dim)
@@ -74,7 +75,10 @@ class SpanAssembler:
 def _weights(
     piece: LoadPieceParams, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """[A, 2, T] of the A that were observed. All of a piece's have a base, or none."""
+    """Weights [A, 2, T] of A observations.
+
+    Either all or none of a span's observations have a base.
+    """
     there = [base for base in bases if base is not None]
     if there:
         assert len(there) == len(bases), "some have a base"
@@ -85,9 +89,12 @@ def _weights(
 
 
 def group_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[list[LoadPieceParams]]:
-    """Pieces one after the other, each run from where a block begins: those that share a block are
-    written together, and what is predicted in parts. A run of several is as short as such a part;
-    what is as long as it likes is alone, and read where it lies."""
+    """Consecutive spans as runs that start at a block boundary.
+
+    Spans that share a block are written together, and predicted spans are split into parts. A run
+    of several spans is no longer than such a part. A longer run is a single span, read directly
+    from the arena.
+    """
     run: list[LoadPieceParams] = []
     for part in _split_runs(pieces, block):
         if run and part.start % block == 0:
@@ -109,7 +116,7 @@ def _split_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[LoadP
 
 
 def _split_at(piece: LoadPieceParams, cuts: Iterable[int]) -> Iterator[LoadPieceParams]:
-    """Where something of it is on both sides."""
+    """Split a span at the positions inside it."""
     for cut in cuts:
         if piece.start < cut < piece.end:
             yield piece.prefix_until(cut)

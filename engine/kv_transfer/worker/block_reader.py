@@ -1,8 +1,8 @@
-"""How blocks become bytes in the arena: at once on a CPU, behind the next steps on a GPU.
+"""Copies from cache blocks to the arena: synchronous on CPU, asynchronous on GPU.
 
-`copy` raises, or `on_done` is called exactly once, with None or with what went wrong, when the
-bytes have been written or never will be. No block is read any more once `copy` has returned and
-whatever it put on the current stream has run, so the scheduler may hand the blocks out again.
+`copy` either raises, or calls `on_done` exactly once, with None or the failure, when the bytes have
+been written or never will be. No block is read after `copy` has returned and the work it queued on
+the current stream has run, so the scheduler may reallocate the blocks.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ class BlockReader(Protocol):
     def copy(self, block_ids: Sequence[int], out: torch.Tensor, on_done: OnDone) -> None: ...
 
     def flush(self) -> None:
-        """Returns when every `on_done` of an earlier `copy` has been called."""
+        """Return when `on_done` of every earlier `copy` has been called."""
 
 
 class PackedBlockReader:
-    """From the packed cache of vLLM's CPU backend, on the calling thread."""
+    """Reader of the packed cache of vLLM's CPU backend, on the calling thread."""
 
     def __init__(self, caches: Sequence[torch.Tensor], order: PackOrder) -> None:
         self._caches, self._order = caches, order
@@ -33,16 +33,15 @@ class PackedBlockReader:
         on_done(None)
 
     def flush(self) -> None:
-        """Nothing is ever under way."""
+        """No-op: copies are synchronous."""
 
 
 class CudaBlockReader:
-    """From a GPU's cache. Never run yet: written for a machine that has one.
+    """Reader of a GPU's cache. Not tested yet on a machine with a GPU.
 
-    The blocks are gathered on the stream that the model computes on, in its order: a block that a
-    later step overwrites has been read. The gathered prompt, which nobody overwrites, goes to
-    pinned memory on a stream of its own while the next steps compute, and from there to the arena
-    on a thread.
+    The blocks are gathered on the model's stream, in order, so they are read before a later step
+    overwrites them. The gathered prompt is copied to pinned memory on a separate stream while the
+    next steps run, and from there to the arena on a thread.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:

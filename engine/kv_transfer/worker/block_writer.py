@@ -1,9 +1,9 @@
-"""How exported bytes become blocks: at once on a CPU, on the stream of the model on a GPU.
+"""Writes of exported KV into cache blocks: synchronous on CPU, on the model's stream on GPU.
 
-`place` reads the piece before it returns, so its slot may be given to others then, and whatever
-runs afterwards, or on the current stream, finds the blocks filled.
+`place` reads the span before it returns, so its slot may be reused. Work that runs afterwards, or
+later on the current stream, finds the blocks filled.
 
-[L, 2, H, T, D] of a piece: L layers, H heads, T tokens, D head_dim.
+Shape of a span: [L, 2, H, T, D] with L layers, H heads, T tokens, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from kernels.rope_shift.rope_params import RotaryParams
 
 class BlockWriter(Protocol):
     def place(self, piece: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        """From the first token of the first block on, keys moved by so many positions."""
+        """Write from the first token of the first block on, keys shifted by `shift` positions."""
 
 
 class PackedBlockWriter:
-    """Into the packed cache of vLLM's CPU backend, on the calling thread."""
+    """Writer into the packed cache of vLLM's CPU backend, on the calling thread."""
 
     def __init__(
         self, caches: Sequence[torch.Tensor], order: PackOrder, rotary: RotaryParams | None
@@ -41,10 +41,10 @@ class PackedBlockWriter:
 
 
 class CudaBlockWriter:
-    """Into a GPU's cache. Never run yet: written for a machine that has one.
+    """Writer into a GPU's cache. Not tested yet on a machine with a GPU.
 
-    The piece is read into pinned memory at once; the copy to the device, the turn and the scatter
-    go onto the stream that the model computes on, in its order.
+    The span is copied to pinned memory at once. The copy to the device, the key shift and the
+    scatter are queued on the model's stream, in order.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], rotary: RotaryParams | None) -> None:

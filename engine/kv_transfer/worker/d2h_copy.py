@@ -1,7 +1,7 @@
-"""The last leg of an asynchronous copy: from pinned memory to the arena, on a thread of its own.
+"""Last stage of an asynchronous export: copies from pinned memory to the arena on a thread.
 
-The worker's one thread goes on to the next step; this one waits for the transfer, without holding
-the interpreter, writes the arena and says so.
+The worker's own thread proceeds to the next step. This thread waits for the transfer without
+holding the GIL, writes the arena and calls `on_done`.
 """
 
 import queue
@@ -18,7 +18,7 @@ PendingCopy = tuple[torch.Tensor, Any, torch.Tensor, OnDone]
 
 
 class CopyThread:
-    """Owns its thread, which ends with the process. Flights land in the order they were given."""
+    """Owner of a daemon thread. Copies complete in the order of submission."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PendingCopy] = queue.SimpleQueue()
@@ -27,13 +27,13 @@ class CopyThread:
         threading.Thread(target=self._run, daemon=True, name="prompt-kv").start()
 
     def submit(self, staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
-        """`out` from `staged` once `event.synchronize()` returns; then `on_done`, exactly once."""
+        """Copy `staged` to `out` once `event.synchronize()` returns, then call `on_done` once."""
         with self._changed:
             self._num_pending += 1
         self._queue.put((staged, event, out, on_done))
 
     def flush(self) -> None:
-        """Returns when `on_done` of every earlier flight has been called."""
+        """Return when `on_done` of every earlier copy has been called."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_pending == 0)
 

@@ -1,8 +1,8 @@
-"""In a worker: the prompts that a step completes go to the arena, this rank's heads of them.
+"""Export of prompts that a step completes: this rank's heads are copied to the arena.
 
-Bytes first, the rank's word last. Whatever goes wrong becomes the word FAILED, if there is room
-for a word; a place that the arena does not have costs nothing else, any other failure switches the
-export off in this process.
+The KV bytes are written first, the rank's status last. On any failure the status becomes FAILED, if
+it can be written. A region outside the arena has no other effect; any other failure disables
+exports in this process.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExportWriter:
-    """Owns the mapped arenas. Called from the worker's one thread."""
+    """Owner of the mapped arenas. Called from the worker's main thread."""
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
         self._layout, self._rank = layout, rank
@@ -38,11 +38,11 @@ class ExportWriter:
         self._reader: BlockReader | None = None
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """[B, H, N, 2 * D] a layer, in whatever memory order."""
+        """Register caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any]) -> None:
-        """Find out how the cache is packed; once vLLM has chosen its attention kernels."""
+        """Determine the cache's packing. Call it once vLLM has chosen its attention kernels."""
         self._reader = self._reader or self._make_reader(attention_layers)
 
     def flush(self) -> None:
@@ -63,14 +63,14 @@ class ExportWriter:
             self._fail(job)
 
     def refuse(self, job: ExportJob) -> None:
-        """What the step computed is not the prompt's."""
+        """Fail an export because the step computed over blocks that failed to load."""
         self._fail(job)
 
     def _fail(self, job: ExportJob) -> None:
         attempt(self._write_status, job, ExportStatus.FAILED)
 
     def _write(self, job: ExportJob) -> None:
-        """Raises ArenaRefused before a byte is written."""
+        """Write an export. Raises ArenaError before a byte is written."""
         if job.status != ExportStatus.COMMITTED or not self._heads:
             self._write_status(job, job.status)
             return

@@ -1,6 +1,6 @@
-"""In a worker: exported keys and values, read where they lie.
+"""Exported KV, read directly from the arena by a worker.
 
-L layers, H heads, T tokens, D head_dim.
+Dimensions: L layers, H heads, T tokens, D head_dim.
 """
 
 import torch
@@ -11,14 +11,14 @@ from engine.kv_transfer.worker.arena import MappedArena
 
 
 class Exports:
-    """Owns its mappings of arenas. ArenaRefused where a place is none."""
+    """Owner of mapped arenas. Raises ArenaError for a slot outside its arena."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._arenas: dict[str, MappedArena] = {}
 
     def tokens(self, place: ExportSlotParams, token_offset: int, num_tokens: int) -> torch.Tensor:
-        """[L, 2, H, T, D] of all ranks' heads, over the arena itself."""
+        """[L, 2, H, T, D] with all ranks' heads, over the arena itself."""
         layout = self._layout
         region = self._arena(place.arena).region(place.offset, layout.num_bytes(place.num_tokens))
         shape = (len(layout.layers), 2, layout.num_kv_heads, place.num_tokens, layout.head_dim)

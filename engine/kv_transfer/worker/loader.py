@@ -1,8 +1,8 @@
-"""In a worker: exported keys and values go into the blocks of a step, before its forward.
+"""Loading of exported KV into a step's blocks, in a worker, before the forward pass.
 
-Keys are moved to where they stand now, and what is predicted is put together. Whatever goes wrong,
-blocks that are not filled are reported to vLLM, which computes them; a place that the arena does
-not have costs nothing else, any other failure switches loads off in this process.
+Keys are shifted to their new positions, and predicted KV is assembled. On any failure, blocks that
+were not filled are reported to vLLM, which prefills them. A region outside the arena has no other
+effect; any other failure disables loads in this process.
 """
 
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loader:
-    """Owns what it reads exports by. Called from the worker's one thread."""
+    """Owner of the mappings of exports. Called from the worker's main thread."""
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = LOAD_FEATURE) -> None:
         self._layout = layout
@@ -43,11 +43,14 @@ class Loader:
         self._step_failed = False
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """[B, H, N, 2 * D] a layer, in whatever memory order."""
+        """Register caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any], rotary: RotaryParams | None) -> None:
-        """Once vLLM has chosen its attention kernels. Without `rotary` keys stay where they are."""
+        """Prepare the writer once vLLM has chosen its attention kernels.
+
+        Without `rotary` keys cannot be shifted.
+        """
         self._rotary = rotary
         if current_platform.is_cpu():
             order = packed_order(self._caches, self._layout, attention_layers)
@@ -56,12 +59,12 @@ class Loader:
             self._writer = CudaBlockWriter(self._caches, rotary)
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks of this step that nothing was loaded into."""
+        """Return and clear the blocks of this step that failed to load."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_step_failed(self) -> bool:
-        """Whether this step computes over blocks that nothing was loaded into."""
+        """Return and clear whether this step computes over blocks that failed to load."""
         failed, self._step_failed = self._step_failed, False
         return failed
 

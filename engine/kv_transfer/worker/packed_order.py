@@ -1,4 +1,4 @@
-"""The order of a packed CPU block, learnt by writing through vLLM's own cache-write operation."""
+"""Element order of a packed CPU cache block, measured with vLLM's own cache-write operation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,21 +9,21 @@ from vllm import _custom_ops
 from engine.kv_transfer.cache_spec import CacheLayout
 from kernels.kv_layout.packed_order import PackOrder, index_digits, infer_order
 
-NUM_HEADS: Final = 2  # enough to see that they are packed alike
+NUM_HEADS: Final = 2  # enough to verify that heads are packed alike
 
 
 def packed_order(
     caches: Sequence[torch.Tensor], layout: CacheLayout, attention_layers: Mapping[str, Any]
 ) -> PackOrder:
-    """Of the caches of a model whose attention kernels vLLM has chosen."""
+    """The order for a model whose attention kernels vLLM has chosen."""
     isa = attention_layers[layout.layers[0]].isa
     return derive_order(caches[0].shape[2], layout.head_dim, layout.dtype, isa)
 
 
 def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:
-    """Whatever the instruction set does; UnknownPacking if it does more than put things in order.
+    """The order for this instruction set. Raises UnknownPacking if packing is not a permutation.
 
-    Keys and values are told apart by writing one of them at a time.
+    Keys and values are distinguished by writing one of them at a time.
     """
     digits = index_digits(block * head_dim, dtype)
     zeros = torch.zeros(block, NUM_HEADS, head_dim, dtype=dtype, device="cpu")
@@ -40,7 +40,7 @@ def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> Pac
 
 
 def write_block(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:
-    """One block's [N, H, D] as vLLM packs them: [H, 2 * N * D]."""
+    """One block [N, H, D] as packed by vLLM: [H, 2 * N * D]."""
     block, heads, head_dim = keys.shape
     cache = torch.zeros(1, heads, 2 * block, head_dim, dtype=keys.dtype, device="cpu")
     halves: Any = cache.chunk(2, dim=2)

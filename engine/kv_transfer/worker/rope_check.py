@@ -1,7 +1,7 @@
-"""How the served model turns its keys: from its configuration, checked against its own tables.
+"""Rotary embedding of the served model, from its configuration, checked against vLLM's tables.
 
-The configuration says what is meant, the table that vLLM computed what is done. Where the two
-differ, or a layer turns otherwise than the others, keys are not moved.
+If the configuration and the table that vLLM computed differ, or layers have different embeddings,
+keys cannot be shifted.
 """
 
 from typing import Any, Final
@@ -16,7 +16,7 @@ SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
 
 def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:
-    """UnsupportedRotary if there is none, or more than one."""
+    """The model's rotary parameters. Raises UnsupportedRotary unless all layers share them."""
     embeddings = [_embedding_of(model, name) for name in layout.layers]
     if any(embedding is not embeddings[0] for embedding in embeddings):
         raise UnsupportedRotary("layers turn their keys differently")
@@ -29,7 +29,7 @@ def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParam
 
 
 def _embedding_of(model: Any, layer: str) -> Any:
-    """That of the attention that the cache belongs to: `model.layers.0.self_attn.attn`."""
+    """Rotary embedding of a cache layer's attention module, `model.layers.0.self_attn.attn`."""
     try:
         return model.get_submodule(layer.rpartition(".")[0]).rotary_emb
     except AttributeError as error:
@@ -43,7 +43,7 @@ def _check(embedding: Any, rotary: RotaryParams) -> None:
     if embedding.rotary_dim != rotary.num_channels:
         raise UnsupportedRotary(f"{kind} turns {embedding.rotary_dim} channels")
     table = embedding.cos_sin_cache[list(SAMPLE_POSITIONS)].float().cpu()
-    scale = float(table[0, : rotary.num_channels // 2].mean())  # yarn's, which keys keep
+    scale = float(table[0, : rotary.num_channels // 2].mean())  # YaRN's scale, kept in keys
     for place, row in zip(SAMPLE_POSITIONS, table, strict=True):
         expected = torch.cat(rotary.cos_sin(place)) * scale
         if not torch.allclose(row, expected, atol=TOLERANCE, rtol=0):

@@ -1,4 +1,4 @@
-"""What a worker says when it is asked whether prompts can be exported, and to settle exports."""
+"""Worker side of the calls that prepare and flush exports."""
 
 from typing import Any, TypedDict
 
@@ -11,7 +11,7 @@ from kernels.rope_shift.rope_params import UnsupportedRotary
 
 
 class KvExportInfo(TypedDict):
-    """Numbers as of the whole model, over all ranks."""
+    """Format of exported KV, over all ranks."""
 
     num_layers: int
     num_kv_heads: int
@@ -21,7 +21,10 @@ class KvExportInfo(TypedDict):
 
 
 def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
-    """UnsupportedCache, or whatever keeps this rank from finding out how its cache is packed."""
+    """Prepare exports and loads on this rank.
+
+    Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
+    """
     connector = _connector()
     if connector.layout is None:
         raise UnsupportedCache(str(connector.unsupported_reason))
