@@ -1,4 +1,4 @@
-# Every target sets up what it needs. Variables: PORT, MODEL, REVISION, DEVICE=cpu|gpu, PYTHON, SEED.
+# Every target installs its requirements. Variables: PORT, MODEL, REVISION, DEVICE=cpu|gpu, PYTHON, SEED.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -14,10 +14,10 @@ SEED ?= 1
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
-# Each of the two may hold an engine: more of them would want more memory than a laptop has. With
-# two threads in each of them, they would wait for each other. An engine that compiles no sampler
-# starts two seconds sooner; servers that tests start compile it, as users' do.
-# What passes the second time is a race; it is listed, and to be mended (CONTRIBUTING.md).
+# Each of the two processes may run an engine; more would exceed a laptop's memory. With two threads
+# each, they would block each other. An engine that does not compile its sampler starts two seconds
+# faster; servers that tests start do compile it, as in production.
+# A test that passes only when rerun has a race. It is listed, and must be fixed (CONTRIBUTING.md).
 once_more := --reruns 1 -raR
 pytest_in_two := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
 	--numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -236,7 +236,7 @@ async def measure(
 
 
 def gemm_row() -> Row:
-    """The library's own, without a softmax and over contiguous operands: what a GEMM gets here."""
+    """Throughput of oneDNN's products without softmax over contiguous operands, for comparison."""
     speeds = [f"{gemm_flops(*shape) / 1e9:.0f} at {' x '.join(map(str, shape))}" for shape in GEMMS]
     what = "oneDNN's bfloat16 products, for comparison"
     return Row(what=what, value=f"{', '.join(speeds)} GFLOP/s")

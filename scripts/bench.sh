@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every benchmark, one after the other, with what some of them want made before; hours.
+# Runs all benchmarks sequentially, after making the models that some of them need. Takes hours.
 # Usage: scripts/bench.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."

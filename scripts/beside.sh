@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .NAME hold what requirements/NAME.txt pins; nothing when it already does. It lies beside .venv
-# and sees it, so that it cannot disturb its lock.
-#   clients   other people's clients, which tests run
-#   verl      verl and Ray, and miles: more of them, which `make soak` runs
-#   miles
-#   arctic    what drafts are compared with; compiled, which wants a torch of its own for minutes
+# Installs requirements/NAME.txt into the environment .NAME, unless it is up to date. The environment
+# is separate from .venv and can import its packages, so it does not change .venv's locked versions.
+#   clients   third-party clients that tests use
+#   verl      verl and Ray, which `make soak` uses
+#   miles     miles, which `make soak` uses
+#   arctic    baseline of the speculation benchmarks; compiling it takes minutes and a separate torch
 # Usage: scripts/beside.sh NAME PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ lock=requirements/$name.txt
 
 main() {
     exec 9<scripts/beside.sh
-    flock 9 # one install at a time
+    flock 9 # one installation at a time
 
     local wanted
     wanted="$(sha256sum <"$lock") $("$python" -V)"

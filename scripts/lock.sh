@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Resolves requirements/{cpu,gpu,dev}.txt anew. Usage: scripts/lock.sh PYTHON
+# Resolves requirements/{cpu,gpu,dev}.txt again. Usage: scripts/lock.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:?usage: scripts/lock.sh PYTHON}
 
 "$python" -m pip install --quiet uv==0.13.8
 
-# The text path needs none of the torch side packages, and their CUDA builds break transformers
-# beside CPU torch. The rest is for other systems than Linux.
+# Text models need no torchvision or similar packages, and their CUDA builds break transformers with
+# CPU torch. The other packages are for operating systems other than Linux.
 options=(--quiet --universal --python-version 3.11 --no-header --no-annotate)
 for package in coppice-client torchvision torchaudio torchcodec \
     colorama pywin32 win32-setctime httpx2-jsfetch; do
@@ -21,12 +21,13 @@ compile() {
     "$python" -m uv pip compile "${options[@]}" "$@" --output-file "requirements/$name.txt" >/dev/null
 }
 
-# CPU torch comes from pip's own find-links, which uv does not read, or from PyTorch's index.
+# CPU torch is installed from pip's configured find-links, which uv does not read, or from
+# PyTorch's index.
 links=$("$python" -m pip config get global.find-links 2>/dev/null || true)
 compile cpu pyproject.toml requirements/cpu.in --extra cpu ${links:+--find-links "$links"} ||
     compile cpu pyproject.toml requirements/cpu.in --extra cpu --index-strategy unsafe-best-match \
         --extra-index-url https://download.pytorch.org/whl/cpu
 compile gpu pyproject.toml requirements/gpu.in --extra gpu
 compile dev requirements/dev.in --constraint requirements/cpu.txt ${links:+--find-links "$links"} \
-    --no-emit-package torch # whichever build the device has
+    --no-emit-package torch # its build depends on the device
 "$python" scripts/dependencies.py

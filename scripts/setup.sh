@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv hold what the lock files say; does nothing when it already does.
+# Installs the lock files into .venv, unless it is up to date.
 # Usage: scripts/setup.sh serve|dev    Environment: PYTHON (interpreter), DEVICE (cpu or gpu)
 #
-# .venv/base.stamp says what the environment was made for; another value, or an install that did not
-# finish, and it is made anew. serve.stamp and dev.stamp say which lock files it holds; another value,
-# and that part is brought up to date in place.
+# .venv/base.stamp records the interpreter, device and path of the environment. If they differ, or an
+# installation did not finish, the environment is created again. serve.stamp and dev.stamp record the
+# installed lock files. If they differ, that part is updated in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=${1:?usage: scripts/setup.sh serve|dev}
@@ -22,7 +22,7 @@ find_python() {
     local name
     for name in ${PYTHON:-python3.11 python3.12 python3 python}; do
         if runs "$name"; then
-            "$name" -c 'import sys; print(sys._base_executable)' # not of a venv that is active
+            "$name" -c 'import sys; print(sys._base_executable)' # the base interpreter, not that of an active venv
             return
         fi
     done
@@ -43,7 +43,7 @@ stamped() { [[ -f .venv/$1.stamp && $(<".venv/$1.stamp") == "$2" ]]; }
 
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-# Stamps stay behind when an interpreter or a package goes.
+# Stamps remain when an interpreter or a package is removed.
 sound() {
     .venv/bin/python -c 'import importlib.util as u, sys
 sys.exit(not all(map(u.find_spec, ["coppice", "service", "torch", "uvicorn", "vllm"])))' 2>/dev/null &&
@@ -52,7 +52,7 @@ sys.exit(not all(map(u.find_spec, ["coppice", "service", "torch", "uvicorn", "vl
 
 make_base() {
     say "making .venv with $1"
-    rm -f .venv/base.stamp # first, lest an interrupted removal passes for an environment
+    rm -f .venv/base.stamp # first, so that an interrupted removal is not taken for a valid environment
     rm -rf .venv
     mkdir .venv
     touch .venv/unfinished
@@ -60,7 +60,7 @@ make_base() {
     echo "$2" >.venv/base.stamp
 }
 
-# install NAME VALUE COMMAND...: runs the command unless the stamp says that it has been done.
+# install NAME VALUE COMMAND...: runs the command unless the stamp NAME has the value VALUE.
 install() {
     local name=$1 value=$2
     shift 2
@@ -71,8 +71,8 @@ install() {
     rm .venv/unfinished
 }
 
-# On its own and first, so that the second try costs no more than a look. CPU torch is in pip's own
-# find-links on some machines, elsewhere only on PyTorch's index.
+# Installed separately and first, so that a failed first attempt costs only a lookup. CPU torch is in
+# pip's configured find-links on some machines, elsewhere only on PyTorch's index.
 install_torch() {
     local torch
     torch=$(grep '^torch==' "$1")
@@ -84,7 +84,7 @@ install_torch() {
     fi
 }
 
-# Without dependencies: the lock names them all, except those that must not come.
+# Without dependencies: the lock file lists them all, except those that must not be installed.
 install_lock() {
     say "$(grep -c '==' "$1") packages of $1; the first time takes minutes"
     pip install -qq --no-deps -r "$1"
@@ -103,12 +103,12 @@ install_serve() {
     fi
 }
 
-# What compiles the kernels; another one, or the first one, and they are compiled anew.
+# Version of the compiler. If it changes, the kernels are compiled again.
 compiler() { "${CXX:-c++}" --version 2>/dev/null | head -n 1 || true; }
 
 main() {
     exec 9<scripts/setup.sh
-    flock 9 # one install at a time
+    flock 9 # one installation at a time
 
     local python device lock base
     python=$(find_python)

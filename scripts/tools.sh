@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Puts the programs that tests run beside ours into .venv/tools: Prometheus for the rules, Redis for the
-# directory, nginx for what stands in front. From Debian's packages, unpacked and not installed, so that
-# it needs no root. Does nothing for what is there already, or on the PATH.
+# Unpacks programs that tests use into .venv/tools: Prometheus for alert rules, Redis for the cluster
+# registry, nginx as a reverse proxy. The Debian packages are unpacked, not installed, so no root is
+# needed. Programs that are already there or on the PATH are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=$PWD/.venv/tools
@@ -21,7 +21,7 @@ there() {
 
 download() { (cd "$work/debs" && apt-get -qq ${own_lists[@]+"${own_lists[@]}"} download "$@"); }
 
-# Where the system's lists are old or missing, lists of our own are fetched, once.
+# If the system's package lists are outdated or missing, fetches private lists, once.
 download_with_own_lists() {
     if [[ -z ${own_lists[*]-} ]]; then
         mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
@@ -31,7 +31,7 @@ download_with_own_lists() {
     download "$@"
 }
 
-# unpack WHAT-FOR PROGRAMS PACKAGES...: what the packages need of other packages is named with them.
+# unpack PURPOSE PROGRAMS PACKAGES...: PACKAGES must include their dependencies.
 unpack() {
     local purpose=$1 programs=$2
     shift 2

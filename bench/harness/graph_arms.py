@@ -112,7 +112,10 @@ def _llm(model: str, drafter: str, limits: CaptureLimits, plan: Plan) -> Any:
 
 
 def schedule(limits: CaptureLimits) -> list[tuple[int, int, int]]:
-    """A draft length schedule that allows the longest length at every number of samples."""
+    """vLLM's schedule of draft lengths, with the longest allowed length per number of samples.
+
+    Every length must occur in it, so that vLLM captures graphs for it.
+    """
     ranges: list[tuple[int, int, int]] = []
     for samples in range(1, limits.max_sequences + 1):
         drafts = limits.lengths.at(samples)[-1]
@@ -134,7 +137,10 @@ class _Engine:
         self._number = self._hits = self._misses = 0
 
     def seconds(self, request: Request) -> float:
-        """The same number of samples from the first step to the last, each past its prompt."""
+        """Mean seconds of a step.
+
+        All samples are past their prompt, and their number is constant.
+        """
         import torch
 
         self._scheduler.dynamic_sd_lookup[:] = [request.drafts] * len(

@@ -73,7 +73,7 @@ class HfPredictor:
     ) -> torch.Tensor | None:
         """Log-probabilities [T, V] at the response's tokens.
 
-        None if there are too few anchors to predict the prompt, so that it is prefilled.
+        None if there is too little to predict the prompt from; then it is prefilled.
         """
         template, prompt = template_of(parts), joined(parts)
         there = [anchor for anchor in anchors if anchor.template.context == template.context]

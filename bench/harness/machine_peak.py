@@ -42,7 +42,7 @@ def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
 
 
 def _best(measure: Callable[[int], float], num_threads: int) -> float:
-    """Sum of each concurrent thread's best run, since disturbances only slow a run down."""
+    """The fastest run of all threads together, since disturbances only slow a run down."""
     together = threading.Barrier(num_threads)
 
     def all_of(thread: int) -> list[float]:

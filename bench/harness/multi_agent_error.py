@@ -45,12 +45,12 @@ PREFILLED = "computed"
 
 @dataclass(slots=True, kw_only=True)
 class TurnScores:
-    """Measurements per turn of one shape; `shares` are fractions of answers that are right."""
+    """Measurements per turn of one shape. `greedy` and `sampled` are fractions of right answers."""
 
     tokens: list[int] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
     shares: dict[str, list[float]] = field(default_factory=dict)
-    """Of the prompt's tokens, which were placed."""
+    """Spliced fraction of the prompt's tokens."""
     divergences: dict[str, list[float]] = field(default_factory=dict)
     chances: dict[str, list[float]] = field(default_factory=dict)
     """Probabilities of the right answer as written, at temperature 1."""

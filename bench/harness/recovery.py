@@ -20,7 +20,9 @@ RECOVERED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A time window: seconds since the update, and the share of drafts whose first token is
+    """A time window after or before the update.
+
+    `seconds` counts from the update; `acceptance` is the share of `drafts` whose first token is
     accepted.
     """
 
@@ -57,7 +59,9 @@ class Curve:
 
     @property
     def recovered_seconds(self) -> float | None:
-        """Time from which acceptance is at least RECOVERED_SHARE of its old value for two windows.
+        """Time from which acceptance is at least RECOVERED_SHARE of its old value, for two windows.
+
+        None if it never is.
         """
         wanted = RECOVERED_SHARE * self.before
         pairs = zip(self.points, self.points[1:], strict=False)

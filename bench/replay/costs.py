@@ -12,7 +12,7 @@ from engine.speculation.cost import Step, StepCostModel
 
 class Costs(Protocol):
     def of(self, *, running: int, context: int, tokens: int) -> float:
-        """Seconds of a step that computes so many tokens."""
+        """Seconds of a step that computes `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ class Replay:
     def _sent(self, running: Sequence[Request], drafts: DraftBatch, context: int) -> "Sent":
         """Number of sent and of correct tokens of each draft.
 
-        The token after a rejected draft shows that its next token was wrong.
+        The controller also learns whether the first token that was not sent is correct, since the
+        token emitted after the draft shows it.
         """
         if not self.controller.should_draft(len(running)):
             return Sent([0] * len(running), [0] * len(running))

@@ -82,7 +82,7 @@ def _one_by_one(arms: Arms) -> None:
 
 
 def _peak_on_cpu(step: Callable[[], None]) -> float:
-    # Resets the high-water mark of the resident set.
+    # Reset the high-water mark of the resident set.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_mib("VmRSS")
     step()

@@ -89,7 +89,7 @@ class ChatProcessor:
             place = traceback.extract_tb(error.__traceback__)[-1]
             log.warning(
                 "a response is not parsed: %s at %s:%s",
-                type(error).__name__,  # its message may hold the response
+                type(error).__name__,  # the message may contain the response
                 place.filename,
                 place.lineno,
             )

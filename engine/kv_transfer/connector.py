@@ -60,7 +60,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False: a preempted request prefills its prompt again."""
         return False
 
-    # The scheduler's side
+    # Scheduler side
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def on_new_request(self, request: Any) -> None:
@@ -106,7 +106,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.loads.start_epoch()
         self.planner.start_epoch()
 
-    # The workers' side
+    # Worker side
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

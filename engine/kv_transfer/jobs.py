@@ -22,9 +22,9 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
-    """Consecutive spans to load into blocks before the forward pass.
+    """Consecutive spans to load before the forward pass.
 
-    The first block holds the first token of the first span.
+    The blocks are filled from the first token of the first span on.
     """
 
     pieces: tuple[LoadPieceParams, ...]

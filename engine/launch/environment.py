@@ -93,7 +93,7 @@ def _common_variables() -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "0",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Warnings about vLLM's own use of torch.
+        # Suppress warnings of vLLM and torch about each other in the engine's processes.
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -72,10 +72,10 @@ def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def engine_processes() -> dict[int, str]:
-    """The engine's processes: every descendant of the service that vLLM has named."""
+    """The engine's processes: all descendants of the service that vLLM has named."""
     named = {}
     for child in psutil.Process(os.getpid()).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # others come and go
+        with suppress(psutil.NoSuchProcess):  # other children may exit meanwhile
             named[child.pid] = child.name()
     return {pid: name for pid, name in named.items() if name.startswith("VLLM")}
 

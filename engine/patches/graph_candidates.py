@@ -169,7 +169,7 @@ def _checking(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
     def set_plan(self: Any, *args: Any, **named: Any) -> None:
         from torch import accelerator
 
-        if self._max_full_descs_to_capture is not None:  # vLLM profiles with two of them
+        if self._max_full_descs_to_capture is not None:  # vLLM profiles two graphs first
             capture(self, *args, **named)
             return
         before = accelerator.get_memory_info()[0]

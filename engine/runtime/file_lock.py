@@ -29,7 +29,7 @@ def try_acquire(path: Path) -> Iterator[bool]:
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        yield False  # being made or removed just now; another user's
+        yield False  # being created or removed, or another user's
         return
     try:
         yield _try_flock(file)

@@ -80,7 +80,7 @@ class Feature:
         return decorate
 
     def disable(self, error: Exception) -> None:
-        """Switch the feature off. Only the first failure is logged."""
+        """Disable the feature. Only the first failure is logged."""
         previous, reason = self.state, describe(error)
         self.state = FeatureState(
             on=False, num_failures=previous.num_failures + 1, reason=previous.reason or reason

@@ -29,6 +29,6 @@ def _watch_service() -> None:
     assert service is not None, "EngineCore is always a child process"
     multiprocessing.connection.wait([service.sentinel])
     if os.getpgrp() == os.getpid():
-        # The workers too, whatever they are blocked in.
+        # Kill the workers too, even if they are blocked.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

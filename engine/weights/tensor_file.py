@@ -13,7 +13,7 @@ from typing import Final
 
 from engine.errors import CheckpointRefused
 
-DTYPE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # the types that can be served
+DTYPE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes that can be served
 CHUNK_BYTES: Final = 2**19  # stays in a core's cache between reading and checking
 MAX_PRINTED_CHARACTERS: Final = 120
 
