@@ -33,7 +33,7 @@ AttentionFallbackReason = Literal[
     "not_worth_it",
     "failed",
 ]
-"""Why a step used vLLM's own attention: first the kernel's limitations, then the step's shape."""
+"""Reason why a step used vLLM's attention: kernel limitations, then properties of the step."""
 
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
 """Source of a drafted token.
@@ -52,7 +52,7 @@ resting: drafting is suspended for a while because it cost more than it saved. p
 token is drafted while suspended, to measure the drafter's acceptance.
 """
 SpeculationSkipReason = Literal["refused", "seeded", "no_room", "failed"]
-"""Why a sample or step was not speculated.
+"""Reason why a sample or step was not speculated.
 
 refused: the request disables speculation. seeded: the request has a seed. no_room: the store
 accepts no more concurrent responses to one prompt. failed: an error in a step, which is logged.
@@ -67,7 +67,7 @@ TrainingState = Literal["off", "running", "paused", "failed"]
 """State of drafter training.
 
 off: not enabled. running: enabled. paused: suspended while the engine is busy. failed: stopped for
-good after too many crashes of the trainer process.
+good because the trainer process exited too often.
 """
 
 
@@ -260,7 +260,7 @@ class SpeculationStats:
     `drafts` counts drafts by their length. `version_drafted` and `version_accepted` count since the
     last change of weights. `gain_ratio` is the estimated time of the recent steps' tokens without
     drafts, divided by their actual time. `cost_error_ratio` is the relative error of the step time
-    predictions.
+    predictions. `store_bytes` is the current size of the draft store.
     """
 
     drafted: Mapping[DraftScope, int] = field(default_factory=dict)
@@ -343,7 +343,8 @@ class Engine(Protocol):
         parsers do not accept the messages or tools. Raises PromptTooLong if the prompt does not fit
         into the context. No prompt is truncated or padded. The request is not modified.
     chat_response: parses a response to an encoded chat request with the configured parsers. Without
-        a parser, the whole response is content. A parser's failure is logged and never raised.
+        a parser, the whole response is content. Tool calls are parsed only if the request has
+        tools. A parser's failure is logged and never raised.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.

@@ -17,8 +17,7 @@ from engine.cudagraphs.draft_lengths import DraftLengthTiers
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15
-"""Limit of shared-prefix attention: 16 query tokens per sample, including the last sampled token.
-"""
+"""With the last sampled token, 16 query tokens: the limit of shared-prefix attention."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SharedPrefixMode = Literal["auto", "always", "off"]
 SpeculationMode = Literal["auto", "off", "siblings", "drafter"]

@@ -1,4 +1,4 @@
-// What a thread multiplies and adds from registers alone, and reads from memory: the ceilings of any kernel.
+// Peak multiply-add and memory read throughput of one thread: upper bounds of any kernel.
 #include <immintrin.h>
 
 #include <chrono>
@@ -24,7 +24,7 @@ static inline Vector step(Vector sum) { return _mm256_fmadd_ps(set(1), set(1), s
 
 namespace {
 
-// Enough sums side by side that none waits for its last step.
+// Enough independent sums to hide the latency of a multiply-add.
 constexpr int kSums = 12;
 
 class Seconds {
@@ -37,7 +37,7 @@ class Seconds {
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
-// All of them are used: what is not would not be computed.
+// Marks the sums as used, so that the compiler does not remove them.
 void use(Vector (&sums)[kSums]) {
   for (Vector& sum : sums) asm volatile("" : : "x"(sum));
 }
@@ -45,7 +45,7 @@ void use(Vector (&sums)[kSums]) {
 }  // namespace
 
 extern "C" double flops_per_second(int steps) {
-  // They begin differently: of equal ones a compiler makes one.
+  // Different initial values, so that the compiler does not merge the sums.
   Vector sums[kSums];
   for (int i = 0; i < kSums; i++) sums[i] = set(i);
   const Seconds seconds;
@@ -57,7 +57,7 @@ extern "C" double flops_per_second(int steps) {
   return double(steps) * kSums * kFlops / seconds.passed();
 }
 
-// The processor's own prefetcher stops at every page, so lines are asked for a page ahead.
+// Prefetch one page ahead, since the hardware prefetcher stops at page boundaries.
 extern "C" double bytes_per_second(const float* from, long floats) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float), kLine = 16, kAhead = 1024;
   Vector sums[kSums];
