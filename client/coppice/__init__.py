@@ -1,4 +1,4 @@
-"""The trainer's side of Coppice."""
+"""Python client of the Coppice rollout server, for RL trainers."""
 
 from coppice.client import AsyncRollouts, Pending, Rollouts
 from coppice.credit import (

@@ -1,4 +1,4 @@
-"""The two clients: the same operations, awaited or blocking."""
+"""Asynchronous and blocking clients of a Coppice server, with the same operations."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -40,7 +40,7 @@ class Operations(
     AdapterOperations,
     ControlOperations,
 ):
-    """Everything that a server does, over one driver."""
+    """All operations of a Coppice server, independent of the transport driver."""
 
     def __init__(
         self, driver: Driver, redirect_policy: RedirectPolicy, clock: Clock, retry: Retry
@@ -48,20 +48,27 @@ class Operations(
         self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
 
     async def aclose(self) -> None:
-        """Closes its connections, and forgets the weights that it has sent."""
+        """Closes the connections and drops the base file kept for weight deltas."""
         self._base_file = None
         await self._sender.driver.close()
 
 
 class AsyncRollouts(Operations):
-    """A Coppice server, for programs on asyncio.
+    """Asynchronous (asyncio) client of a Coppice server.
 
-    `base_url` may hold credentials, http://user:key@host, in the place of `api_key`. `timeout` is
-    how long, in seconds, the connection may be silent: a rollout may take hours, its progress
-    records come every 15 s. `retry` says how failed calls are repeated. `replicas` are other hosts
-    than base_url's that a fleet may send calls on to, with the key: names, `*.domain`, addresses or
-    networks. `transport` replaces httpx's own, `clock` the clock and the dice. Calls may overlap
-    freely.
+    Args:
+        base_url: URL of the server. It may contain credentials, http://user:key@host, instead of
+            `api_key`.
+        api_key: API key that every request carries.
+        timeout: longest silence on a connection, in seconds. A rollout may take hours, but its
+            progress records arrive every 15 s.
+        retry: retry policy for failed requests.
+        replicas: hosts other than base_url's to which a fleet may redirect requests, and which
+            then receive the API key: names, `*.domain`, addresses or networks.
+        transport: replacement for httpx's transport.
+        clock: replacement for the clock and the source of random numbers.
+
+    Requests may run concurrently.
     """
 
     def __init__(
@@ -92,10 +99,10 @@ class AsyncRollouts(Operations):
 
 
 class Pending(SyncWrapper[AsyncPending]):
-    """A rollout by its id. Nothing ends it but its own end and `abort`.
+    """Handle of a submitted rollout, identified by its id; blocking variant.
 
-    Any number of processes may hold one. The server forgets an answer some time after the end:
-    NotFound from then on.
+    Only `abort` ends the rollout before it completes. Any number of processes may hold a handle.
+    The server deletes the result some time after the rollout ends; calls then raise NotFound.
     """
 
     @property
@@ -111,9 +118,9 @@ class Pending(SyncWrapper[AsyncPending]):
 
 
 class Rollouts(SyncWrapper[Operations]):
-    """A Coppice server, for programs without an event loop.
+    """Blocking client of a Coppice server.
 
-    Takes what AsyncRollouts takes, and may be shared by threads.
+    Takes the same arguments as AsyncRollouts. One client may be shared by several threads.
     """
 
     def __init__(

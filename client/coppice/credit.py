@@ -1,7 +1,7 @@
-"""What each segment of a tree deserves, from its leaves' rewards. Pure numpy.
+"""Credit assignment: segment rewards and advantages from the leaf rewards of a tree.
 
-A segment's advantage is one number for all of its tokens. How often a segment counts in a loss is
-another question, with three answers: see `segment_weights`.
+Uses numpy only. All tokens of a segment have the same advantage. The weight of a segment in the
+loss is independent of it: see `segment_weights`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,13 @@ _SMALLEST_DEVIATION = 1e-6
 def segment_rewards(
     tree: Tree, rewards: Rewards, *, fusion: Fusion = "mean"
 ) -> dict[str | None, float]:
-    """From the leaves upwards, BranchGRPO's reward fusion; None is the prompt.
+    """Reward per segment id, propagated from the leaves up (reward fusion in BranchGRPO).
 
-    mean: of the leaves below. probability: of the children, by the probability of their tokens,
-    softmax over siblings.
+    The key None is the prompt.
+
+    mean: mean reward of the leaves below the segment.
+    probability: mean of the children weighted by their probability: softmax over siblings of the
+    sum of token logprobs.
     """
     fused: dict[str | None, float] = {}
     for leaf, reward in _by_leaf(tree, rewards).items():
@@ -47,16 +50,18 @@ def segment_advantages(
     fusion: Fusion = "mean",
     clip: float | None = None,
 ) -> dict[str, float]:
-    """By segment id. rewards are of tree.leaves, in their order.
+    """Advantage per segment id.
 
-    depthwise: the segment's fused reward, normalised among those of its depth (BranchGRPO).
-    parent_delta: its fused reward less its parent's.
-    ancestor_mean: a leaf's reward less the mean of each group of leaves that it is in, averaged
-    over its ancestors (TreePO); a segment has the mean of its leaves.
-    leaf_grpo: a leaf's reward as plain GRPO normalises it over all leaves; a segment has the mean
-    of its leaves. Weighted per leaf, this is plain GRPO on the rows.
+    `rewards` are those of tree.leaves, in the same order.
 
-    Only the first two know of `fusion`. `clip` bounds what comes out.
+    depthwise: the segment's fused reward, normalized over the segments of equal depth (BranchGRPO).
+    parent_delta: the segment's fused reward minus its parent's.
+    ancestor_mean: for a leaf, its reward minus the mean of each group of leaves that contains it,
+    averaged over its ancestors (TreePO). For another segment, the mean over its leaves.
+    leaf_grpo: for a leaf, its reward normalized over all leaves as in plain GRPO. For another
+    segment, the mean over its leaves. With per-leaf weights this equals plain GRPO on the rows.
+
+    `fusion` applies to depthwise and parent_delta only. `clip` bounds the absolute value.
     """
     if scheme not in _SCHEMES:
         raise ValueError(f"no such scheme: {scheme}")
@@ -67,9 +72,9 @@ def segment_advantages(
 
 
 def segment_weights(tree: Tree, weighting: Weighting = "per_leaf") -> dict[str, float]:
-    """How much a segment's loss counts: once, as often as it has leaves, or by their square root.
+    """Weight of each segment in the loss: 1, its number of leaves, or the square root of that.
 
-    Per leaf is what training on the rows amounts to, each token forwarded once.
+    `per_leaf` is equivalent to training on one row per leaf, but each token is forwarded once.
     """
     powers = {"once": 0.0, "per_leaf": 1.0, "sqrt": 0.5}
     if weighting not in powers:
@@ -78,11 +83,12 @@ def segment_weights(tree: Tree, weighting: Weighting = "per_leaf") -> dict[str, 
 
 
 def effective_leaves(tree: Tree) -> float:
-    """How many independent rows the leaves are worth, by the tokens that their paths share.
+    """Effective sample size of the leaves, given the tokens that their paths share.
 
-    n^2 over the sum of all pairs' correlations, where the correlation of two paths is the share of
-    their tokens that are common: what it would be of rewards that every token adds to alike. From
-    1, if all is shared, to the number of leaves, if nothing is.
+    n^2 divided by the sum of all pairwise correlations. The correlation of two paths is the
+    fraction of their tokens that they share, which is exact if every token contributes equally to
+    the reward. The value ranges from 1 (everything shared) to the number of leaves (nothing
+    shared).
     """
     paths = [tree.path(leaf) for leaf in tree.leaves]
     lengths = [max(_num_tokens(path), 1) for path in paths]
@@ -116,7 +122,7 @@ def _parent_delta(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, flo
 
 
 def _ancestor_mean(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, float]:
-    """A fork that only one leaf came of says nothing; the prompt always counts."""
+    """The prompt always counts as an ancestor; segments with a single leaf have no baseline."""
     by_leaf = _by_leaf(tree, rewards)
     means = segment_rewards(tree, rewards, fusion="mean")
     values = {}
@@ -128,7 +134,7 @@ def _ancestor_mean(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, fl
 
 
 def _leaf_grpo(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, float]:
-    """As coppice.train.advantages: by the deviation of a sample, where there are two leaves."""
+    """Same as coppice.train.advantages: sample standard deviation, if there are two leaves."""
     by_leaf = _by_leaf(tree, rewards)
     values = np.array(list(by_leaf.values()))
     centred = values - values.mean()

@@ -1,9 +1,9 @@
-"""Everything that this client raises about a server, and nothing else does.
+"""Exceptions that the client raises about a server.
 
     CoppiceError
-      Unsupported               a trainer asks for what is not done here, and what to do instead
-      Incomplete                a trainer needs samples that did not come
-      TransportError            no usable answer; whether the server did the work is unknown
+      Unsupported               the trainer integration does not support what was requested
+      Incomplete                some samples of a trainer's batch failed
+      TransportError            no usable response; unknown whether the server did the work
         ConnectionFailed
         TimedOut
         StreamBroken
@@ -12,7 +12,7 @@
         BadAnswer
           GatewayFailed
         Redirected
-      ProblemError              the server said no, and why
+      ProblemError              the server answered with a problem document
         InvalidRequest
           IdempotencyMismatch
         Unauthorized
@@ -37,32 +37,38 @@
         ServerFailed
           ActivationFailed
 
-What the caller got wrong before anything was sent is a TypeError or a ValueError. Every error
-survives pickling, because trainers raise them across processes. None names a key.
+Arguments that are invalid before anything is sent raise TypeError or ValueError. Every error can
+be pickled, because trainers raise them across processes. No error message contains an API key.
 """
 
 from coppice.wire.problems import PROBLEMS, Problem
 
 
 class CoppiceError(Exception):
-    """Any failure of a conversation with a server."""
+    """Base class of all errors of the client."""
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
+        """True if the same call may succeed later."""
         return False
 
 
 class Unsupported(CoppiceError):
-    """A trainer asks for what is not done here. Nothing was sent; the message says what to do."""
+    """A request that the trainer integration does not support.
+
+    Nothing was sent. The message says what to do instead.
+    """
 
 
 class Incomplete(CoppiceError):
-    """A trainer's batch cannot be made up: some of its samples failed."""
+    """A trainer's batch is incomplete because some of its samples failed."""
 
 
 class TransportError(CoppiceError):
-    """No usable answer came. `unsent`: it is known that nothing was sent."""
+    """No usable response was received.
+
+    `unsent` is True if the request is known not to have been sent.
+    """
 
     def __init__(self, message: str, *, unsent: bool = False) -> None:
         super().__init__(message)
@@ -74,19 +80,19 @@ class TransportError(CoppiceError):
 
 
 class ConnectionFailed(TransportError):
-    """The server could not be reached, or went away before it answered."""
+    """The server was unreachable, or closed the connection before it responded."""
 
 
 class TimedOut(TransportError):
-    """Nothing was heard for longer than the timeout."""
+    """No data was received for longer than the timeout."""
 
 
 class StreamBroken(TransportError):
-    """A streamed rollout ended without its last record."""
+    """A rollout stream ended without its end record."""
 
 
 class RolloutLost(StreamBroken):
-    """The server has forgotten the rollout whose stream broke, so it cannot be gone on with."""
+    """The stream broke and the server no longer has the rollout, so it cannot be resumed."""
 
     @property
     def retryable(self) -> bool:
@@ -94,7 +100,7 @@ class RolloutLost(StreamBroken):
 
 
 class KvLost(TransportError):
-    """Prompt KV that had begun to come cannot be had: recompute it."""
+    """A prompt-KV download that had started cannot be completed. Recompute the KV."""
 
     @property
     def retryable(self) -> bool:
@@ -102,7 +108,7 @@ class KvLost(TransportError):
 
 
 class BadAnswer(TransportError):
-    """What answered does not speak this wire: another server, or a proxy's error page."""
+    """The response does not follow the wire format: another server, or a proxy's error page."""
 
     @property
     def retryable(self) -> bool:
@@ -110,7 +116,7 @@ class BadAnswer(TransportError):
 
 
 class GatewayFailed(BadAnswer):
-    """A proxy's word, 502, 503 or 504, that it did not reach the server."""
+    """A proxy reported with 502, 503 or 504 that it could not reach the server."""
 
     @property
     def retryable(self) -> bool:
@@ -118,7 +124,7 @@ class GatewayFailed(BadAnswer):
 
 
 class Redirected(TransportError):
-    """The server sent the call on to an address that it was not followed to."""
+    """The server redirected the request to an address that the client does not follow."""
 
     def __init__(self, message: str, *, location: str | None = None) -> None:
         super().__init__(message)
@@ -130,7 +136,10 @@ class Redirected(TransportError):
 
 
 class ProblemError(CoppiceError):
-    """The server answered with a problem; of this very class if its code is newer than us."""
+    """The server responded with a problem document.
+
+    Problem codes that this version of the client does not know are raised as this class itself.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -157,7 +166,7 @@ class ProblemError(CoppiceError):
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds, where the server named them."""
+        """Seconds to wait before a retry, if the server sent a value."""
         return self.problem.retry_after_seconds
 
     @property
@@ -167,79 +176,82 @@ class ProblemError(CoppiceError):
 
 
 class InvalidRequest(ProblemError):
-    """The request can never succeed as it is."""
+    """The request is invalid and will fail again if it is repeated unchanged."""
 
 
 class IdempotencyMismatch(InvalidRequest):
-    """The idempotency key came with another request before."""
+    """The idempotency key was used before with a different request."""
 
 
 class Unauthorized(ProblemError):
-    """The server wants a key, and another one than it was given."""
+    """The API key is missing or not valid."""
 
 
 class Forbidden(ProblemError):
-    """The key is known, but may not do this."""
+    """The API key is valid but lacks the permission for this operation."""
 
 
 class NotFound(ProblemError):
-    """No such rollout, segment, version or address, or no drafter."""
+    """No such rollout, segment, weights version or path, or no drafter."""
 
 
 class ReplicaGone(NotFound):
-    """The replica that had the rollout has gone: send the rollout again."""
+    """The replica that ran the rollout has left the fleet. Submit the rollout again."""
 
 
 class TreeClosed(ProblemError):
-    """The tree's lease is over, or it is not one that is grown from outside."""
+    """The tree's lease has expired, or the tree is not grown externally."""
 
 
 class VersionSuperseded(ProblemError):
-    """The exact weights version asked for is not served any more."""
+    """The exact weights version in the request is no longer served."""
 
 
 class VersionUnavailable(ProblemError):
-    """The weights version asked for is not served yet."""
+    """The weights version in the request is not served yet."""
 
 
 class VersionConflict(ProblemError):
-    """The weights version is in a state that does not allow this."""
+    """The state of the weights version does not allow this operation."""
 
 
 class BaseUnavailable(VersionConflict):
-    """The version that a delta starts from is gone from the server, or another: send it whole."""
+    """The server no longer has the base version of a delta, or has another one.
+
+    Upload the full weights instead.
+    """
 
 
 class KvUnavailable(ProblemError):
-    """The prompt KV is not there, or not of the version asserted: recompute it."""
+    """The prompt KV is missing, or of another weights version than requested. Recompute it."""
 
 
 class WeightsRefused(ProblemError):
-    """The weights do not fit, did not arrive whole, or lie where the server may not look."""
+    """The weights do not match the model, are incomplete, or are at a path that is not allowed."""
 
 
 class RequestTimeout(ProblemError):
-    """The request came too slowly."""
+    """The server did not receive the request in time."""
 
 
 class RequestInProgress(ProblemError):
-    """The first request with this idempotency key is still being read."""
+    """The server is still reading the first request with this idempotency key."""
 
 
 class QuotaExceeded(ProblemError):
-    """The key has as much running as it may."""
+    """The API key has reached its limit of concurrent work."""
 
 
 class Overloaded(ProblemError):
-    """The server has as much queued as it takes."""
+    """The queue of the server is full."""
 
 
 class AdaptersFull(ProblemError):
-    """No place for another adapter, until one is unloaded or its last rollout ends."""
+    """No adapter slot is free until one is unloaded or its last rollout ends."""
 
 
 class DirectoryUnavailable(ProblemError):
-    """Which replica has the rollout cannot be said just now."""
+    """The cluster registry is unavailable, so the replica with the rollout is unknown."""
 
 
 class EngineUnavailable(ProblemError):
@@ -247,15 +259,15 @@ class EngineUnavailable(ProblemError):
 
 
 class Draining(EngineUnavailable):
-    """The server is stopping."""
+    """The server is shutting down."""
 
 
 class ServerFailed(ProblemError):
-    """The server failed at something that should have worked."""
+    """Internal error of the server."""
 
 
 class ActivationFailed(ServerFailed):
-    """The weights could not be loaded; the previous ones serve on."""
+    """The weights could not be loaded. The server continues with the previous version."""
 
 
 PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
@@ -309,5 +321,5 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
 
 
 def error_of(problem: Problem) -> ProblemError:
-    """The exception that a problem is raised as."""
+    """Returns the exception for a problem document."""
     return PROBLEM_CLASSES.get(problem.code, ProblemError)(problem)

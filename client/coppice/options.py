@@ -1,4 +1,4 @@
-"""The keyword arguments of a rollout. Their defaults are the wire's, so none is repeated here."""
+"""Keyword arguments of a rollout. Defaults are those of the wire format."""
 
 from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
@@ -15,7 +15,7 @@ _PLAIN = ("priority", "speculation", "adapter")
 
 
 class RolloutOptions(TypedDict, total=False):
-    """Everything that may be said of a rollout beside its prompts."""
+    """All options of a rollout except its prompts."""
 
     n: int
     seed: int | None
@@ -35,13 +35,14 @@ class RolloutOptions(TypedDict, total=False):
     speculation: bool
     adapter: str | None
     session: str
-    """A name that proxies keep on one replica, where its earlier turns are cached."""
+    """Session name for load balancers, which route a session to the replica that has cached its
+    earlier turns."""
 
 
 def rollout_request(
     prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
 ) -> RolloutRequest:
-    """The body of a streamed POST /v1/rollouts; TypeError or ValueError where none can be."""
+    """Builds the body of a streaming POST /v1/rollouts. Raises TypeError or ValueError."""
     given: dict[str, Any] = dict(options)
     if unknown := sorted(given.keys() - RolloutOptions.__annotations__.keys()):
         raise TypeError(f"no such rollout option: {', '.join(unknown)}")
@@ -57,7 +58,7 @@ def rollout_request(
 
 
 def session_headers(options: RolloutOptions) -> dict[str, str]:
-    """Taken out of the options: it is not for the server, but for what stands in front of it."""
+    """Removes `session` from the options: it becomes a header, read by the load balancer."""
     session = options.pop("session", None)
     if session is None:
         return {}

@@ -1,10 +1,10 @@
-"""A picture of a tree: paths to the right, leaves one below the other.
+"""Plot of a rollout tree: time runs to the right, leaves are stacked vertically.
 
-    colour              the segment's reward, fused from its leaves' as segment_rewards does
-    hill on a segment   the entropy of its tokens, on one scale in the whole picture
-    mark at the end     how the leaf ended, and its reward
+    color               reward of the segment, aggregated from its leaves as in segment_rewards
+    area above a line   entropy of each token, on one scale for the whole figure
+    marker at the end   finish reason of the leaf, with its reward
 
-matplotlib is only imported when somebody draws.
+matplotlib is imported only when a plot is drawn.
 """
 
 import importlib
@@ -29,15 +29,16 @@ def plot_tree(
     *,
     title: str | None = None,
 ) -> Any:
-    """The matplotlib Figure; with `path` also a file, .png or .svg by its name.
+    """Draws the tree and returns the matplotlib Figure.
 
-    rewards are of tree.leaves, in their order.
+    `rewards` are those of tree.leaves, in the same order. With `path`, the figure is also saved as
+    .png or .svg, depending on the file name.
     """
     return _Picture(tree, rewards, title).save(path)
 
 
 class _Picture:
-    """One figure, drawn when it is made. It belongs to no pyplot state: any thread may draw."""
+    """One figure, drawn by the constructor. It uses no pyplot state, so any thread may draw."""
 
     def __init__(self, tree: Tree, rewards: Rewards | None, title: str | None) -> None:
         self._tree = tree
@@ -59,7 +60,7 @@ class _Picture:
         return self._figure
 
     def _colour_scale(self) -> Any:
-        """Red is low and blue high; the scale stands beside the picture."""
+        """Color scale from red (low) to blue (high), with a color bar beside the plot."""
         if self._fused is None:
             return None
         values = list(self._fused.values())
@@ -79,7 +80,7 @@ class _Picture:
             self._draw_leaf(segment, end, row, colour)
 
     def _draw_fork(self, segment: Segment, start: int, row: float) -> None:
-        """To where its path forks."""
+        """Vertical line from the segment's start to its parent's row."""
         forked = [self._rows[s.id] for s in self._tree.children(None)]
         above = float(np.mean(forked)) if segment.parent is None else self._rows[segment.parent]
         self._axes.plot([start, start], [above, row], color=GREY, lw=0.9, zorder=0)
@@ -88,7 +89,7 @@ class _Picture:
         if segment.entropy is None or not len(segment.entropy):
             return
         places = start + np.arange(len(segment.entropy)) + 0.5
-        tops = row - ENTROPY_ROWS * segment.entropy / self._most_entropy  # rows count downwards
+        tops = row - ENTROPY_ROWS * segment.entropy / self._most_entropy  # the y axis is inverted
         self._axes.fill_between(places, row, tops, color=GREY, alpha=0.5, lw=0, step="mid")
 
     def _draw_leaf(self, segment: Segment, end: int, row: float, colour: Any) -> None:
@@ -116,7 +117,7 @@ class _Picture:
         axes.set_yticks([])
         axes.invert_yaxis()
         axes.margins(x=0.02, y=0.06)
-        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)  # room for what is written there
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)  # room for the annotations of the leaves
         for side in ("top", "left", "right"):
             axes.spines[side].set_visible(False)
         if title is not None:
@@ -124,7 +125,7 @@ class _Picture:
 
 
 def _starts(tree: Tree) -> dict[str, int]:
-    """Response tokens before each segment."""
+    """Number of response tokens before each segment."""
     starts: dict[str, int] = {}
     for segment in tree.segments:
         if segment.parent is None:
@@ -136,7 +137,7 @@ def _starts(tree: Tree) -> dict[str, int]:
 
 
 def _rows(tree: Tree) -> dict[str, float]:
-    """Leaves in the order of a walk through the tree, so that no two paths cross."""
+    """Row of each segment: leaves in depth-first order, so that no two paths cross."""
     rows: dict[str, float] = {}
     waiting = list(tree.children(None)[::-1])
     while waiting:

@@ -1,4 +1,4 @@
-"""A bar of finished samples, for those who ask for one."""
+"""Optional progress bar of finished samples."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from coppice.wire.rollouts import RolloutRequest
 def progress_bar(
     request: RolloutRequest, *, is_enabled: bool
 ) -> Iterator[Callable[[Record], None]]:
-    """Yields what is to be told of every record."""
+    """Yields a callback that must be called with every record."""
     if not is_enabled:
         yield lambda record: None
         return

@@ -1,4 +1,4 @@
-"""Whatever a trainer holds as a prompt, turned into the wire's form of it."""
+"""Conversion of prompts in any supported form to the wire format."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,7 @@ PromptLike = (
     | Prompt
     | GroupRequest
 )
-"""Text, token ids, the messages of a conversation, segments, or a wire object, which is sent as it
-is."""
+"""Text, token ids, chat messages, prompt segments, or a wire object, which is sent unchanged."""
 
 _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 
@@ -28,9 +27,9 @@ _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 def groups_of(
     prompts: Iterable[PromptLike], *, n: int = 1, seed: int | None = None
 ) -> list[GroupRequest]:
-    """One group for each prompt. The prompt at position i is seeded with seed + i.
+    """Builds one group per prompt; the prompt at index i has the seed `seed + i`.
 
-    A GroupRequest says its own n and seed.
+    A GroupRequest keeps its own n and seed.
     """
     if isinstance(prompts, _SINGLE):
         raise TypeError("prompts must be a list of prompts; put a single prompt into a list")
@@ -46,7 +45,7 @@ def groups_of(
 
 
 def prompt_of(prompt: Any, where: str) -> Prompt:
-    """`where` names it in an error."""
+    """Converts one prompt. `where` names it in error messages."""
     if isinstance(prompt, GroupRequest):
         return prompt.prompt
     if isinstance(prompt, Prompt):
@@ -69,12 +68,12 @@ def prompt_of(prompt: Any, where: str) -> Prompt:
 
 
 def token_ids_of(token_ids: Any, where: str) -> list[int]:
-    """Of a list, an array or a tensor. `where` names it in an error."""
+    """Token ids of a list, an array or a tensor. `where` names it in error messages."""
     return [_token_id_of(token_id, where) for token_id in _parts_of(token_ids)]
 
 
 def _parts_of(many: Any) -> list[Any]:
-    """An array's elements at once, as Python's own."""
+    """Elements as Python objects; arrays are converted by one tolist()."""
     parts: list[Any] = many.tolist() if hasattr(many, "tolist") else list(many)
     return parts
 

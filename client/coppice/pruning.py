@@ -1,9 +1,8 @@
-"""Which segments of a tree are trained on. What was sampled stays as it is.
+"""Selection of the segments of a tree to train on; the tree itself is not changed.
 
-BranchGRPO's two ways. A loss that leaves segments out has another expectation than one that does
-not: rewards are to be fused on the whole tree first, and only then are segments left out.
+These are the two pruning methods of BranchGRPO. A loss without some of the segments has another
+expectation than the full loss. Compute segment rewards on the whole tree first, then prune.
 """
-
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Literal
@@ -15,15 +14,15 @@ Width = Literal["best_half", "extremes"]
 
 
 def pruned_by_depth(tree: Tree, depths: Collection[int]) -> frozenset[str]:
-    """The ids that are left without the segments of these depths."""
+    """Ids of all segments except those at the given depths."""
     return frozenset(segment.id for segment in tree.segments if segment.depth not in depths)
 
 
 def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str]:
-    """The ids that are left without some of the leaves; what leads to them stays.
+    """Ids of the segments that remain after some leaves are removed; inner segments all remain.
 
-    best_half: of the leaves of each fork the better half, rounded up. extremes: of all leaves the
-    best and the worst.
+    best_half: at each fork keep the better half of its leaves, rounded up.
+    extremes: keep only the best and the worst leaf of the tree.
     """
     if len(rewards) != len(tree.leaves):
         raise ValueError(f"{len(rewards)} rewards for {len(tree.leaves)} leaves")

@@ -1,6 +1,6 @@
-"""What a rollout answers, as a trainer wants it: arrays of token ids and of logprobs.
+"""Rollout results with token ids and logprobs as numpy arrays.
 
-The arrays are writable and owned by nobody else, so torch.from_numpy takes them without a copy.
+The arrays are writable and have no other owner, so torch.from_numpy takes them without a copy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,16 +26,17 @@ from coppice.wire.rollouts import (
 _FINISHED = frozenset({"stop", "length", "error"})
 
 
-# Arrays have no truth value for ==, so these compare by identity.
+# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """One prompt and its samples, in order of their index, or its tree.
+    """One prompt with its samples, ordered by index, or with its rollout tree.
 
-    A tree that was asked for with flatten=True has samples as well, the whole paths of its leaves.
-    `num_dropped` of its segments were taken out by whoever grew it. `chosen` are the indices of the
-    samples that Finish(samples=...) took, if they came to be. Unless `exact`, the samples come from
-    an approximation of their prompt: recompute their log-probabilities and weight them. `reuse`
-    says what was computed of a prompt that came in segments.
+    A tree requested with flatten=True also has samples: one per leaf, the tokens from the prompt
+    to that leaf. `num_dropped` counts the segments that the caller removed from an externally grown
+    tree. `chosen` holds the indices of the samples that Finish(samples=...) selected, or None if
+    there was no selection. If `exact` is False, the samples come from an approximation of the
+    prompt's KV: recompute their logprobs and apply importance weights. `reuse` reports how much of
+    a prompt with cached spans was prefilled.
     """
 
     id: str
@@ -47,7 +48,7 @@ class Group:
     samples: tuple[Sample, ...]
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
-    """Why there is no handle, where one was asked for."""
+    """The reason why a requested handle is missing."""
     tree: Tree | None = None
     num_dropped: int = 0
     chosen: tuple[int, ...] | None = None
@@ -55,13 +56,13 @@ class Group:
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
-        """Samples that did not end by themselves: `continue_from` takes them."""
+        """Samples that were ended early. Pass them to `continue_from` to resume them."""
         return tuple(s for s in self.samples if s.finish_reason not in _FINISHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
-    """All groups, in the order in which they were asked for."""
+    """All groups of a rollout, in request order."""
 
     id: str
     outcome: Outcome
@@ -79,7 +80,7 @@ def segment_of(answer: SegmentAnswer) -> Segment:
 
 
 def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
-    """ValueError if a tree's segments do not make one."""
+    """Builds a Group. Raises ValueError if the segments of a tree are inconsistent."""
     return Group(
         id=head.id,
         index=head.index,
@@ -102,7 +103,7 @@ def result_of(answer: RolloutAnswer) -> RolloutResult:
 
 
 def result_of_packed(packed: Packed) -> RolloutResult:
-    """ValueError if the arrays are not of these samples."""
+    """Builds a result from packed arrays. Raises ValueError if they do not match the samples."""
     answers = list(parts_of(packed.answer))
     lengths = np.diff(packed.offsets)
     if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
@@ -118,14 +119,14 @@ def result_of_packed(packed: Packed) -> RolloutResult:
         np.split(packed.token_ids, borders),
         np.split(packed.logprobs, borders),
         np.split(entropy, borders),
-        # Without a sample there are no borders, and still one part.
+        # np.split returns one array even if there are no samples.
         strict=bool(answers),
     )
     return _result_of(packed.answer, (_part_with(*part) for part in parts))
 
 
 def _result_of(answer: RolloutAnswer, parts: Iterator[Sample | Segment]) -> RolloutResult:
-    """The parts are those of the answer, in its order."""
+    """Assigns parts to groups; the parts come in the order of the answer."""
     groups = []
     for group in answer.groups:
         own = [next(parts) for _ in range(len(group.samples) + len(group.segments or ()))]

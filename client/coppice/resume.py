@@ -1,4 +1,4 @@
-"""Samples that an earlier rollout left unfinished, as the wire wants them."""
+"""Conversion of unfinished samples to the wire format of `continue_from`."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,10 @@ from coppice.wire.rollouts import ContinueFrom, GivenSpan, UnfinishedSample
 
 
 def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
-    """One list of samples for each prompt. A sample without a token has nothing to go on from."""
+    """Builds `continue_from`, from one list of samples per prompt.
+
+    Samples without tokens are left out: there is nothing to resume.
+    """
     given = [
         _unfinished(sample, group)
         for group, of_group in enumerate(samples)

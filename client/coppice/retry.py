@@ -1,4 +1,4 @@
-"""How often a failed call is tried again, and how long that may go on."""
+"""Retry policy: number of attempts, backoff and time limit."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,19 +8,20 @@ _MOST_DOUBLINGS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Waits between two attempts double from base_seconds to max_seconds, times a random share.
+    """Exponential backoff with jitter.
 
-    Where the server says when to come back, that is waited for as well. One run of failures lasts
-    from the first of them until something new is heard: a stream that breaks, goes on and breaks
-    again has begun a new one.
+    The delay doubles from base_seconds to max_seconds and is multiplied by a random factor. A
+    retry-after value from the server is waited for in addition. A sequence of failures starts with
+    its first failure and ends when new data is received: a stream that breaks, resumes and breaks
+    again starts a new sequence.
     """
 
     attempts: int = 8
-    """The first one included."""
+    """Maximum number of attempts, including the first."""
     base_seconds: float = 0.5
     max_seconds: float = 30.0
     total_seconds: float = 300.0
-    """No attempt begins later than this after the first failure."""
+    """No attempt starts later than this after the first failure."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -30,7 +31,7 @@ class Retry:
 
     @classmethod
     def none(cls) -> Self:
-        """Every failure is raised at once, and a closed connection cancels its rollout."""
+        """No retries: every failure is raised, and a closed connection cancels its rollout."""
         return cls(attempts=1)
 
     @property
@@ -38,6 +39,6 @@ class Retry:
         return self.attempts > 1
 
     def longest_wait(self, failures: int) -> float:
-        """Seconds to wait at most, before the random share, after so many failures in a row."""
+        """Upper bound of the delay in seconds after that many consecutive failures."""
         doublings = min(failures - 1, _MOST_DOUBLINGS)
         return min(self.max_seconds, self.base_seconds * 2.0**doublings)

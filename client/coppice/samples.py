@@ -1,4 +1,4 @@
-"""A finished sample, as a trainer wants it."""
+"""Finished sample with its token ids and logprobs as numpy arrays."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,14 @@ from numpy.typing import NDArray
 from coppice.wire.rollouts import FinishReason, VersionSpan
 
 
-# Arrays have no truth value for ==, so these compare by identity.
+# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One finished sample. logprobs[i] belongs to token_ids[i], which versions label in spans."""
+    """One finished sample.
+
+    logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
+    ranges of token indices.
+    """
 
     index: int
     token_ids: NDArray[np.int64]
@@ -21,5 +25,5 @@ class Sample:
     versions: tuple[VersionSpan, ...]
 
     def token_versions(self) -> list[str]:
-        """The weights version that made each token."""
+        """The weights version that generated each token."""
         return [span.version for span in self.versions for _ in range(span.start, span.end)]

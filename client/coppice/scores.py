@@ -1,4 +1,4 @@
-"""What is to be scored and what came of it, as a trainer has the one and wants the other."""
+"""Scoring requests and results with logprobs as numpy arrays."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from coppice.wire.score import ScoreAnswer, ScoredItem, ScoreItem, ScoreRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Scorable = tuple[PromptLike, Iterable[TokenIds]] | ScoreItem
-"""A prompt and the responses to score after it, or a wire object, which is sent as it is."""
+"""A prompt with the responses to score, or a wire object, which is sent unchanged."""
 
 
-# Arrays have no truth value for ==, so these compare by identity.
+# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """One prompt's responses, in the order given. logprobs[i][j] is of response i's token j.
+    """Logprobs of the responses to one prompt, in request order.
 
-    versions[i] is the weights version that scored response i, all of it, and adapters[i] the
-    `name@version` of the adapter over it.
+    logprobs[i][j] belongs to token j of response i. versions[i] is the weights version that scored
+    the whole of response i. adapters[i] is the `name@version` of the LoRA adapter used, or None.
     """
 
     num_prompt_tokens: int
@@ -34,13 +34,13 @@ class Score:
 def score_request(
     items: Iterable[Scorable], policy: Policy | None, adapter: str | None
 ) -> ScoreRequest:
-    """TypeError or ValueError where none can be made."""
+    """Builds the request. Raises TypeError or ValueError if the items are invalid."""
     wire = [_item_of(item, f"item {position}") for position, item in enumerate(items)]
     return ScoreRequest(items=wire, policy=policy, adapter=adapter)
 
 
 def scores_of(answer: ScoreAnswer, request: ScoreRequest) -> tuple[Score, ...]:
-    """ValueError if the answer is not of that request's shape."""
+    """Builds the scores. Raises ValueError if the answer does not match the request's shape."""
     return tuple(
         _score_of(scored, asked) for scored, asked in zip(answer.items, request.items, strict=True)
     )

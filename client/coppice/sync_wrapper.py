@@ -1,4 +1,4 @@
-"""The blocking face of coroutines that never suspend."""
+"""Blocking wrappers of coroutines that never suspend, because their driver blocks."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
@@ -12,7 +12,7 @@ C = TypeVar("C", covariant=True)
 
 
 class SyncWrapper(Generic[C]):
-    """Of a C over a blocking driver."""
+    """Holds an asynchronous object that runs over a blocking driver."""
 
     def __init__(self, core: C) -> None:
         self._async = core

@@ -1,4 +1,4 @@
-"""A prompt's samples as a tree: segments between cuts, which paths share."""
+"""Rollout tree: segments that are shared by several paths."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,15 @@ from coppice.wire.rollouts import SegmentFinish, VersionSpan
 from coppice.wire.spans import joined_spans
 
 
-# Arrays have no truth value for ==, so these compare by identity.
+# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """What was sampled between two cuts. logprobs[i] belongs to token_ids[i].
+    """Node of a rollout tree: the tokens sampled between two branch points.
 
-    Without a parent it begins at the prompt. versions count from its own first token. `depth` is
-    how often its path was split, `num_leaves` how many paths go through it. `kv` is a handle on the
-    keys and values of the path up to its last token, if they were asked for and can be had.
+    logprobs[i] belongs to token_ids[i]. `parent` is None for a segment that starts at the prompt.
+    Token indices in `versions` start at the segment's own first token. `depth` is the number of
+    branch points above the segment, `num_leaves` the number of paths through it. `kv` is a handle
+    to the KV of the path up to the segment's last token, if it was requested and is available.
     """
 
     id: str
@@ -38,24 +39,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tree:
-    """Segments, parents before their children, and the ids of those in which paths end."""
+    """Segments, each after its parent, and the ids of the leaves."""
 
     segments: tuple[Segment, ...]
     leaves: tuple[str, ...]
 
     def segment(self, segment_id: str) -> Segment:
-        """KeyError if there is none."""
+        """Returns the segment. Raises KeyError if there is none."""
         found = next((each for each in self.segments if each.id == segment_id), None)
         if found is None:
             raise KeyError(segment_id)
         return found
 
     def children(self, segment_id: str | None) -> tuple[Segment, ...]:
-        """Of None: the segments that begin at the prompt."""
+        """Child segments; for None, the segments that start at the prompt."""
         return tuple(each for each in self.segments if each.parent == segment_id)
 
     def path(self, segment_id: str) -> tuple[Segment, ...]:
-        """From the prompt to the segment, itself included."""
+        """Segments from the prompt to the given segment, inclusive."""
         by_id = {each.id: each for each in self.segments}
         path = [by_id[segment_id]]
         while path[-1].parent is not None:
@@ -63,12 +64,12 @@ class Tree:
         return tuple(path[::-1])
 
     def rows(self) -> tuple[Sample, ...]:
-        """A sample for each leaf, as if each path had been sampled alone."""
+        """One sample per leaf, as if each path had been sampled separately."""
         return tuple(self._row(index, leaf) for index, leaf in enumerate(self.leaves))
 
     @property
     def num_tokens(self) -> int:
-        """Those that were sampled; what paths share counts once."""
+        """Number of sampled tokens; shared tokens count once."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def _row(self, index: int, leaf: str) -> Sample:
@@ -85,7 +86,10 @@ class Tree:
 
 
 def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
-    """Without what does not lead to a leaf: it was dropped. ValueError if a piece is missing."""
+    """Builds a tree without the segments that lead to no leaf, which were dropped.
+
+    Raises ValueError if a segment is missing.
+    """
     by_id = {segment.id: segment for segment in segments}
     shared: Counter[str] = Counter()
     for leaf in leaves:
