@@ -247,7 +247,7 @@ class Overloaded(ProblemError):
 
 
 class AdaptersFull(ProblemError):
-    """No adapter slot is free until one is unloaded or its last rollout ends."""
+    """The limit of loaded adapters is reached until one is unloaded or its last rollout ends."""
 
 
 class DirectoryUnavailable(ProblemError):

@@ -3,6 +3,7 @@
 These are the two pruning methods of BranchGRPO. A loss without some of the segments has another
 expectation than the full loss. Compute segment rewards on the whole tree first, then prune.
 """
+
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Literal

@@ -36,7 +36,7 @@ class Group:
     tree. `chosen` holds the indices of the samples that Finish(samples=...) selected, or None if
     there was no selection. If `exact` is False, the samples come from an approximation of the
     prompt's KV: recompute their logprobs and apply importance weights. `reuse` reports how much of
-    a prompt with cached spans was prefilled.
+    a prompt given as reusable spans was prefilled.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Training in which every prompt is computed once, with exact gradients."""
+"""Exact policy gradients with one prefill per prompt group."""
 
 try:
     import torch  # noqa: F401

@@ -1,12 +1,12 @@
 """Attention of packed responses to one shared prompt and causally to themselves.
 
-Flash calls are merged by their log-sum-exps: one of all queries over the prompt, and one for each
-piece that the rows and the branches of a tree are cut into. Softmax's gradient needs only the final
-output and log-sum-exp, so handing the merged ones to each part's own backward kernel gives the
-exact gradient of the whole.
+The results of several flash attention calls are merged by their log-sum-exps: one call of all
+queries over the prompt, and one per tile of the rows and branches. The softmax gradient depends
+only on the final output and log-sum-exp. Each call's backward kernel therefore receives the merged
+ones, and the sum of the calls' gradients is exact.
 
-Shapes: N stretches of R tokens of a piece, T packed tokens of all rows, P prompt tokens, H query
-heads, K key and value heads, D head size.
+Shapes: N repetitions of R tokens in a tile, T packed tokens of all rows, P prompt tokens, H query
+heads, K KV heads, D head size.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from coppice.train.attention_tiles import split_into_tiles
 from coppice.train.reference import reference_attention
 from coppice.train.spans import Spans
 
-# Longer rows waste little of the flash kernel's tiles.
+# In longer rows the flash kernel wastes little of its tiles.
 MAX_TILED_TOKENS = 2048
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,7 +35,7 @@ def shared_prompt_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """o_1HTD. The prompt's keys and values are [1, K, P, D]."""
+    """Returns o_1HTD. The prompt's keys and values are [1, K, P, D]."""
     if not has_flash(q_1HTD, v_1KTD):
         return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def shared_prompt_attention(
 
 
 def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
-    """o_1HTD of one row: in pieces where they pay."""
+    """Returns o_1HTD of one row, computed in tiles where that is faster."""
     num_tokens = q_1HTD.shape[2]
     if num_tokens <= MAX_TILED_TOKENS and has_flash(q_1HTD, v_1KTD):
         nothing = k_1KTD[:, :, :0], v_1KTD[:, :, :0]
@@ -57,7 +57,7 @@ def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: floa
 
 
 def has_flash(q_1HTD: Tensor, v_1KTD: Tensor) -> bool:
-    """Whether the kernels of the CPU take it."""
+    """True if PyTorch's CPU flash attention kernels support these tensors."""
     return q_1HTD.device.type == "cpu" and q_1HTD.shape[-1] == v_1KTD.shape[-1]
 
 
@@ -105,14 +105,14 @@ class _SharedPrompt(torch.autograd.Function):
 
 
 def _to_float32(packed: Tensor) -> Tensor:
-    """On few tokens the kernels are up to three times faster in float32 than in bfloat16."""
+    """Float32 copy: for few tokens the kernels are up to 3x faster in it than in bfloat16."""
     return packed if packed.dtype == torch.float64 else packed.float()
 
 
 def _attend_prompt(
     q_1HTD: Tensor, k_1KPD: Tensor, v_1KPD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, in the strides that the backward kernel reads."""
+    """Returns output and log-sum-exp with the strides that the backward kernel expects."""
     if k_1KPD.shape[2]:
         o_1HTD, lse_1HT = _flash(q_1HTD, k_1KPD, v_1KPD, 0.0, False, scale=scale)
         return o_1HTD, lse_1HT
@@ -132,6 +132,6 @@ def _prompt_backward(
 
 
 def _merge(o_NHRD: Tensor, lse_NHR: Tensor, own_NHRD: Tensor, own_lse_NHR: Tensor) -> None:
-    """Into the first two, which hold the prompt's part."""
+    """Merges own_* into o_NHRD and lse_NHR in place, which hold the prompt's partial result."""
     o_NHRD.lerp_(own_NHRD, torch.sigmoid(own_lse_NHR - lse_NHR).unsqueeze(-1))
     lse_NHR.copy_(torch.logaddexp(lse_NHR, own_lse_NHR))

@@ -1,11 +1,11 @@
-"""The calls that attention inside packed rows is cut into.
+"""Tiling of causal attention inside packed rows.
 
-Under a causal mask the flash kernel of the CPU computes whole tiles of 512 keys, so that rows of up
-to 512 tokens cost twice what they need. Cut into causal tiles of fewer, each pair of neighbours
-joined by a call in which all of the second reads all of the first, and so on with pairs of pairs,
-they cost what they need.
+Under a causal mask the CPU flash kernel processes whole tiles of 512 keys, so rows of up to 512
+tokens cost twice the necessary work. Here rows are split into smaller causal tiles. Two adjacent
+tiles are joined by one unmasked call, in which all queries of the second read all keys of the
+first; then pairs of pairs are joined, and so on. The wasted work disappears.
 
-Shapes: N of a piece, H heads, T packed tokens, D head size.
+Shapes: N repetitions of a tile, H heads, T packed tokens, D head size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,16 @@ from torch import Tensor
 
 from coppice.train.spans import Spans
 
-# Measured: with 64 the merges cost what the tiles save, and 256 waste half of themselves.
+# Measured: with 64 the merges cost as much as the tiles save; with 256 half of each tile is wasted.
 TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """So many stretches of tokens, `step` apart: in each, its first tokens are keys, and those from
-    num_before on are queries. What reads itself, with nothing before it, does so causally.
+    """`num` equal ranges of tokens, `step` apart, processed by one attention call.
+
+    In each range the first num_keys tokens are keys, and the tokens from num_before on are queries.
+    A tile with num_before = 0 attends to itself under a causal mask; other tiles have no mask.
     """
 
     start: int
@@ -37,7 +39,7 @@ class AttentionTile:
         return not self.num_before
 
     def keys(self, packed_1HTD: Tensor) -> Tensor:
-        """A view [N, H, tokens, D]; also of what has no last dimension."""
+        """View [N, H, tokens, D]; the last dimension may be missing."""
         return self._view(packed_1HTD, self.start, self.num_keys)
 
     def queries(self, packed_1HTD: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class AttentionTile:
 
 
 def split_into_tiles(spans: Spans, tile: int = TILE) -> Iterator[AttentionTile]:
-    """Every token is a query of itself and of what it follows on exactly once."""
+    """Yields tiles in which every pair of a query and a key that it reads occurs exactly once."""
     for rows in _runs_of_equal_rows(spans.lengths):
         for start, num, step, tokens in _stretches(*rows, tile):
             yield AttentionTile(start, num, step, num_keys=tokens, num_queries=tokens)
@@ -73,7 +75,7 @@ def _cross_tiles(start: int, num_rows: int, row_tokens: int, half: int) -> Itera
 def _stretches(
     start: int, num_rows: int, row_tokens: int, size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Start, number, step and tokens of the stretches of that size, and of what is left."""
+    """Yields start, count, step and length of the ranges of that size, and of the remainder."""
     whole, left = divmod(row_tokens, size)
     if whole and (num_rows == 1 or not left):
         yield start, num_rows * whole, size, size
@@ -84,7 +86,7 @@ def _stretches(
 
 
 def _runs_of_equal_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Start, number and tokens of neighbouring rows of one length."""
+    """Yields start, count and length of adjacent rows with equal length."""
     first = start = 0
     for row in range(1, len(lengths) + 1):
         if row == len(lengths) or lengths[row] != lengths[first]:

@@ -1,9 +1,9 @@
-"""The exact gradient of a group's loss, its prompt computed once.
+"""Exact gradient of a group's loss with one prefill of the prompt.
 
-The responses' backwards leave the gradients of the loss in the weights and in the prompt's keys
-and values, which are leaves to them. A backward of the prompt then carries those into the weights.
-Dropping it would train on another gradient: a third of its length away in the shipped checkpoint,
-more than half in untrained ones.
+The backwards of the responses accumulate the loss gradient in the weights and in the prompt's keys
+and values, which are leaves of their graphs. A backward through the prompt's forward then
+propagates the latter to the weights. Without it the gradient would be wrong: by a third of its norm
+on the shipped checkpoint, by more than half on untrained models.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ from coppice.train.schedules import Schedule, choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReport:
-    """What a grouped_backward did.
+    """Statistics of one grouped_backward call.
 
-    prompt_kv_error is the relative distance of a given prompt_kv from the one that was computed
-    for the gradient: rounding, or another version's. None where none was given.
+    prompt_kv_error is the relative L2 error of the given prompt_kv against the KV computed for the
+    gradient: rounding, or another weights version. It is None if no prompt_kv was given.
     """
 
     loss: float
@@ -50,11 +50,19 @@ def grouped_backward(
     schedule: Schedule | Literal["auto"] = "auto",
     temperature: float = 1.0,
 ) -> BackwardReport:
-    """Adds the gradient of the loss to the weights', as loss.backward() does of a padded batch.
+    """Accumulates the gradient of the loss in the weights, as loss.backward() does.
 
-    loss_fn is called once for each pass, of at most pass_tokens response tokens; the losses add
-    up, so its normalisers are fixed before. Under DDP and FSDP2 reduce_gradients(model) follows
-    the last call of a step.
+    Args:
+        model: Hugging Face causal LM, possibly wrapped by DDP or sharded by FSDP2.
+        group: the prompt and its responses, or a TrainingTree.
+        loss_fn: called once per micro-batch. The losses are summed, so its normalizers must be
+            fixed beforehand.
+        prompt_kv: KV of the prompt, if it was fetched from the server.
+        pass_tokens: maximum number of response tokens per micro-batch.
+        schedule: order of forwards and backwards, see Schedule.
+        temperature: sampling temperature of the responses.
+
+    Under DDP and FSDP2, call reduce_gradients(model) after the last call of a step.
     """
     model = unwrap_ddp(model)
     model_info = get_model_info(model)
@@ -69,7 +77,7 @@ def grouped_backward(
     if not group.num_tokens and not model_info.sharded:
         return BackwardReport(loss=0.0, schedule=chosen, num_passes=0, num_prompt_forwards=0)
     step = _Step(model, group, loss_fn, prompt_kv, pass_tokens, temperature, loss_scale(model))
-    # Until the backwards are over, since they compute checkpointed layers again.
+    # Also during the backwards, which recompute checkpointed layers.
     with attending(model), no_gradient_sync(model):
         return _SCHEDULES[chosen](step)
 
@@ -135,7 +143,10 @@ def _packed(step: _Step) -> BackwardReport:
 
 
 def _responses(step: _Step, prompt: Layers) -> tuple[float, int]:
-    """The loss, whose gradient is left in the weights and in the prompt, and the passes it took."""
+    """Runs the micro-batches; returns the loss and their number.
+
+    The gradient accumulates in the weights and in the prompt's leaves.
+    """
     total = torch.zeros(())
     passes = plan_micro_batches(step.model, step.group, step.pass_tokens)
     for each in passes:

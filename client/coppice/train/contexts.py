@@ -1,9 +1,9 @@
-"""What attention reads and does in each kind of forward. A context travels as a model's keyword.
+"""Attention contexts: the behavior of attention in each kind of forward.
 
-So it reaches every layer, is captured by checkpointing, and is the same object when a layer is
-computed again, in whatever thread.
+A context is passed to the model as a keyword argument. It thus reaches every layer, is captured by
+activation checkpointing, and is the same object when a layer is recomputed, on any thread.
 
-Shapes: T tokens of the row, P prompt tokens, H query heads, K key and value heads, D head size.
+Shapes: T tokens of the row, P prompt tokens, H query heads, K KV heads, D head size.
 """
 
 from abc import ABC, abstractmethod
@@ -21,15 +21,15 @@ from coppice.train.spans import Spans
 
 
 class UnsupportedModel(ValueError):
-    """The model computes something that sharing a prompt would change."""
+    """The model has an operation that would give other results with a shared prompt."""
 
 
 class StopForward(Exception):
-    """The last layer's keys and values are made: nothing after them is of use."""
+    """Ends a forward early, after the last layer's keys and values were collected."""
 
 
 class AttentionContext(ABC):
-    """Of one forward of a model with num_layers layers; seen are those that have asked."""
+    """Context of one forward. `layers_seen` collects the layers that called `attend`."""
 
     def __init__(self, num_layers: int, max_row_tokens: int) -> None:
         self.num_layers = num_layers
@@ -40,7 +40,7 @@ class AttentionContext(ABC):
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
-        """o_1HTD."""
+        """Returns o_1HTD."""
 
     def check_seen(self) -> None:
         if self.layers_seen != set(range(self.num_layers)):
@@ -51,7 +51,10 @@ class AttentionContext(ABC):
 
 
 class PromptContext(AttentionContext):
-    """Gathers the keys and values of the prompt. may_stop: the last ones end the forward."""
+    """Collects the keys and values of the prompt.
+
+    With can_stop_early the forward ends after the last layer's keys and values.
+    """
 
     def __init__(self, num_layers: int, max_row_tokens: int, *, can_stop_early: bool) -> None:
         super().__init__(num_layers, max_row_tokens)
@@ -62,7 +65,7 @@ class PromptContext(AttentionContext):
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
-        # A checkpointed layer comes here again in its backward.
+        # The backward of a checkpointed layer calls this again.
         if not self.is_taken:
             self.layers[layer] = k_1KTD, v_1KTD
         if self.can_stop_early and len(self.layers) == self.num_layers:
@@ -70,8 +73,10 @@ class PromptContext(AttentionContext):
         return causal_attention(q_1HTD, k_1KTD, v_1KTD, scale)
 
     def pop_layers(self) -> Layers:
-        """Once. A checkpoint's graph holds its context, so a context that held the graph's tensors
-        would keep both for ever.
+        """Returns the keys and values; may be called once.
+
+        The graph of a checkpoint references its context, so a context that kept tensors of that
+        graph would be a reference cycle and leak both.
         """
         layers = [self.layers[layer] for layer in range(self.num_layers)]
         self.is_taken = True
@@ -80,10 +85,10 @@ class PromptContext(AttentionContext):
 
 
 class InjectingContext(PromptContext):
-    """Adds the leaves' gradients to those of the keys and values when the backward passes them.
+    """Adds the leaves' gradients to those of the keys and values during the backward.
 
-    For graphs whose inner tensors cannot be reached from outside, as those of a reentrant
-    checkpoint, which computes them without a graph first.
+    For graphs whose inner tensors are not accessible from outside, such as those of reentrant
+    checkpoints, which first run without a graph.
     """
 
     def __init__(self, num_layers: int, max_row_tokens: int, leaves: Layers) -> None:
@@ -100,7 +105,7 @@ class InjectingContext(PromptContext):
 
 
 class ResponseContext(AttentionContext):
-    """Packed responses to one prompt, whose keys and values are given; none are of no tokens."""
+    """Packed responses to one prompt with given KV. An empty `prompt` means no prompt tokens."""
 
     def __init__(self, num_layers: int, max_row_tokens: int, prompt: Layers, spans: Spans) -> None:
         super().__init__(num_layers, max_row_tokens)
@@ -123,7 +128,10 @@ class ResponseContext(AttentionContext):
 
 
 class PackedContext(AttentionContext):
-    """All prompts, then all responses, in one row. For each group: prompt tokens, and spans."""
+    """All prompts, then all responses, in one row.
+
+    `groups` holds, per group, the number of prompt tokens and the spans of its responses.
+    """
 
     def __init__(
         self, num_layers: int, max_row_tokens: int, groups: Sequence[tuple[int, Spans]]
@@ -154,7 +162,7 @@ class PackedContext(AttentionContext):
 
 
 class _Inject(torch.autograd.Function):
-    """The identity, whose gradient has another one added."""
+    """Identity function that adds a given tensor to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grad: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Several processes that train one model: DDP and FSDP2.
+"""Data-parallel training with DDP and FSDP2.
 
-Every loss's normaliser is of all ranks, so gradients are summed, not averaged. Backwards do not
-synchronise; reduce_gradients does, once, before the optimiser steps.
+Loss normalizers cover all ranks, so gradients are summed, not averaged. Backwards do not
+synchronize; reduce_gradients does, once, before the optimizer step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ BUCKET_NUMBERS = 1 << 24
 
 
 def unwrap_ddp(model: Any) -> Any:
-    """Of DDP's wrapper, whose forward prepares a reduction, the model itself."""
+    """Returns the model inside a DDP wrapper, whose own forward would prepare a reduction."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -28,9 +28,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reduce_gradients(model: Any) -> None:
-    """Sums the gradients of all ranks: once in a step, on every rank, after its last backward.
+    """Sums the gradients over all ranks. Call it once per step on every rank, after all backwards.
 
-    FSDP2 reduces what has gathered at the end of a backward, so there one of nothing is run.
+    FSDP2 reduces accumulated gradients at the end of a backward, so a backward of zeros is run.
     """
     if isinstance(model, DistributedDataParallel):
         _sum_gradients(model.parameters(), model.process_group)
@@ -40,7 +40,7 @@ def reduce_gradients(model: Any) -> None:
 
 @contextmanager
 def no_gradient_sync(model: Any) -> Iterator[None]:
-    """Backwards of a sharded model keep their gradients to themselves here."""
+    """Disables the gradient reduction of a sharded model in its scope."""
     if not is_sharded(model):
         yield
         return
@@ -52,12 +52,12 @@ def no_gradient_sync(model: Any) -> Iterator[None]:
 
 
 def loss_scale(model: Any) -> int:
-    """FSDP2 averages over the ranks, and what is summed here must come out as a sum."""
+    """Factor for the loss: FSDP2 averages over the ranks, but the result must be a sum."""
     return int(_mesh(model).size()) if is_sharded(model) else 1
 
 
 def max_passes_over_ranks(model: Any, num_passes: int) -> int:
-    """Of all ranks that share the model's shards, which must call it equally often."""
+    """Maximum over the ranks that share the model, all of which must run as many forwards."""
     if not is_sharded(model):
         return num_passes
     mesh = _mesh(model)
@@ -76,7 +76,10 @@ def _sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> No
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype, about BUCKET_NUMBERS at a time, the same on every rank."""
+    """Yields gradients of one dtype, about BUCKET_NUMBERS elements at a time.
+
+    The buckets are the same on every rank.
+    """
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad:
@@ -97,7 +100,10 @@ def _empty_backward(model: Any) -> None:
 
 
 def _mesh(model: Any) -> DeviceMesh:
-    """That the model is sharded over. A forward leaves some weights whole, which name none."""
+    """Device mesh of a sharded model.
+
+    Some parameters are still unsharded after a forward and have no mesh, hence the reshard().
+    """
     for module in model.modules():
         if is_sharded(module):
             module.reshard()

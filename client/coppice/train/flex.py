@@ -1,9 +1,9 @@
-"""Attention of packed rows on CUDA: one FlexAttention call over rows of any lengths.
+"""Attention of packed rows on CUDA: one FlexAttention call for rows of any lengths.
 
-Blocks that no query of theirs may read are not computed. On CPU FlexAttention has no backward, and
-attention.py is there instead.
+Blocks without a visible query-key pair are skipped. FlexAttention has no backward on CPU, so
+coppice.train.attention is used there.
 
-Shapes: T queries, S keys, H query heads, K key and value heads, D head size.
+Shapes: T queries, S keys, H query heads, K KV heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,17 @@ def wants_flex(q_1HTD: Tensor) -> bool:
 
 
 Visible: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether, in a batch and a head, a query reads a key: as FlexAttention asks it."""
+"""FlexAttention mask_mod: True if a query reads a key, given batch, head, query and key index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """What reads each key: queries behind it, up to its end, and those that read its prompt.
+    """Visibility of each key.
 
-    prompt_S numbers the prompt that a key is of, or is -1; reads_S the one that its query reads.
-    The first num_before keys have no query.
+    A key is read by later queries before last_reader_S[key], and by the queries that read its
+    prompt. prompt_S is the index of the prompt to which a key belongs, or -1. prompt_read_S is the
+    index of the prompt that the query at this position reads. The first num_before keys have no
+    query.
     """
 
     last_reader_S: Tensor
@@ -42,7 +44,7 @@ class Layout:
 
     @property
     def visible(self) -> Visible:
-        """Prompts lie before all else."""
+        """Mask function. It relies on prompts preceding all other tokens."""
         last_reader_S, prompt_S, prompt_read_S = (
             self.last_reader_S,
             self.prompt_S,
@@ -50,7 +52,7 @@ class Layout:
         )
         num_before = self.num_before
 
-        # FlexAttention counts the parameters, and would count a method's self.
+        # FlexAttention counts the parameters of the function, including a method's self.
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             place = query + num_before
             return (key <= place) & (
@@ -61,13 +63,13 @@ class Layout:
 
 
 def response_layout(prompt_tokens: int, spans: Spans, device: torch.device) -> Layout:
-    """Of the prompt's keys, then the responses."""
+    """Layout with the prompt as keys only, followed by the responses."""
     layout = packed_layout([(prompt_tokens, spans)], device)
     return replace(layout, num_before=prompt_tokens)
 
 
 def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> Layout:
-    """Of all prompts, then all responses."""
+    """Layout with all prompts followed by all responses."""
     prompts = [prompt for prompt, _ in groups]
     responses = [spans.num_tokens for _, spans in groups]
     starts = [0, *accumulate([*prompts, *responses])]
@@ -87,7 +89,7 @@ def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> 
 
 
 class FlexAttention:
-    """Of one forward: its layers share the mask."""
+    """FlexAttention of one forward, with one block mask for all layers."""
 
     def __init__(self, layout: Layout) -> None:
         keys = len(layout.last_reader_S)
@@ -98,14 +100,14 @@ class FlexAttention:
         )
 
     def __call__(self, q_1HTD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float) -> Tensor:
-        """o_1HTD."""
+        """Returns o_1HTD."""
         output: Tensor = _attention(self._compiled)(
             q_1HTD, k_1KSD, v_1KSD, block_mask=self._mask, scale=scale, enable_gqa=True
         )
         return output
 
 
-# Dynamic: otherwise every new length of a row is compiled anew.
+# dynamic=True avoids a recompilation per row length.
 @cache
 def _attention(compiled: bool) -> Callable[..., Any]:
     if compiled:
@@ -113,7 +115,7 @@ def _attention(compiled: bool) -> Callable[..., Any]:
     return flex_attention
 
 
-# Uncompiled, this makes the dense mask on its way.
+# Without compilation, create_block_mask materializes the dense mask.
 @cache
 def _mask_maker(compiled: bool) -> Callable[..., Any]:
     if compiled:

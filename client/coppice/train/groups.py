@@ -1,4 +1,4 @@
-"""A prompt and its responses, as tensors of token ids."""
+"""A prompt and its responses as tensors of token ids."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,13 @@ from torch import Tensor
 from coppice.results import Group
 
 
-# Tensors have no truth value for ==, so these compare by identity.
+# Tensor's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingGroup:
-    """One prompt and its responses. logprobs, where given, are those that they were sampled with.
+    """One prompt and its responses.
 
-    A response may be empty, as one that was aborted is: it has no tokens to learn from.
+    `logprobs`, if given, are those that the responses were sampled with. A response may be empty,
+    for example if it was aborted; it does not contribute to the loss.
     """
 
     prompt: Tensor
@@ -31,17 +32,17 @@ class TrainingGroup:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each response."""
+        """Number of tokens per response."""
         return tuple(len(response) for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all responses."""
+        """Number of tokens of all responses."""
         return sum(self.lengths)
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
-        """Of the prompt's token ids (a list, an array or a tensor) and what a rollout answered."""
+        """Builds it from the prompt's token ids (list, array or tensor) and a rollout's group."""
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
@@ -50,7 +51,7 @@ class TrainingGroup:
 
 
 def prompt_of(prompt: Any, group: Group) -> Tensor:
-    """ValueError where the server saw another number of tokens."""
+    """Returns the token ids. Raises ValueError if the server counted another number of them."""
     prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
     if len(prompt_ids) != group.num_prompt_tokens:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How a context reaches the attention of an unmodified Hugging Face model, and who is refused.
+"""Registration of contexts as an attention implementation of unmodified Hugging Face models.
 
-The attention function is registered by name. No mask function is registered with it, so models
-hand it no mask; theirs would look for packed rows in the positions and build a dense one.
+The attention function is registered by name, without a mask function, so models pass no mask.
+Their own mask functions would detect packed rows from position_ids and build a dense mask.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from coppice.train.contexts import AttentionContext, StopForward, UnsupportedMod
 from coppice.train.micro_batches import Inputs
 
 NAME = "coppice"
-# What other attention than softmax over all that came before is told by.
+# Arguments that indicate anything but plain causal softmax attention.
 _UNSUPPORTED_ARGUMENTS = (
     "attention_mask",
     "softcap",
@@ -28,7 +28,10 @@ _UNSUPPORTED_ARGUMENTS = (
 
 @contextmanager
 def attending(model: Any) -> Iterator[None]:
-    """The model's attention reads contexts here, backwards that compute layers again included."""
+    """Makes the model's attention use contexts in this scope.
+
+    Backwards that recompute layers must also run in this scope.
+    """
     check_model(model)
     config = model.config
     before = config._attn_implementation
@@ -52,7 +55,7 @@ def check_model(model: Any) -> None:
 
 
 def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | None:
-    """logits_TV of the places that predict targets; none where the context ended it before."""
+    """Returns logits_TV at the target positions, or None if the context ended the forward early."""
     try:
         logits_1TV = model(
             input_ids=inputs.input_ids,

@@ -1,4 +1,4 @@
-"""Logprobs of responses, each prompt computed once: without a graph, or in one pass with one."""
+"""Logprobs of responses with one prefill per prompt, with or without a graph."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -26,7 +26,7 @@ from coppice.train.tree import max_row_tokens, subtrees_of
 
 
 def compute_prompt_kv(model: Any, group: TrainingGroup) -> PromptKV:
-    """What a handle of this prompt under these weights holds."""
+    """Computes the prompt's KV with the current weights, as a server's handle provides it."""
     model = unwrap_ddp(model)
     with attending(model), torch.no_grad():
         return prompt_kv_of(compute_layers(model, group))
@@ -41,7 +41,10 @@ def group_logprobs(
     pass_tokens: int = PASS_TOKENS,
     temperature: float = 1.0,
 ) -> RowLogprobs:
-    """Of all responses, without a graph. A given prompt_kv must be of this model's weights."""
+    """Logprobs of all responses, without a graph.
+
+    A given prompt_kv must have been computed with this model's weights.
+    """
     model = unwrap_ddp(model)
     if not group.num_tokens and not is_sharded(model):
         return merge_rows(group, [])
@@ -59,10 +62,10 @@ def group_logprobs(
 def packed_logprobs(
     model: Any, groups: Sequence[TrainingGroup], *, temperature: float = 1.0
 ) -> list[RowLogprobs]:
-    """Of every group, with a graph: all prompts and responses in one row and one forward.
+    """Logprobs per group, with a graph: all prompts and responses in one row and one forward.
 
-    A checkpointed model computes its layers again in the backward, so that must happen inside
-    attending(model), as this does.
+    For a model with activation checkpointing, run the backward inside attending(model), because it
+    recomputes layers. Call this function inside the same scope.
     """
     model = unwrap_ddp(model)
     model_info = get_model_info(model)

@@ -1,6 +1,6 @@
-"""The loss of GRPO over the responses of one pass, and the advantages that it takes.
+"""GRPO loss over the responses of one micro-batch, and its advantages.
 
-Shapes: T tokens of the pass, G responses of the whole group.
+Shapes: T tokens of the micro-batch, G responses of the whole group.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,10 @@ from coppice.train.rows import RowLogprobs
 
 
 def advantages(rewards_G: Tensor, *, by_deviation: bool = True) -> Tensor:
-    """[G]: rewards less their mean, by their standard deviation unless Dr. GRPO is wanted."""
+    """Returns [G]: rewards minus their mean, divided by their standard deviation.
+
+    Dr. GRPO omits the division: by_deviation=False.
+    """
     centred_G = rewards_G - rewards_G.mean()
     if not by_deviation or len(rewards_G) < 2:
         return centred_G
@@ -23,7 +26,7 @@ def advantages(rewards_G: Tensor, *, by_deviation: bool = True) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """The ratio of new to old probability is held between 1 - low and 1 + high."""
+    """Clip range of the probability ratio: 1 - low to 1 + high."""
 
     low: float = 0.2
     high: float = 0.2
@@ -41,11 +44,20 @@ def grpo_loss(
     max_importance: float = 2.0,
     kl: float = 0.0,
 ) -> Tensor:
-    """Of the pass's rows; advantages [G], and logprobs, are those of the whole group.
+    """GRPO loss of a micro-batch.
 
-    sampled: as the rollout returned them; tokens are weighted by exp(old - sampled), at most
-    max_importance. old: of the policy that the ratio is to, by default the present one, which is
-    right for the first step on a batch. reference: what kl pulls towards.
+    Args:
+        rows: logprobs of the micro-batch under the current policy.
+        advantages: [G], one per response of the whole group.
+        weights: normalizer, the weight of each token in the loss.
+        sampled: logprobs that the rollout returned, for the whole group. Tokens are weighted by
+            exp(old - sampled), at most max_importance.
+        old: logprobs of the policy in the denominator of the ratio, for the whole group. The
+            default is the current policy, which is right for the first step on a batch.
+        reference: logprobs of the reference policy, for the whole group.
+        clip: clip range of the ratio, or None.
+        max_importance: upper bound of the importance weights.
+        kl: coefficient of the KL penalty towards `reference`.
     """
     old_T = rows.logprobs.detach() if old is None else rows.pick(old)
     gain_T = _clipped(rows.logprobs - old_T, rows.spread(advantages), clip)
@@ -57,7 +69,7 @@ def grpo_loss(
 
 
 def kl_estimate(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """[T]: never negative, and on average over samples the divergence from the reference."""
+    """Returns [T]: the nonnegative, unbiased estimate of the KL divergence ("k3")."""
     difference_T = reference_T - logprobs_T
     return torch.exp(difference_T) - difference_T - 1
 

@@ -1,4 +1,4 @@
-"""Whether the graph of a prompt's forward can be kept while its responses are computed."""
+"""Estimate of whether a prompt's graph fits in memory during the responses' micro-batches."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +9,7 @@ import torch
 
 from coppice.train.model_info import ModelInfo
 
-# Of what is free: the responses' passes need the rest.
+# Fraction of the free memory; the micro-batches of the responses need the rest.
 MAX_FREE_SHARE = 0.5
 
 
@@ -19,7 +19,7 @@ def graph_fits(config: Any, num_tokens: int, model_info: ModelInfo) -> bool:
 
 
 def graph_bytes(config: Any, num_tokens: int, model_info: ModelInfo) -> int:
-    """An estimate; a checkpointed layer keeps its input, keys and values."""
+    """Estimated size of the graph. A checkpointed layer stores its input, keys and values."""
     size = model_info.dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries = config.num_attention_heads * head_dim
@@ -27,14 +27,17 @@ def graph_bytes(config: Any, num_tokens: int, model_info: ModelInfo) -> int:
     if model_info.checkpointed:
         numbers = config.hidden_size + 2 * keys
         return int(num_tokens * model_info.num_layers * numbers * size)
-    # Norms and rotary embedding keep their input in float32 and what they make of it.
+    # Norms and rotary embeddings store their input and their result in float32.
     wide = 2 * config.hidden_size + queries + keys
     numbers = 5 * config.hidden_size + 4 * queries + 4 * keys + 5 * config.intermediate_size
     return int(num_tokens * model_info.num_layers * (numbers * size + wide * 4))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What an allocation can have without another one's end; None where nobody says."""
+    """Bytes available for allocation, or None if unknown.
+
+    The CUDA caching allocator's unused reserve counts as available.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -46,7 +49,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cgroup_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Below its limit, with what of the files' pages could be given back; nothing without one."""
+    """Bytes below the cgroup's limit, counting reclaimable file pages; yields none without one."""
     for limit, usage, stat, of_files in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (
@@ -56,7 +59,7 @@ def cgroup_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
             "total_inactive_file",
         ),
     ):
-        with suppress(OSError, ValueError, KeyError):  # `max`, or another kind of cgroup
+        with suppress(OSError, ValueError, KeyError):  # the limit is `max`, or another version
             most, used = (int((cgroup / name).read_text()) for name in (limit, usage))
             yield max(0, most - used + _numbers(cgroup / stat)[of_files])
 

@@ -1,4 +1,4 @@
-"""Which responses are computed together, and what a model is asked to compute."""
+"""Assignment of responses to micro-batches, and the resulting model inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from coppice.train.tree import subtrees_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """One row of a model's input, and the targets, each predicted at a place of the row.
+    """One row of model input, with targets and the positions in the row that predict them.
 
-    The places lie on the CPU.
+    target_positions is on the CPU.
     """
 
     input_ids: Tensor
@@ -29,16 +29,16 @@ class Inputs:
 
     @property
     def logits_to_keep(self) -> int | Tensor:
-        """As models take it. They slice for a number, and copy for anything else."""
+        """Argument for the model: a count selects by slicing, a tensor by copying."""
         count = len(self.target_positions)
         last = torch.arange(count) + self.input_ids.shape[1] - count
         return max(count, 1) if torch.equal(self.target_positions, last) else self.target_positions
 
 
 def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...]]:
-    """Rows of each pass: at most that many tokens, about equally many, a longer row alone.
+    """Rows per micro-batch: at most pass_tokens tokens each, balanced, in order.
 
-    Rows without a token are in none.
+    A longer row gets its own micro-batch. Rows without tokens are left out.
     """
     if pass_tokens < 1:
         raise ValueError("a pass has at least one token")
@@ -59,7 +59,7 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
 
 
 def plan_subtree_passes(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
-    """Rows of each pass, depth first; what begins at the prompt is together with all below it."""
+    """Rows per micro-batch, depth first. A subtree below the prompt is never split."""
     subtrees = subtrees_of(group)
     tokens = [sum(group.lengths[row] for row in subtree) for subtree in subtrees]
     planned = plan_passes(tokens, pass_tokens)
@@ -78,7 +78,7 @@ def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
 
 
 def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.device) -> Inputs:
-    """Of whole families, each depth first."""
+    """Inputs of whole subtrees, each in depth-first order."""
     packed = PackedRow(group, rows)
     return Inputs(
         input_ids=torch.cat(packed.input_tokens).to(device).unsqueeze(0),
@@ -90,7 +90,7 @@ def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.dev
 
 
 def concatenate_inputs(parts: Sequence[Inputs]) -> Inputs:
-    """All of them in one row."""
+    """Concatenates the inputs into one row."""
     starts = [0, *accumulate(part.spans.num_tokens for part in parts)]
     return Inputs(
         input_ids=torch.cat([part.input_ids for part in parts], 1),

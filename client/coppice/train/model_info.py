@@ -1,4 +1,4 @@
-"""What of a model decides how its prompt's gradient can be had."""
+"""Properties of a model that determine which schedules are possible."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from coppice.train.distributed import is_sharded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """reentrant: checkpointed in the way that first computes without a graph."""
+    """Properties of a model. `reentrant`: it uses reentrant activation checkpointing."""
 
     num_layers: int
     device: torch.device
@@ -21,16 +21,16 @@ class ModelInfo:
 
     @property
     def can_stop_early(self) -> bool:
-        """Whether a forward may be left by an exception.
+        """True if an exception may end a forward early.
 
-        A checkpointed layer must end as it will when it is computed again, and the hooks of a
-        sharded one must see their end.
+        A checkpointed layer must end in the same way when it is recomputed, and the hooks of a
+        sharded layer must run at its end.
         """
         return not self.checkpointed and not self.sharded
 
     @property
     def requires_output_backward(self) -> bool:
-        """Whether a backward must begin at the model's outputs, not at keys and values."""
+        """True if backwards must start at the model's outputs instead of at keys and values."""
         return self.reentrant or self.sharded
 
 
@@ -52,5 +52,5 @@ def get_model_info(model: Any) -> ModelInfo:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """transformers keeps a partial of torch's checkpoint function."""
+    """transformers stores a functools.partial of torch's checkpoint function."""
     return bool(getattr(function, "keywords", {}).get("use_reentrant", True))

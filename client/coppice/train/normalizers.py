@@ -1,7 +1,7 @@
-"""What a loss is divided by: of the whole step, and fixed before its first pass.
+"""Loss normalizers: computed over the whole step and fixed before its first micro-batch.
 
-So every token has its weight before any is computed, and the gradient is the same whatever passes,
-groups and ranks the tokens are spread over.
+The weight of every token is known before any forward, so the gradient does not depend on how the
+tokens are distributed over micro-batches, groups and ranks.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from coppice.train.groups import TrainingGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Responses and response tokens of a step."""
+    """Number of responses and response tokens of a step."""
 
     num_responses: int
     num_tokens: int
@@ -28,7 +28,7 @@ class Totals:
         return cls(num_responses=len(lengths), num_tokens=sum(lengths))
 
     def over_ranks(self, process_group: dist.ProcessGroup | None = None) -> "Totals":
-        """The sums over all ranks, each of which must ask."""
+        """Sums over all ranks. A collective operation: every rank must call it."""
         both = torch.tensor([self.num_responses, self.num_tokens])
         if dist.get_backend(process_group) == "nccl":
             both = both.cuda()
@@ -38,20 +38,20 @@ class Totals:
 
 
 TokenWeights: TypeAlias = Callable[[Tensor], Tensor]
-"""Of the lengths of responses, the weight that each token of them has in the loss."""
+"""Maps response lengths to the weight of each token of these responses in the loss."""
 
 
 def token_mean(totals: Totals) -> TokenWeights:
-    """Every token weighs the same."""
+    """Equal weight per token."""
     return lambda lengths: torch.full(lengths.shape, 1 / totals.num_tokens, dtype=torch.float64)
 
 
 def sequence_mean(totals: Totals) -> TokenWeights:
-    """Every response weighs the same, however long it is: GRPO as first published."""
+    """Equal weight per response, whatever its length: GRPO as originally published."""
     return lambda lengths: 1 / (totals.num_responses * lengths.double())
 
 
 def dr_grpo(totals: Totals, *, max_tokens: int) -> TokenWeights:
-    """Dr. GRPO: a token's weight depends on no length. A response may have max_tokens."""
+    """Dr. GRPO: constant weight per token; max_tokens is the length limit of a response."""
     weight = 1 / (totals.num_responses * max_tokens)
     return lambda lengths: torch.full(lengths.shape, weight, dtype=torch.float64)

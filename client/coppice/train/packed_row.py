@@ -1,9 +1,9 @@
-"""Responses, or the segments of a tree, one after the other in a row without padding.
+"""Packing of responses, or of a tree's segments, into one row without padding.
 
-The last prompt token belongs to the responses: it predicts the first token of each. So the shared
-prompt is its first P-1 tokens, and every response is fed as the last prompt token and all its own
-tokens but the last, from position P-1 on. In a tree, a segment's first token is predicted where its
-parent ends, and only what nothing follows on is fed without its last token.
+The last prompt token is part of the responses: it predicts the first token of each. The shared
+prompt is therefore its first P-1 tokens. The input of each response is the last prompt token and
+all its own tokens but the last, from position P-1 on. In a tree, a segment's first token is
+predicted at the end of its parent, and only segments without children omit their last token.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from coppice.train.tree import parents_of
 
 
 class PackedRow:
-    """Of each response: the tokens fed, their positions, and the places that predict its tokens."""
+    """Per response: input tokens, their positions, and the row indices that predict its tokens."""
 
     def __init__(self, group: TrainingGroup, rows: Sequence[int]) -> None:
         self.input_tokens: list[Tensor] = []
@@ -30,9 +30,9 @@ class PackedRow:
         self._rows_with_children = {self._parents[row] for row in rows}
         self._num_input_tokens = 0
         self._ends: dict[int, int] = {}
-        """The place of the last token fed on the way to a response's end."""
+        """Row index of the last input token on the path to the end of a response."""
         self._tokens: dict[int, int] = {}
-        """From the prompt to a response's end."""
+        """Number of response tokens on the path to the end of a response."""
         for row in rows:
             parent = self._parents[row]
             if parent is None:
@@ -55,7 +55,7 @@ class PackedRow:
         return Spans(lengths=lengths, branches=tuple(branches))
 
     def _append_at_prompt(self, row: int) -> None:
-        """At the prompt, whose last token predicts the response's first."""
+        """Appends a response to the prompt, whose last token predicts its first token."""
         response = self._group.responses[row]
         target_positions = torch.arange(len(response)) + self._num_input_tokens
         input_tokens = torch.cat([self._group.prompt[-1:], response])
@@ -64,7 +64,7 @@ class PackedRow:
         self._tokens[row] = len(response)
 
     def _append_after_parent(self, row: int, parent: int) -> None:
-        """Where the parent ends, which predicts the segment's first token."""
+        """Appends a segment after its parent, whose end predicts the segment's first token."""
         segment = self._group.responses[row]
         target_positions = torch.arange(len(segment)) + self._num_input_tokens - 1
         target_positions[:1] = self._ends[parent]

@@ -1,6 +1,6 @@
-"""A prompt's keys and values: as a handle holds them, and as leaves that gather gradients.
+"""KV of a prompt, as a handle provides it and as leaves that accumulate gradients.
 
-Shapes: P tokens covered (all of the prompt but its last), K key and value heads, D head size.
+Shapes: P covered tokens (the prompt without its last token), K KV heads, D head size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptKV:
-    """Of every layer [K, P, D], keys after rotary embedding, values as they are."""
+    """Keys and values [K, P, D] of every layer. Keys are stored after rotary embedding."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     @classmethod
     def of_named(cls, tensors: Mapping[str, Tensor]) -> "PromptKV":
-        """Of the tensors k.0, v.0, k.1 and so on."""
+        """Builds it from tensors named k.0, v.0, k.1 and so on."""
         layers = range(len(tensors) // 2)
         return cls(
             keys=tuple(tensors[f"k.{layer}"] for layer in layers),
@@ -27,7 +27,7 @@ class PromptKV:
         )
 
     def check(self, num_layers: int, num_tokens: int, dtype: torch.dtype) -> None:
-        """ValueError where a model of that many layers cannot read them for such a prompt."""
+        """Raises ValueError if the KV does not fit the model's layers and dtype, or the prompt."""
         if not len(self.keys) == len(self.values) == num_layers:
             raise ValueError(f"the prompt KV is of {len(self.keys)} layers, not of {num_layers}")
         for tensor in (*self.keys, *self.values):
@@ -43,7 +43,7 @@ class PromptKV:
 
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [1, K, P, D] of every layer, as an attention function has them."""
+"""Keys and values [1, K, P, D] of every layer, as attention functions receive them."""
 
 
 def layers_of(prompt_kv: PromptKV, device: torch.device) -> Layers:
@@ -59,17 +59,17 @@ def prompt_kv_of(layers: Layers) -> PromptKV:
 
 
 def leaves_of(layers: Layers) -> Layers:
-    """The same numbers as leaves: what a backward leaves in their grad is theirs to pass on."""
+    """Detached copies that share storage and accumulate gradients in `.grad`."""
     return [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layers]
 
 
 def backward_through(layers: Layers, leaves: Layers) -> None:
-    """Passes the leaves' gradients on into the graph that made the layers."""
+    """Backpropagates the leaves' gradients through the graph that produced the layers."""
     pairs = [
         (made, leaf.grad)
         for made_pair, leaf_pair in zip(layers, leaves, strict=True)
         for made, leaf in zip(made_pair, leaf_pair, strict=True)
-        # A frozen layer has no graph, and a loss that reads nothing leaves no gradient.
+        # A frozen layer has no graph; a loss that reads no prompt KV leaves no gradient.
         if made.requires_grad and leaf.grad is not None
     ]
     if pairs:
@@ -77,7 +77,7 @@ def backward_through(layers: Layers, leaves: Layers) -> None:
 
 
 def relative_error(layers: Layers, exact: Layers) -> float:
-    """Relative L2 distance of all keys and values; 0 of none."""
+    """Relative L2 error over all keys and values; 0 if there are none."""
     difference = total = 0.0
     for pair, exact_pair in zip(layers, exact, strict=True):
         for tensor, exact_tensor in zip(pair, exact_pair, strict=True):

@@ -1,4 +1,4 @@
-"""The forward of a prompt, with or without its graph, and the backward that is let into one."""
+"""Prompt forward, with or without a graph, and backward with injected gradients."""
 
 from typing import Any
 
@@ -13,7 +13,10 @@ from coppice.train.prompt_kv import Layers, PromptKV, layers_of
 
 
 def compute_layers(model: Any, group: TrainingGroup) -> Layers:
-    """Of the prompt but its last token, with a graph where gradients are on; none of no tokens."""
+    """Computes the KV of the prompt without its last token.
+
+    It has a graph if gradients are enabled. The result is empty for a prompt of one token.
+    """
     model_info = get_model_info(model)
     num_tokens = len(group.prompt) - 1
     if not num_tokens:
@@ -42,7 +45,7 @@ def no_grad_layers(model: Any, group: TrainingGroup, prompt_kv: PromptKV | None)
 
 
 def inject(model: Any, group: TrainingGroup, leaves: Layers) -> Layers:
-    """Computes the prompt, and its backward with the leaves' gradients; what was computed."""
+    """Runs the prompt's forward and its backward with the leaves' gradients; returns the KV."""
     if not leaves:
         return ()
     model_info = get_model_info(model)
@@ -50,6 +53,6 @@ def inject(model: Any, group: TrainingGroup, leaves: Layers) -> Layers:
     logits_TV = forward(model, prompt_inputs(group, model_info.device), context)
     assert logits_TV is not None, "an injecting forward runs to its end"
     made = context.pop_layers()
-    # Nothing comes from the logits; their backward only passes by where the gradients are added.
+    # The loss does not depend on these logits; a backward of zeros triggers the injections.
     logits_TV.backward(torch.zeros_like(logits_TV))  # type: ignore[no-untyped-call]
     return made

@@ -1,7 +1,7 @@
-"""The slow and obvious ways, which the fast ones are tested against.
+"""Reference implementations, slow and simple, for tests of the optimized ones.
 
 Shapes: G rows padded to R tokens each, T packed tokens of all rows, P prompt tokens, H query
-heads, K key and value heads, D head size, V vocabulary.
+heads, K KV heads, D head size, V vocabulary.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from coppice.train.tree import TrainingTree
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:
-    """Differentiable, with the prompt repeated in every row of a padded batch.
+    """Differentiable logprobs with the prompt repeated in every row of a padded batch.
 
-    Of a tree's segments: each is a row of its own, with all before it repeated.
+    Each segment of a tree becomes a row that repeats the whole path to it.
     """
     if isinstance(group, TrainingTree):
         return _naive_segments(model, group, temperature)
     rows = [torch.cat([group.prompt, response])[:-1] for response in group.responses]
-    # Padding stands right of everything that reads it not, so a causal model needs no mask.
+    # Right padding: under a causal mask no token reads it, so no attention mask is needed.
     padded_GR = pad_sequence(rows, batch_first=True).to(model.device)
     logits_GRV = model(input_ids=padded_GR, use_cache=False).logits
     first = len(group.prompt) - 1
@@ -52,7 +52,7 @@ def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLo
 def naive_backward(
     model: Any, group: TrainingGroup, loss_fn: LossFunction, *, temperature: float = 1.0
 ) -> float:
-    """Adds the gradient and returns the loss, as grouped_backward does."""
+    """Accumulates the gradient and returns the loss, like grouped_backward."""
     loss = loss_fn(naive_logprobs(model, group, temperature=temperature))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
@@ -66,7 +66,7 @@ def reference_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """o_1HTD, row by row over the concatenated prompt, branches and row, with a mask."""
+    """Returns o_1HTD: masked attention per row over the concatenated prompt, branches and row."""
     outputs = [q_1HTD[:, :, :0]]
     start = 0
     for length in spans.lengths:

@@ -1,4 +1,4 @@
-"""The passes of a group's responses over a prompt that is computed already."""
+"""Micro-batches of a group's responses over a prompt with known KV."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,17 @@ from coppice.train.prompt_kv import Layers
 from coppice.train.rows import RowLogprobs, token_logprobs
 from coppice.train.tree import max_row_tokens
 
-# Measured on CPU: passes of 100 tokens cost up to 43 % more, of 8,000 up to 32 % more.
+# Measured on CPU: 100 tokens per micro-batch cost up to 43 % more time, 8,000 up to 32 % more.
 PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows computed together. An idle one counts for nothing: another rank needs the call."""
+    """Rows that are computed in one forward.
+
+    A padding micro-batch does not contribute to the loss. It is run because other ranks of a
+    sharded model need the collective calls.
+    """
 
     rows: tuple[int, ...]
     is_padding: bool
@@ -62,7 +66,7 @@ def select_rows(group: TrainingGroup, rows: Sequence[int], logprobs_T: Tensor) -
 
 
 def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprobs:
-    """Of all responses, in their order. What has no token need be in no part."""
+    """Logprobs of all responses in group order. `parts` may omit responses without tokens."""
     found = {row: part for rows in parts for row, part in zip(rows.rows, rows.split(), strict=True)}
     rows = tuple(range(len(group.responses)))
     ordered = [found[row] for row in rows if row in found]

@@ -1,4 +1,4 @@
-"""The orders in which the gradient of a group can be computed. All of them are exact."""
+"""Schedules for the gradient of a group. All of them are exact."""
 
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -7,10 +7,11 @@ from coppice.train.memory import graph_fits
 from coppice.train.model_info import ModelInfo
 
 Schedule: TypeAlias = Literal["kept", "recomputed", "injected", "packed"]
-"""
-kept        the prompt's forward once, its graph kept until the responses are done
-recomputed  the prompt's forward again after the responses, for its graph
-injected    the same, its backward begun at the model's outputs
+"""Order of forwards and backwards.
+
+kept        one prompt forward, whose graph is kept until the responses are done
+recomputed  a second prompt forward after the responses, to build the graph
+injected    like recomputed, but the backward starts at the model's outputs
 packed      prompt and responses in one forward and one backward
 """
 
@@ -24,7 +25,7 @@ def choose(
     has_prompt_kv: bool,
     pass_tokens: int,
 ) -> Schedule:
-    """ValueError where the one that is asked for cannot be."""
+    """Selects the schedule. Raises ValueError if the requested one is not possible."""
     if schedule != "auto":
         _check(schedule, model_info, has_prompt_kv=has_prompt_kv)
         return schedule

@@ -1,4 +1,4 @@
-"""Which tokens of a packed row read which others: all of it that attention needs to know."""
+"""Visibility of tokens in a packed row: which keys each query reads."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Tokens from start to stop, which all from stop to end follow on, and so read."""
+    """Tokens from start to stop, which are read by all tokens from stop to end."""
 
     start: int
     stop: int
@@ -18,9 +18,10 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Tokens of each part, which read themselves causally, and the branches between parts.
+    """Length of each part of a packed row, and the branches between parts.
 
-    Parts of a tree lie depth first, so what follows on a part stands right behind it.
+    Each part attends causally to itself. The parts of a tree are in depth-first order, so the
+    descendants of a part follow it directly.
     """
 
     lengths: tuple[int, ...]
@@ -31,7 +32,7 @@ class Spans:
         return sum(self.lengths)
 
     def ends(self) -> Tensor:
-        """Of each token, where those end that read it if they stand behind it."""
+        """For each token, the end of the range of later tokens that read it."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         stops = torch.tensor(list(accumulate(self.lengths)), dtype=torch.int64)
         ends = stops.repeat_interleave(lengths)

@@ -1,4 +1,4 @@
-"""A prompt and the segments that were sampled from it, as a tree of tensors."""
+"""Rollout tree as tensors: a prompt and its segments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,10 @@ from coppice.train.rows import RowLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingTree(TrainingGroup):
-    """A group whose responses are segments: each begins where its parent ends.
+    """A group whose responses are the segments of a tree: each starts where its parent ends.
 
-    parents are places of earlier segments, none for what begins at the prompt. leaves are the
-    places of those in which paths end.
+    `parents` holds the index of each segment's parent, which is less than its own, or None if the
+    segment starts at the prompt. `leaves` holds the indices of the leaf segments.
     """
 
     parents: tuple[int | None, ...]
@@ -33,7 +33,7 @@ class TrainingTree(TrainingGroup):
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingTree":
-        """Of the prompt's token ids and the tree of what a rollout answered, in its order."""
+        """Builds it from the prompt's token ids and the tree of a rollout result, in its order."""
         if group.tree is None:
             raise ValueError("the group is no tree")
         segments = group.tree.segments
@@ -47,14 +47,14 @@ class TrainingTree(TrainingGroup):
         )
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """From the prompt to the segment, itself included."""
+        """Indices from the prompt to the given segment, inclusive."""
         path = [segment]
         while (parent := self.parents[path[-1]]) is not None:
             path.append(parent)
         return tuple(path[::-1])
 
     def flattened(self) -> TrainingGroup:
-        """One response a leaf, which repeats what paths share."""
+        """One response per leaf, with the shared tokens repeated."""
 
         def rows(by_segment: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             paths = map(self.path, self.leaves)
@@ -67,7 +67,7 @@ class TrainingTree(TrainingGroup):
         )
 
     def by_leaf(self, rows: RowLogprobs) -> RowLogprobs:
-        """Of a pass's segments, its paths as the rows of the flattened group."""
+        """Joins the logprobs of a micro-batch's segments into rows of the flattened group."""
         by_segment = dict(zip(rows.rows, rows.split(), strict=True))
         paths = [self.path(leaf) for leaf in self.leaves]
         whole = [leaf for leaf, path in enumerate(paths) if by_segment.keys() >= set(path)]
@@ -80,14 +80,14 @@ class TrainingTree(TrainingGroup):
 
 
 def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
-    """The responses of a group that is no tree all begin at the prompt."""
+    """Parent of each response; None for all responses of a group that is not a tree."""
     if isinstance(group, TrainingTree):
         return group.parents
     return (None,) * len(group.responses)
 
 
 def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
-    """Of each response that begins at the prompt: itself and all below it, depth first."""
+    """For each response that starts at the prompt, its descendants and itself, depth first."""
     children: dict[int | None, list[int]] = {}
     for row, parent in enumerate(parents_of(group)):
         children.setdefault(parent, []).append(row)
@@ -103,7 +103,7 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
 
 
 def max_row_tokens(group: TrainingGroup) -> int:
-    """Tokens of the longest row, prompt included."""
+    """Number of tokens of the longest row, prompt included."""
     ends: list[int] = []
     for length, parent in zip(group.lengths, parents_of(group), strict=True):
         ends.append(length + (0 if parent is None else ends[parent]))
