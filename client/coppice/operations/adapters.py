@@ -1,4 +1,4 @@
-"""LoRA adapters: named by a path or sent, listed, unloaded."""
+"""LoRA adapter operations: load from a path, upload, list, unload."""
 
 import json
 import tempfile
@@ -21,7 +21,7 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
 class AdapterOperations:
-    """Needs a courier and keeps no state beside it. All are for keys with the role admin."""
+    """LoRA adapter operations. All require an API key with the role admin."""
 
     _sender: RequestSender
 
@@ -33,9 +33,10 @@ class AdapterOperations:
         version: str | None = None,
         timeout: float | None = None,
     ) -> AdapterAnswer:
-        """Names an adapter's directory, as PEFT saves it, that the server can read.
+        """Loads an adapter from a directory in PEFT format that the server can read.
 
-        The same files again change nothing, so it is repeated after a lost connection.
+        Loading the same files again changes nothing, so the call is retried after a lost
+        connection.
         """
         request = LoadAdapterRequest(path=fspath(path), version=version)
         call = json_request(
@@ -51,7 +52,7 @@ class AdapterOperations:
         *,
         timeout: float | None = None,
     ) -> AdapterAnswer:
-        """Sends an adapter's directory, as PEFT saves it; it is current once this returns."""
+        """Uploads an adapter directory in PEFT format. It is the current version on return."""
         config = json.loads((Path(source) / CONFIG_FILE).read_text())
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / TENSORS_FILE
@@ -63,14 +64,17 @@ class AdapterOperations:
             return (await self._sender.send(call)).read(AdapterAnswer)
 
     async def adapters(self) -> AdaptersAnswer:
-        """Every adapter that the server has loaded."""
+        """Lists the adapters that the server has loaded."""
         reply = await self._sender.send(
             HttpRequest(method="GET", path="/v1/adapters", is_idempotent=True)
         )
         return reply.read(AdaptersAnswer)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter; rollouts under it go on. Not repeated after a lost connection."""
+        """Unloads an adapter; rollouts that use it continue.
+
+        The call is not retried after a lost connection.
+        """
         reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(name)))
         reply.check()
 

@@ -1,4 +1,4 @@
-"""Records of a whole stream in, one result out."""
+"""Collector of a stream's records into a RolloutResult."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -21,7 +21,10 @@ from coppice.wire.rollouts import GroupHead
 
 
 class Collector:
-    """Keeps samples as arrays from the moment they come: as lists they take ten times the room."""
+    """Collects the records of one stream.
+
+    Samples are converted to arrays when they arrive: as lists they take ten times the memory.
+    """
 
     def __init__(self) -> None:
         self._start: StartRecord | None = None
@@ -44,12 +47,12 @@ class Collector:
             case KvRecord(segment=str(segment)):
                 self._kv[record.group][segment] = record
             case ProgressRecord() | KvRecord():
-                pass  # a group's own is in its head
+                pass  # GroupRecord contains the group's own handle
             case EndRecord():
                 self._end = record
 
     def result(self) -> RolloutResult:
-        """A rollout of which nothing came to be is raised as its problem."""
+        """Returns the result. Raises the rollout's problem if it failed as a whole."""
         if self._start is None or self._end is None:
             raise BadAnswer("the stream lacks its first or its last record")
         if self._end.outcome == "failed" and self._end.problem is not None:

@@ -1,4 +1,4 @@
-"""Pausing, resuming, asking how the server is."""
+"""Pause, resume, status and readiness operations."""
 
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
@@ -17,35 +17,36 @@ _LONGEST_PROBE_SECONDS = 5.0
 
 
 class ControlOperations:
-    """Needs a courier and keeps no state beside it."""
+    """Pause, resume, status and readiness operations."""
 
     _sender: RequestSender
 
     async def pause(self, mode: PauseMode = "keep", *, timeout: float | None = None) -> PauseAnswer:
-        """Ends running samples (abort), lets them finish (wait) or freezes them (keep)."""
+        """Pauses the engine: running samples end (abort), finish (wait) or freeze (keep)."""
         call = json_request(
             "POST", "/v1/pause", PauseRequest(mode=mode), read_timeout=timeout, is_idempotent=True
         )
         return (await self._sender.send(call)).read(PauseAnswer)
 
     async def resume(self) -> PauseAnswer:
-        """Samples go on. Nothing happens if they were not paused."""
+        """Resumes paused samples. It has no effect if the server is not paused."""
         reply = await self._sender.send(
             HttpRequest(method="POST", path="/v1/resume", is_idempotent=True)
         )
         return reply.read(PauseAnswer)
 
     async def status(self) -> StatusAnswer:
-        """What runs, on which weights, on what engine."""
+        """Returns the engine's properties, the active weights version and the current load."""
         reply = await self._sender.send(
             HttpRequest(method="GET", path="/v1/status", is_idempotent=True)
         )
         return reply.read(StatusAnswer)
 
     async def wait_until_ready(self, seconds: float) -> None:
-        """Returns once the server takes rollouts; TimedOut, with the last reason, if it does not.
+        """Waits until the server accepts rollouts.
 
-        A server that cannot be reached may be one that is not there yet, so that is waited for too.
+        Raises TimedOut, with the last reason, after `seconds`. An unreachable server is also waited
+        for, because it may still be starting.
         """
         deadline = self._sender.clock.now() + seconds
         wait = _FIRST_WAIT_SECONDS

@@ -1,4 +1,4 @@
-"""The small model that drafts: asked about, taken home, brought from elsewhere."""
+"""Draft model operations: status, download, upload."""
 
 import base64
 from os import PathLike
@@ -17,19 +17,19 @@ _FILE = "application/octet-stream"
 
 
 class DrafterOperations:
-    """Needs a courier and keeps no state beside it. NotFound where no small model drafts."""
+    """Draft model operations. They raise NotFound if the server uses no draft model."""
 
     _sender: RequestSender
 
     async def drafter(self) -> DrafterAnswer:
-        """Which drafter serves, how often it is right, and how its training goes."""
+        """Returns the version, acceptance rates and training state of the draft model."""
         reply = await self._sender.send(
             HttpRequest(method="GET", path="/v1/drafter", is_idempotent=True)
         )
         return reply.read(DrafterAnswer)
 
     async def download_drafter(self, path: str | PathLike[str]) -> str:
-        """Writes the tensors of the drafter that serves to a .safetensors file; its version."""
+        """Writes the draft model in use to a .safetensors file and returns its version."""
         call = HttpRequest(
             method="GET", path="/v1/drafter", headers={"Accept": _FILE}, is_idempotent=True
         )
@@ -40,10 +40,11 @@ class DrafterOperations:
     async def upload_drafter(
         self, version: str, path: str | PathLike[str], *, timeout: float | None = None
     ) -> DrafterAnswer:
-        """Sends a .safetensors file, to serve if it does no worse than the drafter that serves now.
+        """Uploads a draft model as a .safetensors file.
 
-        What becomes of its trial `drafter` says: it needs traffic. Not repeated after a lost
-        connection: a version that is taken is a VersionConflict.
+        It is promoted if a trial shows that it does no worse than the one in use. `drafter` reports
+        the outcome; the trial needs traffic. The call is not retried after a lost connection: a
+        version that exists raises VersionConflict.
         """
         source = Path(path)
         digest = await self._sender.driver.run_steps(sha256_of(source))

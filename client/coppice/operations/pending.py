@@ -1,4 +1,4 @@
-"""A rollout that runs whether anybody listens or not, and the way back to it."""
+"""Handle of a submitted rollout, which runs independently of any connection."""
 
 from collections.abc import AsyncGenerator
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from coppice.wire.records import Record
 from coppice.wire.rollouts import RolloutAnswer
 
 _POLL_SECONDS = 30.0
-"""Shorter than what proxies take for a dead connection."""
+"""Less than the idle timeout of common proxies."""
 _SHORTEST_POLL_SECONDS = 0.5
 
 
@@ -23,10 +23,10 @@ def rollout_path(rollout_id: str) -> str:
 
 
 class AsyncPending:
-    """A rollout by its id. Nothing ends it but its own end and `abort`.
+    """Handle of a submitted rollout, identified by its id.
 
-    Any number of processes may hold one. The server forgets an answer some time after the end:
-    NotFound from then on.
+    Only `abort` ends the rollout before it completes. Any number of processes may hold a handle.
+    The server deletes the result some time after the rollout ends; calls then raise NotFound.
     """
 
     def __init__(self, sender: RequestSender, rollout_id: str) -> None:
@@ -37,10 +37,10 @@ class AsyncPending:
         return f"{type(self).__name__}({self.id!r})"
 
     async def wait(self, seconds: float | None = None) -> RolloutResult:
-        """The whole answer; TimedOut if the rollout still runs after so many seconds.
+        """Waits for the result. Raises TimedOut if the rollout still runs after `seconds`.
 
-        It may be called again, then and after a TransportError. The answer comes packed, at a
-        third of the bytes of a stream.
+        It may be called again after that and after a TransportError. The result is transferred in
+        packed form, which takes a third of the bytes of a stream.
         """
         clock = self._sender.clock
         deadline = None if seconds is None else clock.now() + max(seconds, 0.0)
@@ -51,7 +51,7 @@ class AsyncPending:
                 if deadline is None
                 else min(_POLL_SECONDS, max(deadline - started_at, 0.0))
             )
-            # A rollout that died with the engine is told as just that, and does not come back.
+            # If the engine died, so did the rollout: EngineUnavailable is final here.
             reply = await self._sender.send(
                 self._poll(left), deadline=deadline, non_retryable=(EngineUnavailable,)
             )
@@ -60,13 +60,13 @@ class AsyncPending:
             if deadline is not None and clock.now() >= deadline:
                 raise TimedOut(f"rollout {self.id} still runs after {seconds} s")
             if clock.now() - started_at < min(_SHORTEST_POLL_SECONDS, left):
-                # Whoever does not hold the answer back must not be asked without a pause.
+                # A server that ignores `wait` must not be polled in a tight loop.
                 await clock.sleep(min(_SHORTEST_POLL_SECONDS, left))
 
     def stream(self) -> AsyncGenerator[Record, None]:
-        """All records from the first one on, as Rollouts.stream yields them.
+        """Yields all records from the first one, like Rollouts.stream.
 
-        Leaving it early only closes the connection; the rollout goes on.
+        Closing the generator early only closes the connection; the rollout continues.
         """
         call = HttpRequest(
             method="GET", path=rollout_path(self.id), headers={"Accept": NDJSON}, is_idempotent=True
@@ -74,7 +74,7 @@ class AsyncPending:
         return stream_records(self._sender, call, RecordDeduplicator())
 
     async def abort(self) -> RolloutResult:
-        """Ends the rollout. The tokens so far are kept."""
+        """Ends the rollout and returns the tokens generated so far."""
         call = HttpRequest(method="DELETE", path=rollout_path(self.id), is_idempotent=True)
         return result_of((await self._sender.send(call)).read(RolloutAnswer))
 

@@ -1,4 +1,4 @@
-"""Rollouts: whole, streamed, submitted, come back to, aborted."""
+"""Rollout operations: run, stream, submit, attach, abort."""
 
 import uuid
 from collections.abc import AsyncGenerator, Iterable
@@ -19,11 +19,11 @@ from coppice.wire.records import Record
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, RunningAnswer
 
 _LEAVE_SECONDS = 5.0
-"""How long an interrupted program is held up by a server that does not answer."""
+"""Longest time that an unresponsive server can delay an interrupted program."""
 
 
 class RolloutOperations:
-    """Needs a courier and keeps no state beside it."""
+    """Rollout operations."""
 
     _sender: RequestSender
 
@@ -34,14 +34,14 @@ class RolloutOperations:
         progress: bool = False,
         **options: Unpack[RolloutOptions],
     ) -> RolloutResult:
-        """Draws samples for every prompt and waits for all of them.
+        """Generates samples for every prompt and waits for all of them.
 
-        A broken connection is taken up again where it broke, and no retry starts a second rollout.
-        Cancelled or interrupted, it ends the rollout, as `stream` does when it is left.
+        A broken connection is resumed, and retries never start a second rollout. If the call is
+        cancelled or interrupted, it aborts the rollout, like closing `stream` early.
 
-        The answer comes as a stream of JSON, whose progress records tell a long sample from a dead
-        server and keep proxies from closing a silent connection. Packed arrays are a third of the
-        bytes, but come only at the end: the README has figures.
+        The response is a stream of JSON records. Its progress records distinguish a long sample
+        from a dead server, and keep proxies from closing an idle connection. Packed arrays take a
+        third of the bytes, but arrive only at the end. The README has measurements.
         """
         headers = session_headers(options)
         request = rollout_request(prompts, **options)
@@ -56,15 +56,14 @@ class RolloutOperations:
     def stream(
         self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
     ) -> AsyncGenerator[Record, None]:
-        """Draws samples for every prompt and yields each record once, as it comes.
+        """Generates samples for every prompt and yields each record once, when it arrives.
 
-        A broken connection is taken up again where it broke; StreamBroken, or what else it broke
-        with, once the retries are used up. RolloutLost if the server has forgotten the rollout.
+        A broken connection is resumed. Once the retries are exhausted, StreamBroken or the last
+        error is raised; RolloutLost if the server no longer has the rollout.
 
-        Whoever stops early, by leaving the loop and dropping or closing this generator, ends the
-        rollout: with retries by a DELETE, tried once and not for long, and with Retry.none() by
-        closing the connection. A process that is killed sends no DELETE; what it had asked for
-        then runs to its own end, unless there were no retries.
+        Closing or dropping the generator early aborts the rollout: with retries by one DELETE
+        request with a short timeout, with Retry.none() by closing the connection. A killed process
+        sends no DELETE, so with retries its rollout runs to completion.
         """
         headers = session_headers(options)
         return self._records(rollout_request(prompts, **options), headers)
@@ -72,22 +71,22 @@ class RolloutOperations:
     async def submit(
         self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
     ) -> AsyncPending:
-        """Starts a rollout that runs whether anybody listens or not, and comes back at once."""
+        """Starts a rollout that runs independently of the connection; returns its handle."""
         headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
         call = self._start(request, {"Prefer": "respond-async", **headers})
         reply = await self._sender.send(call)
-        # A retry may find the rollout ended already.
+        # A retry may find the rollout already finished.
         running = reply.status == 202
         started = reply.read(RunningAnswer) if running else reply.read(RolloutAnswer)
         return self.attach(started.id)
 
     def attach(self, rollout_id: str) -> AsyncPending:
-        """The handle of a rollout that was submitted elsewhere. Nothing is sent."""
+        """Returns a handle of a submitted rollout by its id, without a request."""
         return AsyncPending(self._sender, rollout_id)
 
     async def abort(self, rollout_id: str) -> RolloutResult:
-        """Ends a running rollout. The tokens so far are kept."""
+        """Ends a running rollout and returns the tokens generated so far."""
         return await self.attach(rollout_id).abort()
 
     async def _records(
@@ -100,7 +99,7 @@ class RolloutOperations:
                 async for record in records:
                     yield record
         finally:
-            # With a key the server outlives a closed connection, whatever closed it.
+            # With an idempotency key a closed connection does not end the rollout.
             if (
                 call.is_idempotent
                 and deduplicator.rollout_id is not None
@@ -112,7 +111,10 @@ class RolloutOperations:
                 )
 
     def _start(self, request: RolloutRequest, headers: dict[str, str]) -> HttpRequest:
-        """With a key no retry can start a second rollout; without retries there is no need."""
+        """Builds the request; the idempotency key prevents a retry from starting a second rollout.
+
+        Without retries it is not needed.
+        """
         if self._sender.retry.is_enabled:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         is_idempotent = "Idempotency-Key" in headers

@@ -1,4 +1,4 @@
-"""Scoring: what the model thinks of responses that are given."""
+"""Scoring operation: logprobs of given responses."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from coppice.wire.score import ScoreAnswer
 
 
 class ScoreOperations:
-    """Needs a courier and keeps no state beside it."""
+    """Scoring operation."""
 
     _sender: RequestSender
 
@@ -23,11 +23,11 @@ class ScoreOperations:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> tuple[Score, ...]:
-        """Log-probabilities of given responses, at temperature 1 and without truncation.
+        """Logprobs of given responses, at temperature 1 and without truncation.
 
-        Each item is a prompt, in any form that `rollout` takes, and a list of responses as token
-        ids. An adapter is named as in a rollout. It takes as long as the server needs, or `timeout`
-        seconds of silence.
+        Each item is a prompt, in any form that `rollout` accepts, and a list of responses as token
+        ids. `adapter` is a name as in a rollout. `timeout` is the longest silence in seconds; None
+        means no limit.
         """
         request = score_request(prompts_and_responses, policy, adapter)
         call = json_request("POST", "/v1/score", request, read_timeout=timeout, is_idempotent=True)

@@ -1,4 +1,4 @@
-"""Growing a tree from outside: a search, or a process reward model."""
+"""Operations on externally grown trees, for search or process reward models."""
 
 import uuid
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from coppice.wire.rollouts import BranchAnswer, DropAnswer
 
 
 class TreeOperations:
-    """Needs a courier and keeps no state beside it."""
+    """Operations on externally grown trees."""
 
     _sender: RequestSender
 
@@ -27,12 +27,12 @@ class TreeOperations:
         group: int = 0,
         timeout: float | None = None,
     ) -> tuple[Segment, ...]:
-        """Grows n segments from the end of one that was cut, or from the prompt; waits for them.
+        """Samples n segments from the end of a cut segment, or from the prompt; waits for them.
 
-        The tree is a rollout submitted with Branching(mode="external"); every call renews its
-        lease, and `abort` says that it is whole. With max_tokens the segments are cut there, at the
-        next place where that costs nothing; without, they grow to their own end. It takes as long
-        as the server needs, or `timeout` seconds of silence.
+        The tree is a rollout submitted with Branching(mode="external"). Every call renews its
+        lease; `abort` completes the tree. With max_tokens the segments are cut there, rounded up to
+        the next position at which a cut costs no extra prefill. Without it they run to their own
+        end. `timeout` is the longest silence in seconds; None means no limit.
         """
         body = BranchRequest(segment=segment, group=group, n=n, max_tokens=max_tokens)
         is_enabled = self._sender.retry.is_enabled
@@ -49,9 +49,10 @@ class TreeOperations:
         return tuple(segment_of(each) for each in answer.segments)
 
     async def drop_segment(self, rollout_id: str, segment: str) -> tuple[str, ...]:
-        """Takes a segment and all that grew from it out of the tree; the ids that are gone.
+        """Removes a segment with all its descendants from the tree; returns the removed ids.
 
-        The tree's answer says how many were: what is left was not sampled from the model alone.
+        The tree's result reports the number of removed segments, because the remaining ones are
+        then no unbiased sample from the model.
         """
         path = f"{rollout_path(rollout_id)}/segments/{quote(segment, safe='')}"
         reply = await self._sender.send(HttpRequest(method="DELETE", path=path))

@@ -1,4 +1,4 @@
-"""Weights versions: sent or staged, activated, listed, deleted."""
+"""Weights operations: upload, stage, activate, list, delete."""
 
 import logging
 import tempfile
@@ -33,10 +33,10 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
 class WeightsOperations:
-    """Needs a courier; the weights that were sent last are kept for those who send changes.
+    """Weights operations. Keeps the last uploaded file as the base of the next delta.
 
-    How long the server takes over weights depends on their size and on the samples that run, so
-    these calls wait for its answer without limit unless they are given a timeout in seconds.
+    The duration depends on the size of the weights and on the running samples, so there is no
+    timeout by default. `timeout` is in seconds.
     """
 
     _sender: RequestSender
@@ -51,11 +51,11 @@ class WeightsOperations:
         delta: bool = False,
         timeout: float | None = None,
     ) -> VersionAnswer:
-        """Sends a state dict, a .safetensors file or a checkpoint directory, with its digest.
+        """Uploads a state dict, a .safetensors file or a checkpoint directory, with its digest.
 
-        A state dict goes through a file in the temporary directory, one tensor at a time. With
-        delta, that file stays there until the next one or the client's end, and of the next one
-        only what has changed is sent, bit for bit; all of it if the server has lost its base.
+        A state dict is written to a temporary file first, one tensor at a time. With `delta` that
+        file is kept until the next upload or until the client is closed. The next upload then sends
+        only the changes, bit-exactly, or the full weights if the server no longer has the base.
         """
         address = _address(version)
         if delta:
@@ -77,9 +77,10 @@ class WeightsOperations:
         sequence: int | None = None,
         timeout: float | None = None,
     ) -> VersionAnswer:
-        """Names weights that already lie in one of the server's own directories.
+        """Stages weights that are already in one of the server's configured directories.
 
-        Not repeated after a lost connection: a name that is taken is a VersionConflict.
+        The call is not retried after a lost connection: a version that exists raises
+        VersionConflict.
         """
         request = StageRequest(path=fspath(path), sequence=sequence)
         call = json_request("POST", _address(version), request, read_timeout=timeout)
@@ -93,9 +94,9 @@ class WeightsOperations:
         allow_rollback: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """Serves this version from now on; mode says what becomes of running samples.
+        """Makes this version the active one; `mode` determines how running samples are handled.
 
-        With allow_rollback it is not repeated after a lost connection.
+        With allow_rollback the call is not retried after a lost connection.
         """
         request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
         call = json_request(
@@ -103,8 +104,8 @@ class WeightsOperations:
             _address(version) + "/activate",
             request,
             read_timeout=timeout,
-            # A second activation of what is active does nothing, and one of what others have since
-            # replaced is refused as a rollback, unless rollbacks are allowed.
+            # Activating the active version again does nothing. If another client has activated a
+            # newer one since, the retry is refused as a rollback, unless rollbacks are allowed.
             is_idempotent=not allow_rollback,
         )
         return (await self._sender.send(call)).read(ActivationAnswer)
@@ -120,21 +121,21 @@ class WeightsOperations:
         delta: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """upload_weights, then activate_weights."""
+        """Calls upload_weights, then activate_weights."""
         await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
         return await self.activate_weights(
             version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
         )
 
     async def weights(self) -> VersionsAnswer:
-        """Every version that the server knows, and which of them is active."""
+        """Lists the versions that the server has, and the active one."""
         reply = await self._sender.send(
             HttpRequest(method="GET", path="/v1/weights", is_idempotent=True)
         )
         return reply.read(VersionsAnswer)
 
     async def delete_weights(self, version: str) -> None:
-        """Forgets a version that is not active. Not repeated after a lost connection."""
+        """Deletes a version that is not active. Not retried after a lost connection."""
         reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(version)))
         reply.check()
 
@@ -160,7 +161,7 @@ class WeightsOperations:
     async def _put_delta(
         self, base: BaseFile, new_file: BaseFile, sequence: int | None, timeout: float | None
     ) -> VersionAnswer | None:
-        """None where only the whole will do."""
+        """Uploads a delta; returns None if the full weights must be sent instead."""
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "delta.safetensors"
             run_steps = self._sender.driver.run_steps
@@ -182,7 +183,7 @@ class WeightsOperations:
             target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
             digest = await self._sender.driver.run_steps(sha256_of(path))
             answer = await self._put(target, path, digest, sequence, timeout)
-            # The first file may have been given the next free sequence; the others share it.
+            # The server may have assigned a sequence to the first file; all files share it.
             sequence = answer.sequence
         return answer
 

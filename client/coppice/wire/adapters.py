@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded by a path or uploaded, then named by rollouts."""
+"""Wire types of LoRA adapters, which are loaded or uploaded and then used by rollouts."""
 
 from typing import Annotated
 
@@ -8,9 +8,9 @@ from coppice.wire.base import AnswerModel, Label, RequestModel
 
 
 class LoadAdapterRequest(RequestModel):
-    """An adapter as PEFT saves it, in one of the server's configured directories.
+    """An adapter in PEFT format, in one of the server's configured directories.
 
-    Without a version it gets the next one that nobody has named.
+    Without a version the next unused one is assigned.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -18,8 +18,11 @@ class LoadAdapterRequest(RequestModel):
 
 
 class AdapterAnswer(AnswerModel):
-    """One version of an adapter. `current`: new rollouts get it; another is only there for the
-    rollouts that run under it."""
+    """One version of an adapter.
+
+    New rollouts use the `current` version; other versions remain loaded for the rollouts that
+    started with them.
+    """
 
     name: str
     version: str
@@ -30,7 +33,7 @@ class AdapterAnswer(AnswerModel):
 
 
 class AdaptersAnswer(AnswerModel):
-    """Every adapter version that is loaded, and how many may be."""
+    """All loaded adapter versions, and the limits."""
 
     adapters: list[AdapterAnswer]
     max_adapters: int

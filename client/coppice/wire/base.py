@@ -1,4 +1,4 @@
-"""What every wire type shares: requests refuse what they do not know, answers tolerate it."""
+"""Base types of the wire format: requests reject unknown fields, answers ignore them."""
 
 from typing import Annotated, Any
 
@@ -17,9 +17,9 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 
 class JsonInteger:
-    """The integer type of JSON Schema, to which 56.0 is an integer; strict pydantic refuses it.
+    """Integer as in JSON Schema, where 56.0 is an integer; pydantic's strict mode rejects it.
 
-    It is the last annotation of an `int`, behind its bounds.
+    It must be the last annotation of an `int`, after its bounds.
     """
 
     def __get_pydantic_core_schema__(
@@ -52,7 +52,7 @@ def _requirement(integer: CoreSchema) -> str:
 
 
 def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> list[int]:
-    """pydantic holds the GIL until it calls a Python function: other threads run in between."""
+    """Validates in slices, because pydantic holds the GIL between calls of Python functions."""
     if not isinstance(value, list) or len(value) <= SLICE_TOKENS:
         token_ids: list[int] = validate(value)
         return token_ids
@@ -66,7 +66,7 @@ def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> l
 
 
 def _with_index(error: ValidationError, start: int) -> ValidationError:
-    """The error of a slice, with the index that its element has in the whole list."""
+    """Translates the index in a slice to the index in the whole list."""
     (found,) = error.errors()
     index, *inner = found["loc"]
     assert isinstance(index, int)
@@ -81,24 +81,24 @@ def _with_index(error: ValidationError, start: int) -> ValidationError:
 SLICE_TOKENS = 2**14
 TokenId = Annotated[int, Field(ge=0, lt=2**31), JsonInteger()]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_validate_in_slices)]
-"""The first wrong one is named; a million would take longer to list than to refuse."""
+"""Validation stops at the first invalid id; listing a million errors would take too long."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""A weights version as its publisher names it: safe as a file name and in a URL."""
+"""Weights version, chosen by its publisher; safe as a file name and in a URL."""
 AdapterName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
 ]
-"""An adapter's name, for its current version, or `name@version`, for no other."""
+"""Adapter name for its current version, or `name@version` for a fixed one."""
 AdapterLabel = Annotated[str | None, Field(exclude_if=lambda label: label is None)]
-"""In answers: `name@version`, or nothing where no adapter was."""
+"""In answers: `name@version`; the field is absent if no adapter was used."""
 
 
 class RequestModel(BaseModel):
-    """A body that a caller sends. A misspelt sampling field must fail, not change the training."""
+    """Request body. Unknown fields are errors: a typo must not silently change the training."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class AnswerModel(BaseModel):
-    """A body that the server sends. Newer servers may add fields."""
+    """Response body. Unknown fields are ignored, since newer servers may add some."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)

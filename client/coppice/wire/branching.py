@@ -1,4 +1,4 @@
-"""How a group grows as a tree: where it is cut, into how many, and within what bounds."""
+"""Wire types of branching: branch points, branching factors and limits of a tree."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
 
 class Entropy(RequestModel):
-    """What a token's uncertainty is taken from: its k likeliest, or its own log-probability."""
+    """Entropy estimate of a position: from the top k logprobs, or the sampled token's logprob."""
 
     source: Literal["topk", "chosen"] = "topk"
     k: Annotated[int, Field(ge=2, le=20), JsonInteger()] = 20
@@ -23,11 +23,11 @@ class Entropy(RequestModel):
 
 
 class Branching(RequestModel):
-    """One prompt's samples as a tree whose paths share what they have in common.
+    """Options of a rollout tree: samples of one prompt that share prefixes.
 
-    Lengths count response tokens. Cuts move to the next path, prompt included, that is one token
-    longer than a multiple of the engine's block. `factor` may differ by depth; its last entry holds
-    for all that follow.
+    Lengths are numbers of response tokens. Branch points are rounded up so that the path, prompt
+    included, is one token longer than a multiple of the KV block size. `factor` may be a list by
+    depth; its last entry applies to all greater depths.
     """
 
     mode: Literal["interval", "entropy", "positions", "external"]
@@ -46,10 +46,10 @@ class Branching(RequestModel):
 
 
 class BranchRequest(RequestModel):
-    """The body of POST /v1/rollouts/{id}/branch: n segments more, from a segment's end.
+    """Body of POST /v1/rollouts/{id}/branch: samples n segments from the end of a segment.
 
-    Without a segment they begin at the prompt. They grow by `max_tokens`, moved up to the next
-    place where a cut costs nothing; left out, to their own end.
+    Without `segment` they start at the prompt. They are cut after `max_tokens`, rounded up to the
+    next position at which a cut costs no extra prefill; without it they run to their own end.
     """
 
     segment: Annotated[str, Field(min_length=1, max_length=64)] | None = None

@@ -1,4 +1,4 @@
-"""Pause, resume, status and health."""
+"""Wire types of pause, resume, status and health."""
 
 from typing import Literal
 
@@ -20,14 +20,14 @@ class PauseAnswer(AnswerModel):
 
 
 class HealthAnswer(AnswerModel):
-    """Answer of the probes when all is well; otherwise they answer a problem."""
+    """Answer of the health probes on success; on failure they answer a problem document."""
 
     status: Literal["ok"] = "ok"
     stage: Stage
 
 
 class EngineStatus(AnswerModel):
-    """Facts of the running engine."""
+    """Properties of the running engine."""
 
     model: str
     dtype: str
@@ -46,7 +46,7 @@ class EngineStatus(AnswerModel):
 
 
 class KvStatus(AnswerModel):
-    """The bytes that prompt KV has and where they are; `reason`: why it can have none."""
+    """Memory of the prompt-KV arena. `reason` explains why prompt KV is unavailable."""
 
     reason: KvReason | None
     capacity_bytes: int
@@ -58,7 +58,7 @@ class KvStatus(AnswerModel):
 
 
 class StatusAnswer(AnswerModel):
-    """GET /v1/status."""
+    """Answer of GET /v1/status."""
 
     version: str
     stage: Stage

@@ -1,14 +1,14 @@
-"""The exact difference of two tensors of one shape and type, small where values hardly moved.
+"""Lossless difference of two tensors of equal shape and dtype, compact for small changes.
 
-    difference   blocks one after the other, one for every BLOCK_BYTES of the tensor
-    block        4 bytes, little-endian: how many follow; then a zlib stream of planes
-    planes       of every value the lowest byte, then of every value the next, ...
+    difference   concatenated blocks, one per BLOCK_BYTES of the tensor
+    block        4 bytes, little-endian: length of the rest; then a zlib stream of planes
+    planes       the lowest byte of every value, then the next byte of every value, ...
 
-A value is the integer of its bits, and its difference is new minus old, modulo 2^16 or 2^32: no
-rounding, whatever the floats are. An optimiser's step moves most values by one or two in the last
-place, if at all. Folded, so that 0, -1, 1, -2, ... become 0, 1, 2, 3, ..., nearly all high bytes
-are zero. Runs are all that deflate looks for here: that is faster and smaller than its search for
-repetitions, which there are none of (docs/benchmarks.md).
+Values are read as unsigned integers. Their difference is new minus old, modulo 2^16 or 2^32, so
+there is no rounding. An optimizer step moves most values by at most one or two units in the last
+place. Zigzag encoding maps 0, -1, 1, -2, ... to 0, 1, 2, 3, ..., so nearly all high bytes are zero.
+deflate uses run-length encoding only (Z_RLE). This is faster and smaller than its match search,
+which finds nothing in such data (docs/benchmarks.md).
 """
 
 import zlib
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4 * 2**20
-"""Of the tensor; a block is made, and taken apart, without its neighbours."""
+"""Bytes of the tensor per block; blocks are encoded and decoded independently."""
 
 WORDS: Final[dict[int, npt.DTypeLike]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""By the bytes of a value: what differences are made of."""
+"""Unsigned integer type by item size in bytes."""
 
 LENGTH_BYTES: Final = 4
 
@@ -29,7 +29,7 @@ Bytes = bytes | memoryview
 
 
 class DifferenceError(ValueError):
-    """These bytes are no difference to that tensor."""
+    """The bytes are not a valid difference for this tensor."""
 
 
 def encode_block(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
@@ -42,7 +42,7 @@ def encode_block(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
 
 
 def decode_block(old: Bytes, packed: Bytes, item_bytes: int) -> npt.NDArray[np.uint8]:
-    """What `new` was. Never unpacks more than there is of `old`."""
+    """Returns the new bytes. Never decompresses more than the size of `old`."""
     word = WORDS[item_bytes]
     before = np.frombuffer(old, word)
     planes = np.frombuffer(_unpacked(packed, before.nbytes), np.uint8).reshape(item_bytes, -1)
@@ -55,7 +55,7 @@ def _unpacked(packed: Bytes, num_bytes: int) -> bytes:
     stream = zlib.decompressobj()
     try:
         planes = stream.decompress(packed, num_bytes)
-        rest = stream.decompress(stream.unconsumed_tail, 1)  # the end, if this is it
+        rest = stream.decompress(stream.unconsumed_tail, 1)  # consumes the end of the stream
     except zlib.error as error:
         raise DifferenceError("a block is damaged") from error
     if len(planes) != num_bytes or rest or not stream.eof or stream.unused_data:

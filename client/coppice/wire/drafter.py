@@ -1,4 +1,4 @@
-"""The small model that drafts: which version serves, how well it does, how its training goes."""
+"""Wire types of the draft model: version, acceptance and training state."""
 
 from typing import Literal
 
@@ -8,8 +8,11 @@ TrainingState = Literal["off", "running", "paused", "failed"]
 
 
 class DrafterAcceptance(AnswerModel):
-    """What a drafter has done for one version of the weights. `first_accepted` of `first_drafted`
-    is how often the first token of a draft was right, however long drafts were."""
+    """Acceptance counts of one drafter under one weights version.
+
+    `first_accepted` / `first_drafted` is the acceptance rate of the first token of each draft,
+    which does not depend on the draft length.
+    """
 
     drafter: str
     weights: str
@@ -20,7 +23,11 @@ class DrafterAcceptance(AnswerModel):
 
 
 class DrafterTraining(AnswerModel):
-    """`loss`: of late, a token. `samples_dropped`: ended faster than they could be handed over."""
+    """Training state of the drafter.
+
+    `loss` is a recent average per token. `samples_dropped` counts samples that finished faster than
+    they could be handed to the trainer.
+    """
 
     state: TrainingState
     num_steps: int
@@ -30,8 +37,11 @@ class DrafterTraining(AnswerModel):
 
 
 class DrafterAnswer(AnswerModel):
-    """GET /v1/drafter as JSON. `candidate` is on trial, or waits for it; the latest of `acceptance`
-    comes last; the others count trials by how they ended."""
+    """Answer of GET /v1/drafter as JSON.
+
+    `candidate` is in its trial, or waits for it. `acceptance` is ordered from the oldest to the
+    latest. `promoted`, `rolled_back` and `failed` count trials by outcome.
+    """
 
     serving: str
     candidate: str | None = None

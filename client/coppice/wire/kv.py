@@ -1,8 +1,8 @@
-"""Prompt KV: asked for with a rollout, then read, leased and released by its handle.
+"""Wire types of prompt KV: requested with a rollout, then read, leased and released by handle.
 
-The bytes are one safetensors file with the tensors k.0, v.0, k.1 and so on, each [kv_heads, tokens,
-head_dim] and C-contiguous, keys after rotary embedding. It covers all of the prompt but its last
-token, which whoever scores the first response token computes.
+The data is one safetensors file with the tensors k.0, v.0, k.1 and so on. Each is C-contiguous with
+the shape [kv_heads, tokens, head_dim]; keys are stored after rotary embedding. The file covers the
+prompt without its last token, which must be computed to score the first response token anyway.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,34 +25,35 @@ KvReason = Literal[
     "not_continued",
     "internal",
 ]
-"""Why a group that asked for a handle has none, or a segment of its tree."""
+"""Reason why a group, or a segment of its tree, has no handle although one was requested."""
 
 
 class Kv(RequestModel):
-    """Asks for a handle a group, and one a segment of a tree that is gone on from. The lease runs
-    from the end of the rollout; the server may grant less.
+    """Requests one handle per group, and one per segment of a tree that has children.
+
+    The lease starts at the end of the rollout. The server may grant less.
     """
 
     lease_seconds: LeaseSeconds = 60.0
 
 
 class KvLease(RequestModel):
-    """The body of POST /v1/kv/{handle}/lease."""
+    """Body of POST /v1/kv/{handle}/lease."""
 
     seconds: LeaseSeconds = 60.0
 
 
 class KvLeaseAnswer(AnswerModel):
-    """How long the lease runs from now: renewing never shortens it."""
+    """Remaining lease; a renewal never shortens it."""
 
     lease_seconds: float
 
 
 class KvLocator(AnswerModel):
-    """One way to the bytes; newer servers may know others.
+    """One transport for the data; newer servers may offer others.
 
-    `http`: at `url`. `shm`: from `offset` of `path` on, which a process of the server's user on
-    its host can map. `nixl`: from `offset` of the memory of `agent` on, see KvAgent.
+    `http`: at `url`. `shm`: at `offset` of the file `path`, which a process of the server's user on
+    the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent.
     """
 
     transport: str
@@ -63,8 +64,9 @@ class KvLocator(AnswerModel):
 
 
 class KvAgent(AnswerModel):
-    """The answer of GET /v1/kv/{handle}/agent: the NIXL agent to read from. Its memory begins at
-    `address`; `metadata` is what NIXL has to know of it, in base64.
+    """Answer of GET /v1/kv/{handle}/agent: the NIXL agent to read from.
+
+    `address` is the start of its memory, `metadata` its NIXL metadata in base64.
     """
 
     agent: str
@@ -73,7 +75,7 @@ class KvAgent(AnswerModel):
 
 
 class KvHandle(AnswerModel):
-    """What an answer says of a prompt's keys and values, or of those of a path in a tree."""
+    """Handle of the KV of a prompt, or of a path in a tree."""
 
     handle: str
     version: str
@@ -84,8 +86,10 @@ class KvHandle(AnswerModel):
 
 
 class KvLayout(KvHandle):
-    """The answer of GET /v1/kv/{handle}. `num_bytes` is the whole file's, `data_offset` where the
-    first tensor begins; `lease_seconds` is what is left.
+    """Answer of GET /v1/kv/{handle}.
+
+    `num_bytes` is the size of the whole file, `data_offset` the offset of its first tensor,
+    `lease_seconds` the remaining lease.
     """
 
     model: str

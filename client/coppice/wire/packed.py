@@ -1,12 +1,12 @@
-"""A rollout's answer as one safetensors file: arrays as tensors, the rest as JSON in its metadata.
+"""Packed rollout result: one safetensors file with arrays as tensors, the rest as JSON metadata.
 
-    token_ids  int32    [tokens]        group by group its samples' tokens, then its segments'
+    token_ids  int32    [tokens]        per group its samples' tokens, then its segments'
     logprobs   float32  [tokens]
     offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
-    entropy    float32  [tokens]        NaN for tokens without; absent where no token has any
+    entropy    float32  [tokens]        NaN where missing; absent if no token has any
 
-The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes some
-twenty-five bytes as JSON and eight here.
+The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes about 25 bytes
+as JSON and 8 bytes here.
 """
 
 import json
@@ -27,7 +27,7 @@ Part = SampleAnswer | SegmentAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """An answer whose samples' and segments' arrays lie side by side."""
+    """A result with the arrays of all samples and segments concatenated."""
 
     answer: RolloutAnswer
     token_ids: npt.NDArray[np.int32]
@@ -37,7 +37,7 @@ class Packed:
 
 
 def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
-    """In the order of their arrays."""
+    """Samples and segments in the order of their arrays."""
     for group in answer.groups:
         yield from group.samples
         yield from group.segments or ()
@@ -59,7 +59,7 @@ def pack(answer: RolloutAnswer) -> bytes:
 
 
 def unpack(data: bytes) -> Packed:
-    """ValueError if these bytes are no packed answer."""
+    """Parses a packed result. Raises ValueError if the bytes are not one."""
     try:
         tensors = load(data)
     except SafetensorError as error:
@@ -97,7 +97,7 @@ def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
 
 
 def _stripped_group(group: GroupAnswer) -> GroupAnswer:
-    """An entropy that was there is empty, not missing."""
+    """Empties the arrays; entropy that was present becomes empty, not None."""
     bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
     samples = [sample.model_copy(update=bare) for sample in group.samples]
     segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]

@@ -1,6 +1,6 @@
-"""Errors as RFC 9457 problem documents, from one table.
+"""Table of errors as RFC 9457 problem documents.
 
-The server raises by kind and the client maps a kind back to an exception, so both read this table.
+The server raises problems by code, and the client maps codes to exceptions; both use this table.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ TYPE_PREFIX = "urn:coppice:problem:"
 
 
 class ProblemKind(NamedTuple):
-    """One row of the table. A retryable problem may go away when the same request is sent again."""
+    """One row of the table. A retryable problem may disappear if the request is repeated."""
 
     code: str
     status: int
@@ -24,7 +24,7 @@ class ProblemKind(NamedTuple):
 
 
 class Problem(AnswerModel):
-    """application/problem+json."""
+    """Body with the media type application/problem+json."""
 
     type: str
     title: str

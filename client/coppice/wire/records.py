@@ -1,6 +1,7 @@
-"""The records of a streamed rollout, one JSON object a line.
+"""Records of a streamed rollout, one JSON object per line.
 
-The first names the rollout, the last carries its outcome; a stream that lacks it has failed.
+The first record contains the rollout's id, the last one its outcome. A stream without the last
+record has failed.
 """
 
 from typing import Annotated, Literal
@@ -25,7 +26,7 @@ class SampleRecord(AnswerModel):
 
 
 class SegmentRecord(AnswerModel):
-    """A piece of a tree; its parent has come before it."""
+    """A segment of a tree; its parent was sent before."""
 
     type: Literal["segment"] = "segment"
     group: int
@@ -38,9 +39,10 @@ class GroupRecord(AnswerModel):
 
 
 class KvRecord(AnswerModel):
-    """A group's prompt KV, as soon as it can be read: long before its samples have ended.
+    """A group's prompt KV, sent when it is readable, which is long before its samples end.
 
-    With a `segment` that of the path which ends there, or why there is none.
+    With `segment` it is the KV of the path to the end of that segment, or the reason why there is
+    none.
     """
 
     type: Literal["kv"] = "kv"
@@ -51,7 +53,7 @@ class KvRecord(AnswerModel):
 
 
 class ProgressRecord(AnswerModel):
-    """Sent at least every 15 s, so that neither side takes a long sample for a dead connection."""
+    """Sent at least every 15 s, so that a long sample is not mistaken for a dead connection."""
 
     type: Literal["progress"] = "progress"
     samples: int

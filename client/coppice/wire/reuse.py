@@ -1,4 +1,4 @@
-"""Reuse of a segment's keys and values behind another prefix than it was computed behind."""
+"""Wire types for the reuse of KV of prompt spans at other positions or after other prefixes."""
 
 from typing import Annotated, Literal, Self
 
@@ -20,24 +20,25 @@ ReuseReason = Literal[
     "not_shareable",
     "internal",
 ]
-"""Why a prompt was computed whole, and is exact, though segments were to be placed."""
+"""Reason why a prompt was prefilled in full, and is exact, although KV reuse was requested."""
 
 
 class Reuse(RequestModel):
-    """What may be done so that segments with a name are not computed again.
+    """How the KV of named prompt segments may be reused.
 
-    `order` is exact: they come first, in the order that makes most of them a prefix that is cached;
-    with `apply` false the prompt stays as it is, and the answer says the order alone.
+    `order` is exact: named segments come first, in the order that gives the longest cached prefix.
+    With `apply` false the prompt is not changed, and the answer only reports the order.
 
-    `recompute` is approximate: but for the first `first_tokens` tokens of each, which are computed,
-    and those up to where a cache block begins, their keys and values are those of the segment
-    alone, moved to where it stands.
+    `recompute` is approximate: the KV of each named segment was computed without the rest of the
+    prompt and is moved to its new position. The first `first_tokens` tokens of each segment are
+    prefilled, as are those up to the next KV block boundary.
 
-    `anchors` is approximate: keys and values of all but the last token, and but for what follows
-    the last name where that differs, are predicted from prompts that differ from this one in what
-    their named segments say, and were computed. Where too few are kept, or none is near enough,
-    this one is computed, exactly, and kept for others. They are near enough where the entropy of
-    how near they are is at most `threshold` of the most that it may be.
+    `anchors` is approximate: the KV is predicted from anchors. These are prompts that were
+    prefilled in full and differ only in the contents of the named segments. The last token is
+    prefilled, as are the tokens after the last named segment if they differ. If there are too few
+    anchors or none is similar enough, the prompt is prefilled, is exact, and becomes an anchor.
+    Anchors are similar enough if the entropy of their similarities is at most `threshold` times its
+    maximum.
     """
 
     mode: ReuseMode
@@ -57,13 +58,14 @@ class Reuse(RequestModel):
 
 
 class ReuseAnswer(AnswerModel):
-    """What became of a prompt in segments. Counts are of prompt tokens.
+    """KV reuse of a prompt given as segments, in numbers of prompt tokens.
 
-    `tokens_reused` were cached, placed or predicted, `tokens_computed` computed, before the first
-    sample; `tokens_prepared` of segments alone, because they were not kept yet. `round_trips` are
-    the requests that followed one another until there was a first token: 1, or 2 where segments had
-    to be computed before. From so many `anchors` the prompt was predicted. `order` are the
-    segments' indices in the order that was, or would be, most of a prefix.
+    `tokens_reused` were cached, spliced or predicted. `tokens_computed` were prefilled before the
+    first sample. `tokens_prepared` were prefilled as separate segments that were not cached yet.
+    `round_trips` is the number of sequential engine requests before the first token: 1, or 2 if
+    segments had to be prefilled first. `anchors` is the number of prompts used for the prediction.
+    `order` lists the segments' indices in the order with the longest cached prefix; `applied` tells
+    whether the prompt was sent in that order.
     """
 
     mode: ReuseMode

@@ -1,4 +1,4 @@
-"""POST /v1/rollouts: groups of prompts in, groups of samples out."""
+"""Wire types of POST /v1/rollouts: groups of prompts, answered by groups of samples."""
 
 from typing import Annotated, Literal, Self
 
@@ -41,21 +41,21 @@ Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
 class Message(RequestModel):
-    """One turn of a conversation, rendered by the model's own chat template."""
+    """One chat message, rendered by the model's chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str, Field(max_length=16 * 2**20)]
 
 
 class PromptSegment(RequestModel):
-    """A piece of a prompt. With a name in `reuse` it stands in other prompts too."""
+    """A span of a prompt. With a name in `reuse`, its KV can be reused in other prompts."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     reuse: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class Prompt(RequestModel):
-    """Exactly one of token ids, text, messages or segments, which follow one another."""
+    """Exactly one of token ids, text, messages or segments; segments are concatenated."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
@@ -75,7 +75,7 @@ class Prompt(RequestModel):
 
 
 class GroupRequest(RequestModel):
-    """One prompt and the n samples wanted from it."""
+    """One prompt and the number n of samples to generate from it."""
 
     prompt: Prompt
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] = 1
@@ -84,9 +84,9 @@ class GroupRequest(RequestModel):
 
 
 class Sampling(RequestModel):
-    """The distribution that tokens are drawn from, and where a sample ends.
+    """Sampling distribution and stop conditions.
 
-    At temperature 0 the likeliest token is taken, and logprobs are the model's own, untruncated.
+    At temperature 0 sampling is greedy, and logprobs are the model's own, without truncation.
     """
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
@@ -98,7 +98,7 @@ class Sampling(RequestModel):
 
 
 class Policy(RequestModel):
-    """Which weights may answer: exactly one version, or any from one version on."""
+    """Constraint on the weights version: exactly one version, or a minimum version."""
 
     exact_version: Label | None = None
     min_version: Label | None = None
@@ -111,11 +111,11 @@ class Policy(RequestModel):
 
 
 class Finish(RequestModel):
-    """When a group is done before all its samples have ended by themselves.
+    """Early finish of a group.
 
-    With `samples`, so many are enough, which of them says the policy; what still runs then ends as
-    `surplus`. With `deadline_seconds`, what still runs then ends as `deadline`. Tokens so far are
-    kept.
+    With `samples`, the group is done when that many samples have completed; `policy` selects which
+    ones count. The rest end as `surplus`. With `deadline_seconds`, samples that still run at the
+    deadline end as `deadline`. Tokens generated so far are kept.
     """
 
     samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] | None = None
@@ -124,7 +124,7 @@ class Finish(RequestModel):
 
 
 class GivenSpan(RequestModel):
-    """Tokens start..end (end excluded) were sampled under this weights version, and adapter."""
+    """Weights version, and adapter, of the tokens from start to end (exclusive)."""
 
     version: Label
     start: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
@@ -133,7 +133,7 @@ class GivenSpan(RequestModel):
 
 
 class UnfinishedSample(RequestModel):
-    """What an earlier rollout answered of a sample that it did not finish."""
+    """A sample that an earlier rollout returned unfinished."""
 
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
@@ -142,7 +142,7 @@ class UnfinishedSample(RequestModel):
 
 
 class ContinueFrom(RequestModel):
-    """Samples to go on with. Those of a group are its first samples, in this order."""
+    """Samples to resume. They become the first samples of their group, in this order."""
 
     samples: Annotated[
         list[UnfinishedSample], Field(min_length=1, max_length=65_536, fail_fast=True)
@@ -150,7 +150,7 @@ class ContinueFrom(RequestModel):
 
 
 class RolloutRequest(RequestModel):
-    """The body of POST /v1/rollouts."""
+    """Body of POST /v1/rollouts."""
 
     groups: Annotated[
         list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)
@@ -169,9 +169,9 @@ class RolloutRequest(RequestModel):
 
 
 class VersionSpan(AnswerModel):
-    """Tokens start..end (end excluded) were sampled under this weights version.
+    """Weights version of the tokens from start to end (exclusive).
 
-    Where an adapter was over it, `adapter` is that one's `name@version`.
+    `adapter` is the `name@version` of the LoRA adapter, if one was used.
     """
 
     version: str
@@ -192,11 +192,11 @@ class SampleAnswer(AnswerModel):
 
 
 class SegmentAnswer(AnswerModel):
-    """One piece of a tree, between two cuts. logprobs[i] belongs to token_ids[i].
+    """One segment of a tree, between two branch points. logprobs[i] belongs to token_ids[i].
 
-    Without a parent it begins at the prompt. `versions` count from the segment's own first token.
-    `num_leaves`, the leaves that it is shared by, is not known before the tree is whole. `kv`, the
-    keys and values of the whole path to its end, comes with the first path that goes on from there.
+    Without a parent it starts at the prompt. Token indices in `versions` start at the segment's own
+    first token. `num_leaves`, the number of leaves below, is known only when the tree is complete.
+    `kv`, a handle to the KV of the whole path to its end, is available once a child segment starts.
     """
 
     id: str
@@ -213,12 +213,12 @@ class SegmentAnswer(AnswerModel):
 
 
 class GroupHead(AnswerModel):
-    """What there is to say of a group beside its samples.
+    """A group without its samples.
 
-    Unless `exact`, keys and values of its prompt were approximate: log-probabilities are those of
-    what was sampled from, not of the model. `chosen` are the samples that were enough, where
-    `finish.samples` was asked for and reached. Of a tree, `leaves` are the segments where its paths
-    end; `num_dropped` segments were taken out by whoever grew it.
+    If `exact` is False, the prompt's KV was approximate: logprobs are those of the distribution
+    that was sampled from, not of the model. `chosen` are the samples that finish.samples selected,
+    if that number was reached. For a tree, `leaves` are the ids of its leaf segments, and
+    `num_dropped` counts the segments that the caller removed.
     """
 
     id: str
@@ -233,16 +233,16 @@ class GroupHead(AnswerModel):
     num_dropped: int = 0
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
-    """Why there is no handle, where one was asked for."""
+    """The reason why a requested handle is missing."""
     reuse: ReuseAnswer | None = None
-    """What was computed of a prompt that came in segments."""
+    """KV reuse of a prompt given as segments."""
 
 
 class GroupAnswer(GroupHead):
-    """One prompt's samples, in order of their index, or the segments of its tree.
+    """One prompt's samples, ordered by index, or the segments of its tree.
 
-    Parents come before their children. A tree that was asked for flattened has both; its samples
-    are then its leaves' whole paths.
+    Parents precede their children. A tree requested with `flatten` has both; each sample is then
+    the whole path to one leaf.
     """
 
     samples: list[SampleAnswer]
@@ -250,7 +250,7 @@ class GroupAnswer(GroupHead):
 
     @property
     def num_completion_tokens(self) -> int:
-        """Those sampled here: what paths share counts once, what came along not at all."""
+        """Number of tokens sampled here: shared tokens count once, resumed tokens do not count."""
         parts = self.samples if self.segments is None else self.segments
         return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
 
@@ -260,9 +260,9 @@ class GroupAnswer(GroupHead):
 
 
 class RunningAnswer(AnswerModel):
-    """A rollout that was asked for asynchronously and has not ended.
+    """A rollout that was submitted asynchronously and still runs.
 
-    A tree's samples are its leaves, and `samples` the most that it may come to.
+    For a tree, samples are leaves and `samples` is the maximum possible number.
     """
 
     id: str
@@ -272,7 +272,7 @@ class RunningAnswer(AnswerModel):
 
 
 class Usage(AnswerModel):
-    """Token counts of a whole rollout; a group's prompt counts once."""
+    """Token counts of a whole rollout; the prompt of each group counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -280,7 +280,7 @@ class Usage(AnswerModel):
 
 
 class RolloutAnswer(AnswerModel):
-    """The answer of POST /v1/rollouts in its default mode."""
+    """Answer of POST /v1/rollouts in its default mode."""
 
     id: str
     outcome: Outcome
@@ -289,14 +289,14 @@ class RolloutAnswer(AnswerModel):
 
 
 class BranchAnswer(AnswerModel):
-    """What grew, in no order, and until when the tree stays open without further use."""
+    """New segments, in any order, and the remaining lease of the tree."""
 
     segments: list[SegmentAnswer]
     lease_seconds: float
 
 
 class DropAnswer(AnswerModel):
-    """The segments that are gone: the one that was named, and all below it."""
+    """The removed segments: the named one and all its descendants."""
 
     dropped: list[str]
     lease_seconds: float

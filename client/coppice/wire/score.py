@@ -1,4 +1,4 @@
-"""POST /v1/score: log-probabilities of given responses, teacher-forced."""
+"""Wire types of POST /v1/score: teacher-forced logprobs of given responses."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
 
 class ScoreItem(RequestModel):
-    """One prompt and the responses to score after it."""
+    """One prompt and the responses to score."""
 
     prompt: Prompt
     responses: Annotated[
@@ -26,7 +26,7 @@ class ScoreItem(RequestModel):
 
 
 class ScoreRequest(RequestModel):
-    """The body of POST /v1/score. The distribution is the model's own, at temperature 1."""
+    """Body of POST /v1/score. The distribution is the model's own, at temperature 1."""
 
     items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     policy: Policy | None = None
@@ -34,8 +34,10 @@ class ScoreRequest(RequestModel):
 
 
 class ScoredResponse(AnswerModel):
-    """logprobs[i] is of the response's token i. All of one version, never of two, and under one
-    version of the adapter that was asked for."""
+    """logprobs[i] belongs to the response's token i.
+
+    The whole response is scored by one weights version and one version of the adapter.
+    """
 
     logprobs: list[float]
     version: str
@@ -43,7 +45,7 @@ class ScoredResponse(AnswerModel):
 
 
 class ScoredItem(AnswerModel):
-    """An item's responses, in the order they were given."""
+    """Scores of an item's responses, in request order."""
 
     num_prompt_tokens: int
     responses: list[ScoredResponse]

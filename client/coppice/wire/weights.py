@@ -1,4 +1,4 @@
-"""Weights versions: staged by upload or by path, then activated."""
+"""Wire types of weights versions, which are staged by upload or by path, then activated."""
 
 from typing import Annotated, Literal
 
@@ -12,22 +12,24 @@ Sequence = Annotated[int, Field(ge=0, lt=2**53), JsonInteger()]
 
 
 class StageRequest(RequestModel):
-    """Weights that already lie in one of the server's configured directories."""
+    """Weights that are already in one of the server's configured directories."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
     sequence: Sequence | None = None
 
 
 class ActivateRequest(RequestModel):
-    """How running samples live through it: kept, their cache recomputed, awaited, or ended."""
+    """Handling of running samples: keep, recompute their KV, wait for them, or abort them."""
 
     mode: ActivationMode = "keep"
     allow_rollback: bool = False
 
 
 class VersionAnswer(AnswerModel):
-    """One known weights version. `base`: what it came here as a delta of; `received_bytes`: how
-    many it came in."""
+    """One weights version. `base` is the version of which it was received as a delta.
+
+    `received_bytes` is the number of bytes transferred for it.
+    """
 
     version: str
     sequence: int
@@ -40,8 +42,11 @@ class VersionAnswer(AnswerModel):
 
 
 class ActivationAnswer(AnswerModel):
-    """What an activation did here and how long samples stood still; `behind` are replicas that do
-    not serve it yet."""
+    """Result of an activation on this server.
+
+    `paused_seconds` is the time for which samples were paused. `behind` lists the replicas that do
+    not serve the version yet.
+    """
 
     version: str
     sequence: int
@@ -53,8 +58,11 @@ class ActivationAnswer(AnswerModel):
 
 
 class ReplicaWeights(AnswerModel):
-    """One replica of the fleet: what it serves, by how much what all are to serve is newer, what it
-    could serve at once, and what it could not bring itself to serve."""
+    """Weights of one replica of the fleet.
+
+    `behind` is the sequence of the fleet's target version minus that of the one served. `staged`
+    versions can be activated at once. `failed` is the version that it could not fetch or activate.
+    """
 
     replica: str
     state: Literal["starting", "serving", "draining"]
@@ -67,7 +75,7 @@ class ReplicaWeights(AnswerModel):
 
 
 class VersionsAnswer(AnswerModel):
-    """Every version known here; the one that is active here, and the one that all are to serve."""
+    """All versions on this server, its active version, and the fleet's target in `ordered`."""
 
     active: str
     versions: list[VersionAnswer]
