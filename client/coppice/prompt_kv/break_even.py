@@ -1,7 +1,7 @@
-"""Whether a prompt's keys and values are had sooner by fetching or by computing them again.
+"""Break-even estimate: fetching a prompt's KV against recomputing it.
 
-Both speeds are measured, never assumed: bytes a second of each transport, tokens a second of the
-caller's own forward. As long as one of them is unknown, fetching is worth trying.
+Both rates are measured: bytes per second of each transport, and tokens per second of the caller's
+own forward. While one of them is unknown, fetching is preferred.
 """
 
 from coppice.wire.kv import KvHandle
@@ -10,7 +10,7 @@ LATEST_WEIGHT = 0.3
 
 
 class BreakEven:
-    """Not for several threads at once: a lost measurement is all that could happen."""
+    """Moving averages of both rates. Not thread-safe: a race can only lose a measurement."""
 
     def __init__(self) -> None:
         self.bytes_per_second: dict[str, float] = {}
@@ -21,7 +21,7 @@ class BreakEven:
         self.bytes_per_second[transport] = _moving_average(before, num_bytes / max(seconds, 1e-9))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """The caller's forward of so many prompt tokens took so long."""
+        """Records the duration of the caller's forward over num_tokens prompt tokens."""
         self.tokens_per_second = _moving_average(
             self.tokens_per_second, num_tokens / max(seconds, 1e-9)
         )

@@ -1,4 +1,4 @@
-"""Bytes that arrive in order in one thread and are waited for, and checked, in others."""
+"""Buffer filled in order by one thread, with parts awaited and verified in others."""
 
 import threading
 
@@ -9,7 +9,7 @@ from coppice.prompt_kv.layout import TensorRange
 
 
 class DownloadBuffer:
-    """Of one file into `bytes`. Each part is checked once, by whoever asks for it first."""
+    """Buffer of one file. Each part is verified once, at its first use."""
 
     def __init__(self, room: memoryview, num_bytes_received: int = 0) -> None:
         self.bytes = room
@@ -33,7 +33,7 @@ class DownloadBuffer:
             self._changed.notify_all()
 
     def wait_for_part(self, part: TensorRange) -> memoryview:
-        """Waits until it is there; KvLost if it never will be, or is not what it should be."""
+        """Waits for the part. Raises KvLost if it cannot arrive or its checksum is wrong."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._num_bytes_received >= part.end or self._error is not None

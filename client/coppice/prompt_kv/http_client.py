@@ -1,5 +1,6 @@
-"""HTTP for prompt KV: http.client, because it reads into memory that is already there. A general
-client copies every byte several times, which is most of a fetch.
+"""HTTP client of prompt KV, on http.client, which can read into existing memory.
+
+Other HTTP libraries copy every byte several times, which would dominate the transfer time.
 """
 
 import json
@@ -35,7 +36,7 @@ def translate_errors() -> Iterator[None]:
 
 
 class KvHttpClient:
-    """Where a server's prompt KV is asked for; a connection of its own for every question."""
+    """HTTP client of a server's prompt KV, with a new connection per request."""
 
     def __init__(
         self, address: ServerAddress, timeout: float | None, redirect_policy: RedirectPolicy
@@ -46,11 +47,11 @@ class KvHttpClient:
         self._authorization = address.authorization
 
     def timeout_seconds(self, max_seconds: float) -> float:
-        """Seconds: the timeout, or `max_seconds` if that is less."""
+        """The configured timeout in seconds, or `max_seconds` if that is less."""
         return max_seconds if self._timeout is None else min(self._timeout, max_seconds)
 
     def request(self, method: str, path: str, body: object = None) -> HttpResponse:
-        """The whole answer; its problem is raised."""
+        """Sends a request and returns the response. Raises its problem if it failed."""
         headers = {} if body is None else {"Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()
         with translate_errors():
@@ -65,8 +66,10 @@ class KvHttpClient:
     def open(
         self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        """Of an answer that has begun; the connection is the caller's to close. A replica may send
-        it on to the one that has the bytes."""
+        """Sends a request and returns the open response; the caller must close the connection.
+
+        Redirects to the replica that has the bytes are followed.
+        """
         connection, response = self._open(self._base_url, method, path, headers, body)
         for _ in range(MAX_REDIRECTS):
             if response.status != 307:
@@ -97,9 +100,10 @@ class KvHttpClient:
 
 
 class Download:
-    """A file of known length, read in order; taken up again where a connection broke.
+    """Download of a file of known length, in order, resumed after a broken connection.
 
-    `attempts` connections in a row may end without a byte, or be refused because too many are open.
+    It fails after `attempts` consecutive connections that delivered nothing or were rejected
+    because of too many open transfers.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Download:
         self._response: HTTPResponse | None = None
 
     def readinto(self, room: memoryview) -> None:
-        """Fills all of it."""
+        """Fills the whole buffer."""
         failures = 0
         while room:
             try:

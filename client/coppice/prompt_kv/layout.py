@@ -1,7 +1,7 @@
-"""What a handle's file holds, read from the file itself: a safetensors header and tensors.
+"""Layout of a prompt-KV file, parsed from its safetensors header.
 
-The file comes from a server that may be broken or hostile, so nothing of its header is taken on
-trust: every tensor must lie where the canonical layout has it.
+The server may be faulty or hostile, so the header is not trusted: every tensor must be at its place
+in the canonical layout.
 """
 
 import json
@@ -25,7 +25,7 @@ _DTYPES: dict[str, tuple[Dtype, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """One tensor's bytes in the file, and what they must sum to."""
+    """Byte range of one tensor in the file, and its checksum."""
 
     name: str
     start: int
@@ -35,7 +35,7 @@ class TensorRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`shape` is [kv_heads, tokens, head_dim]. Keys are rotated, as `rope` says."""
+    """Layout of one file. `shape` is [kv_heads, tokens, head_dim]; `rope` was applied to keys."""
 
     model: str
     version: str
@@ -51,7 +51,7 @@ class Layout:
 
 
 def header_bytes(first: bytes, handle: KvHandle) -> int:
-    """Of a file that begins so, with the length itself."""
+    """Size of the header with its length field, given the first bytes of the file."""
     num_bytes = LENGTH_BYTES + int.from_bytes(first, "little")
     if num_bytes > handle.num_bytes:
         raise BadAnswer("the prompt KV's header is longer than its file")
@@ -59,7 +59,7 @@ def header_bytes(first: bytes, handle: KvHandle) -> int:
 
 
 def layout_of(header: bytes, handle: KvHandle) -> Layout:
-    """Raises BadAnswer where this is not the file that the handle is of."""
+    """Parses the header. Raises BadAnswer if it does not match the handle."""
     try:
         return _layout_of(header, handle)
     except (ValueError, KeyError, TypeError, ValidationError) as error:

@@ -1,7 +1,7 @@
-"""NIXL, where it is installed: agents over UCX whose memory others read without their doing.
+"""NIXL agents over UCX for one-sided reads of memory.
 
-Used below its Python wrapper, whose progress thread cannot be told to wait: it would keep a core
-busy for good. None of it needs torch.
+The bindings are used without NIXL's Python wrapper, whose progress thread has no configurable delay
+and would keep a core busy. torch is not needed.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from coppice.errors import KvLost
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 POLL_SECONDS = 0.0005
-# How long the owner's thread sleeps when nothing wakes it.
+# Longest sleep of the owner's progress thread when no event wakes it.
 IDLE_MICROSECONDS = 100_000
 
 
@@ -24,12 +24,14 @@ def installed() -> bool:
 
 
 class Agent:
-    """May be shared by threads. What others have to know of it is `metadata`, and gets there by
-    other ways. UCX asks them for no key: its ports belong on a network of their own.
+    """NIXL agent; thread-safe.
+
+    Peers need its `metadata`, which is sent outside of NIXL. UCX does not authenticate peers: its
+    ports belong on a separate network.
     """
 
     def __init__(self, name: str, *, is_owner: bool) -> None:
-        """An owner answers by itself; a reader only moves while it waits for a read."""
+        """An owner has a progress thread; a reader makes progress only while it waits."""
         self._nixl = _bindings()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = is_owner
@@ -41,7 +43,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """Of what is registered by then."""
+        """Metadata of the agent, including all memory registered so far."""
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
@@ -59,8 +61,9 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def read(self, owner: str, source: int, target: int, num_bytes: int, until: float) -> None:
-        """Into registered memory, until `until` of the monotonic clock. Whatever is raised, late
-        bytes may still arrive at `target`.
+        """Reads into registered memory, until the monotonic time `until`.
+
+        After an exception late bytes may still arrive at `target`.
         """
         local, remote = (self._part(address, num_bytes) for address in (target, source))
         request = self._agent.createXferReq(
@@ -83,7 +86,7 @@ class Agent:
 
 
 def _bindings() -> ModuleType:
-    """Importing them turns the whole process's complaints about logging off; that is undone."""
+    """Imports the bindings and restores logging.raiseExceptions, which they disable globally."""
     complaining = logging.raiseExceptions
     try:
         name = next(name for name in MODULES if find_spec(name))

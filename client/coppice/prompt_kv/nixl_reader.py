@@ -1,8 +1,8 @@
-"""Handles' files read out of the server's memory over NIXL: nobody on its side does anything.
+"""Reads of prompt-KV files from the server's memory over NIXL, without work on the server.
 
-So nobody there sees the read or waits for it. The lease is renewed before it and the read given up
-before the lease is over; the bytes are left alone for a while after that, and the checksums are
-what shows that all of it went well.
+The server neither sees such a read nor waits for it. The lease is therefore renewed first, and the
+read is abandoned before the lease expires. The server keeps the bytes unchanged for a while after
+that, and checksums verify the result.
 """
 
 import base64
@@ -20,8 +20,9 @@ from coppice.wire.kv import KvAgent, KvHandle, KvLocator
 
 
 class NixlReader:
-    """Reads from servers' agents; may be shared by threads. An agent that a read has failed with is
-    not asked again: the next start of its server is another agent.
+    """Reader for the agents of servers; thread-safe.
+
+    An agent is not used again after a failed read. After a restart the server has a new agent.
     """
 
     def __init__(self, endpoint: KvHttpClient) -> None:
@@ -33,7 +34,7 @@ class NixlReader:
         self._abandoned: list[Any] = []
 
     def get_file(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
-        """None if this locator is not to be used; KvLost if the read failed."""
+        """Reads the file. Returns None if the locator is unusable; raises KvLost on failure."""
         name, offset = locator.agent, locator.offset
         if name is None or offset is None or name in self._failed_agents:
             return None
@@ -47,7 +48,7 @@ class NixlReader:
         except CoppiceError:
             self._abandon(name, room)
             raise
-        except Exception as error:  # NIXL's have nothing in common
+        except Exception as error:  # NIXL's exceptions have no common base class
             self._abandon(name, room)
             raise KvLost(f"the one-sided read failed: {error!r}") from error
         return memoryview(room)
@@ -71,6 +72,6 @@ class NixlReader:
         return owner
 
     def _abandon(self, name: str, room: Any) -> None:
-        """Its memory is kept, registered: a read that was given up may still write there."""
+        """Keeps the buffer registered forever: an abandoned read may still write to it."""
         self._failed_agents.add(name)
         self._abandoned.append(room)

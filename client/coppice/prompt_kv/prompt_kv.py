@@ -1,4 +1,4 @@
-"""A prompt's keys and values in this process: fetched, or mapped where they lie."""
+"""KV of a prompt in this process, fetched or mapped from shared memory."""
 
 import math
 import threading
@@ -25,10 +25,10 @@ _NUMPY = {"float32": np.float32, "float16": np.float16}
 
 
 class PromptKV:
-    """Keys and values of every layer, [kv_heads, tokens, head_dim], checked against their sums.
+    """Keys and values of every layer, [kv_heads, tokens, head_dim], verified by checksums.
 
-    Of a handle over `shm` the bytes are the server's own: they are right for as long as the lease
-    runs, which `renew` lengthens. Leaving it, as a context manager, releases the handle.
+    With the transport `shm` the bytes are the server's own memory: they are valid until the lease
+    expires, which `renew` extends. As a context manager, it releases the handle at exit.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class PromptKV:
         buffer: Any = None,
         wait: bool = True,
     ) -> "PromptKV | None":
-        """None: compute the prompt yourself; `source.counts` says how often and why.
+        """Fetches the KV; returns None if the caller must recompute the prompt.
 
-        Over HTTP the bytes are read into `buffer`, any writable memory of at least
-        `handle.num_bytes` (a pinned tensor's, say), or into fresh memory; over NIXL always into
-        fresh memory, because a read that was given up may still write there. Without `wait` it
-        comes back with the first bytes: layers are waited for when they are asked for, and KvLost
-        is raised where they cannot be had any more.
+        `source.counts` counts the reasons. Over HTTP the data is read into `buffer`, any writable
+        memory of at least `handle.num_bytes` bytes (for example a pinned tensor), or into new
+        memory. NIXL always uses new memory, because an abandoned read may still write to it. With
+        wait=False it returns after the header: accessing a layer waits for it, and raises KvLost if
+        it cannot arrive any more.
         """
         if handle is None:
             return None
@@ -92,7 +92,7 @@ class PromptKV:
 
     @classmethod
     def _from_shm(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
-        """The lease is renewed first: memory knows neither keys nor leases, the server does."""
+        """Maps the file. The lease is renewed first: only the server checks keys and leases."""
         began = time.monotonic()
         room = source.shared_memory.get_file(handle, at)
         if room is None:
@@ -105,7 +105,7 @@ class PromptKV:
 
     @classmethod
     def _from_nixl(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
-        """Checked at once. If the read itself goes wrong, the next transport is tried."""
+        """Reads and verifies the file. If the read fails, the next transport is tried."""
         began = time.monotonic()
         lease = source.renew(handle.handle, handle.lease_seconds or 1.0)
         try:
@@ -133,7 +133,7 @@ class PromptKV:
     def _from_http(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
-        """The server sends for as long as the lease runs, so it is renewed on the way."""
+        """Starts the download. The lease is renewed during it: the server stops at its end."""
         began = time.monotonic()
         room = _destination(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
@@ -154,14 +154,14 @@ class PromptKV:
                 for end in _progress_offsets(layout):
                     if time.monotonic() - renewed_at > lease_seconds / 2:
                         renewed_at = time.monotonic()
-                        with suppress(ConnectionFailed, TimedOut):  # the download tries again
+                        with suppress(ConnectionFailed, TimedOut):  # the download itself retries
                             source.renew(handle.handle, lease_seconds)
                     download.readinto(room[download_buffer.num_received : end])
                     download_buffer.on_progress(end)
                 source.fetched("http", handle.num_bytes, began)
             except CoppiceError as error:
                 download_buffer.on_error(error)
-            except Exception as error:  # whoever waits is told, whatever it is
+            except Exception as error:  # any failure must wake up the waiting threads
                 download_buffer.on_error(KvLost(f"prompt KV: {error!r}"))
             finally:
                 download.close()
@@ -170,41 +170,41 @@ class PromptKV:
         return cls(handle, source, layout, download_buffer, "http")
 
     def wait(self) -> None:
-        """Until every layer is here and is what it should be."""
+        """Waits until every layer has arrived, and verifies it."""
         for part in self.layout.parts:
             self._download_buffer.wait_for_part(part)
 
     def layer(self, index: int) -> tuple[memoryview, memoryview]:
-        """The bytes of a layer's keys and values, as soon as they are here."""
+        """Bytes of a layer's keys and values; waits until they have arrived."""
         keys, values = self.layout.layer(index)
         return self._download_buffer.wait_for_part(keys), self._download_buffer.wait_for_part(
             values
         )
 
     def numpy(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """A layer's keys and values; bfloat16, which numpy does not have, as its bits in uint16."""
+        """A layer's keys and values; bfloat16 is returned as uint16 bits, as numpy lacks it."""
         keys, values = self.layer(index)
         return self._array(keys), self._array(values)
 
     def torch_layers(self) -> Iterator[tuple[Any, Any]]:
-        """Each layer's keys and values as torch tensors, in order, as they arrive; no copy."""
+        """Yields each layer's keys and values as torch tensors, in order of arrival; no copy."""
         for index in range(self.layout.num_layers):
             keys, values = self.layer(index)
             yield self._tensor(keys), self._tensor(values)
 
     def tensors(self) -> dict[str, Any]:
-        """k.0, v.0 and so on, as coppice.train.PromptKV.of_named takes them; no copy."""
+        """Tensors k.0, v.0 and so on, for coppice.train.PromptKV.of_named; no copy."""
         named: dict[str, Any] = {}
         for index, (keys, values) in enumerate(self.torch_layers()):
             named |= {f"k.{index}": keys, f"v.{index}": values}
         return named
 
     def renew(self, seconds: float = 60.0) -> float:
-        """Seconds that the lease now runs; KvUnavailable if it is over."""
+        """Renews the lease; returns its seconds. Raises KvUnavailable if it has expired."""
         return self._source.renew(self.handle.handle, seconds)
 
     def release(self) -> None:
-        """Over `shm` nothing may look at the bytes any more."""
+        """Releases the handle. With `shm` the bytes must not be accessed afterwards."""
         self._source.release(self.handle.handle)
 
     def __enter__(self) -> Self:
@@ -219,7 +219,7 @@ class PromptKV:
         try:
             self.release()
         except CoppiceError as failure:
-            self._source.count_failure(failure)  # its lease ends by itself
+            self._source.count_failure(failure)  # the lease expires anyway
 
     def _array(self, data: memoryview) -> NDArray[Any]:
         dtype = _NUMPY.get(self.layout.dtype, np.uint16)
@@ -228,14 +228,14 @@ class PromptKV:
     def _tensor(self, data: memoryview) -> Any:
         torch = import_module("torch")
         with warnings.catch_warnings():
-            # Of memory that is mapped read-only: writing there would end the process, as it should.
+            # Mapped memory is read-only; a write to it would be a segmentation fault, as intended.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(data, dtype=getattr(torch, self.layout.dtype))
         return flat.view(self.layout.shape)
 
 
 def _progress_offsets(layout: Layout) -> Iterator[int]:
-    """Where to say how far it has come: after every layer, and in large ones on the way."""
+    """Offsets at which progress is reported: the end of each tensor, and every PIECE_BYTES."""
     for part in layout.parts:
         yield from range(part.start + PIECE_BYTES, part.end, PIECE_BYTES)
         yield part.end

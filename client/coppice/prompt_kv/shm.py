@@ -1,7 +1,7 @@
-"""Handles' files in shared memory, mapped where they lie: no byte of them is copied.
+"""Prompt-KV files in shared memory, mapped without a copy.
 
-Nothing pins what is read here, so the lease must run for as long as the bytes are in use, and the
-checksums are what shows that it did.
+Reading does not pin the memory, so the lease must not expire while the bytes are in use. Checksums
+verify that it did not.
 """
 
 import mmap
@@ -16,9 +16,10 @@ PREFIX = "coppice-kv-"
 
 
 class SharedMemoryMap:
-    """An arena is mapped once, as a whole: its pages are looked up once, not once a handle.
+    """Mapping of the latest arena.
 
-    Only the latest one is kept. Memory that was handed out lives on for as long as it is used.
+    An arena is mapped once as a whole, so page faults occur once and not per handle. Memory that
+    was handed out stays mapped while it is in use.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class SharedMemoryMap:
         self._arena: memoryview | None = None
 
     def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
-        """Read-only; None where it cannot be had: on another host, or of another user."""
+        """Read-only memory, or None if it is on another host or belongs to another user."""
         if locator.path is None or locator.offset is None:
             return None
         with self._lock:
@@ -42,7 +43,7 @@ class SharedMemoryMap:
 
 def _map_file(path: Path) -> memoryview | None:
     if not path.name.startswith(PREFIX):
-        return None  # a server must not make its callers open anything else
+        return None  # a server must not make the client open arbitrary files
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

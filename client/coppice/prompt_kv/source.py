@@ -1,7 +1,7 @@
-"""Where prompt KV is fetched from, what fetching has cost so far, and how often it came to nothing.
+"""Source of prompt KV: transports, measured rates and counts of failures.
 
-Recomputing is always right, so nothing that goes wrong here is an error for the caller: it is
-counted, and the caller computes.
+Recomputing the prompt is always possible, so failures are not raised to the caller. They are
+counted, and the caller recomputes.
 """
 
 import threading
@@ -20,15 +20,15 @@ from coppice.transport.redirect_policy import RedirectPolicy
 from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer
 
 TRANSPORTS = ("shm", "nixl", "http")
-"""From the fastest on."""
+"""In order of decreasing speed."""
 
 
 class KvSource:
-    """A Coppice server as a source of prompt KV; takes what Rollouts takes for its address.
+    """A Coppice server as a source of prompt KV; thread-safe.
 
-    `transports` are those that may be used, the best first; None: all that can be here. May be
-    shared by threads. `counts` has the fetches by their transport, and those that came to nothing
-    by the reason.
+    The address arguments are those of Rollouts. `transports` lists the allowed transports, the
+    preferred one first; None allows all available ones. `counts` holds the number of fetches by
+    transport and of failures by reason.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class KvSource:
         self._lock = threading.Lock()
 
     def layout(self, handle: str, *, version: str | None = None) -> KvLayout:
-        """What the bytes are; KvUnavailable if they are of another version than asserted."""
+        """Layout of the data. Raises KvUnavailable if it is of another version than `version`."""
         query = "" if version is None else f"?version={version}"
         return self.endpoint.request("GET", f"/v1/kv/{handle}{query}").read(KvLayout)
 
     def renew(self, handle: str, seconds: float = 60.0) -> float:
-        """Seconds that the lease now runs; KvUnavailable if it is over."""
+        """Renews the lease; returns its seconds. Raises KvUnavailable if it has expired."""
         body = KvLease(seconds=seconds).model_dump()
         reply = self.endpoint.request("POST", f"/v1/kv/{handle}/lease", body)
         return reply.read(KvLeaseAnswer).lease_seconds
 
     def release(self, handle: str) -> None:
-        """Gives the bytes back before their lease is over. What is over is left alone."""
+        """Frees the memory before the lease expires. An expired handle is ignored."""
         self.endpoint.request("DELETE", f"/v1/kv/{handle}")
 
     def worth_fetching(self, handle: KvHandle) -> bool:
-        """Whether fetching has been faster than the forward that `computed` was told of."""
+        """True if fetching is faster than recomputing, by the rates measured so far."""
         offered = {locator.transport for locator in handle.locators}
         best = next((known for known in self.transports if known in offered), None)
         return best is not None and self.break_even.is_worth_fetching(handle, best)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Tell how long the trainer's own forward of a prompt took."""
+        """Reports the duration of the trainer's own prefill, for worth_fetching."""
         self.break_even.computed(num_tokens, seconds)
 
     def count(self, what: str) -> None:
@@ -87,7 +87,7 @@ class KvSource:
 
 
 def _available_transports(transports: Sequence[str] | None) -> tuple[str, ...]:
-    """What is asked for by name and cannot be had is a mistake; what is not, is left out."""
+    """Validates the given transports; by default returns all that are available."""
     if transports is None:
         return tuple(known for known in TRANSPORTS if known != "nixl" or installed())
     if unknown := sorted(set(transports) - set(TRANSPORTS)):

@@ -1,4 +1,4 @@
-"""Where the server is and what it is told of who asks. No error here repeats what it was given."""
+"""Server URL and credentials. No error message contains its input, which may hold the API key."""
 
 import base64
 from contextlib import suppress
@@ -9,14 +9,14 @@ import httpx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """The credentials are kept out of the URL, because errors and logs name URLs."""
+    """Server URL without credentials, since errors and logs contain URLs, and the auth header."""
 
     base_url: str
     authorization: str | None = field(repr=False)
 
 
 def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
-    """Credentials are the key, or those of a URL like http://user:key@host, or none."""
+    """Parses the URL. Credentials come from api_key, or from a URL like http://user:key@host."""
     url = _url_of(base_url)
     if api_key is not None and url.userinfo:
         raise ValueError("give the key as api_key or in base_url, not both")
@@ -28,7 +28,7 @@ def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
 
 def _url_of(base_url: str) -> httpx.URL:
     url = None
-    # Its words are not even kept as a context: they may quote a key with a slash in it as a port.
+    # suppress() drops httpx's error even as context: it may quote a key with a slash as a port.
     with suppress(httpx.InvalidURL):
         url = httpx.URL(base_url)
     if url is None:

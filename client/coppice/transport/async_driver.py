@@ -1,4 +1,4 @@
-"""The driver of asyncio programs."""
+"""Driver for asyncio programs."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class AsyncClock:
-    """The real thing."""
+    """Clock of asyncio programs."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -35,7 +35,7 @@ class AsyncClock:
 
 
 class AsyncDriver:
-    """Owns its httpx client."""
+    """Driver over httpx.AsyncClient, which it owns."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class AsyncDriver:
 
 
 def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
-    """The result once there is one: a future cannot carry a StopIteration."""
+    """Returns the result in a tuple once there is one; futures cannot carry a StopIteration."""
     try:
         next(steps)
     except StopIteration as done:
@@ -80,7 +80,7 @@ def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
 
 
 async def _off_loop(function: Callable[[], T]) -> T:
-    """Does not return, even when cancelled, while the function still runs in its thread."""
+    """Runs the function in a thread. Even if cancelled, it returns only after the function ends."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""The driver of programs without an event loop, and what runs the core's coroutines there."""
+"""Driver for programs without an event loop, and the runner of its coroutines."""
 
 import random
 import time
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class BlockingClock:
-    """The real thing."""
+    """Clock of programs without an event loop; `sleep` blocks."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -34,7 +34,7 @@ class BlockingClock:
 
 
 class BlockingDriver:
-    """Owns its httpx client. Nothing here awaits."""
+    """Driver over httpx.Client, which it owns. Its coroutines never suspend."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -70,7 +70,7 @@ class BlockingDriver:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine of the core over a BlockingDriver: it ends in its first step."""
+    """Runs a coroutine over a BlockingDriver: it completes in its first step."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -80,7 +80,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-    """The same for a generator; closing this one closes that one."""
+    """Iterates an async generator over a BlockingDriver; closing this closes it, too."""
     try:
         while True:
             try:

@@ -1,14 +1,14 @@
-"""Time and chance, so that a test can hold both in its hands."""
+"""Clock and random number source, replaceable in tests."""
 
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Contract.
+    """Protocol of clocks.
 
-    now: seconds of a clock that never goes back.
-    sleep: comes back that much later; over a blocking driver it does not suspend.
-    random: evenly distributed from 0 up to 1.
+    now: monotonic time in seconds.
+    sleep: waits; over a blocking driver it does not suspend.
+    random: uniform in [0, 1).
     """
 
     def now(self) -> float: ...

@@ -1,4 +1,4 @@
-"""What of a stream has been delivered, so that a stream that begins anew repeats nothing."""
+"""Deduplication of stream records after a reconnect."""
 
 from coppice.errors import BadAnswer, RolloutLost
 from coppice.wire.records import (
@@ -16,10 +16,10 @@ RecordKey = tuple[str, int, int | str]
 
 
 class RecordDeduplicator:
-    """One rollout over any number of connections, each of which begins with its first record.
+    """Delivered records of one rollout, over any number of connections.
 
-    Progress records are of the moment and not repeated; they count again once the replay has
-    reached what is new.
+    Every connection starts with the rollout's first record. Progress records are not replayed; they
+    are passed on once the replay has reached new records.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RecordDeduplicator:
         self._has_started = False
 
     def on_reconnect(self) -> None:
-        """To be called before every connection."""
+        """Must be called before every connection."""
         self._num_to_replay = len(self._delivered)
         self._has_started = False
 

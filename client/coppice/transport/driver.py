@@ -1,7 +1,8 @@
-"""What the core needs done outside of itself, and the one reason why it is written only once.
+"""Interface between the client's core and its I/O, for asyncio and blocking programs.
 
-The core is coroutines over a Driver. The asynchronous driver awaits; the blocking one does its work
-inside the call and never suspends, so that its coroutines end in one step, without an event loop.
+The core consists of coroutines over a Driver. The asynchronous driver awaits. The blocking driver
+does its work inside the call and never suspends, so the coroutines complete in one step without an
+event loop.
 """
 
 from collections.abc import AsyncGenerator, Generator
@@ -12,17 +13,18 @@ from coppice.transport.messages import HttpRequest, HttpResponse
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * 2**20
-"""What is read, hashed, written or sent at a time: short enough to be cancelled between two."""
+"""Bytes read, hashed, written or sent per step; cancellation takes effect between two steps."""
 
 
 class Driver(Protocol):
-    """Contract.
+    """Protocol of drivers.
 
-    send: the reply, whatever its status; TransportError if there is none.
-    receive: the chunks of an answer as they come. A reply that is no success is raised as its
-        exception first. TransportError if the answer ends early. Closing it closes the connection.
-    work: runs steps that block, each short, off the event loop if there is one. When it is
-        cancelled no step is running any more.
+    send: returns the response, whatever its status. Raises TransportError if there is none.
+    receive: yields the chunks of a response as they arrive. An unsuccessful status is raised as its
+        exception first. Raises TransportError if the response ends early. Closing the generator
+        closes the connection.
+    run_steps: runs short blocking steps, outside the event loop if there is one. When it is
+        cancelled, no step is running any more.
     """
 
     async def send(self, call: HttpRequest) -> HttpResponse: ...

@@ -1,4 +1,4 @@
-"""What both drivers share: a Call as httpx has it, its answer, its exceptions."""
+"""Conversion of requests, responses and exceptions from and to httpx."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
 from coppice.transport.address import parse_address
 from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
 
-# A trainer may wait for any number of rollouts at once; a pool with a limit would starve them. Idle
-# connections go before uvicorn closes them after 5 s, or a request might meet one that just closed.
+# A trainer may wait for any number of rollouts at once, so the pool has no connection limit. Idle
+# connections expire before uvicorn's 5 s, so that no request meets a connection just closed.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=4.0)
 
 
 def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
-    """The arguments that httpx.Client and httpx.AsyncClient are made with."""
+    """Arguments of httpx.Client and httpx.AsyncClient."""
     address = parse_address(base_url, api_key)
     headers = {"User-Agent": "coppice-client"}
     if address.authorization is not None:
@@ -34,7 +34,7 @@ def to_httpx_request(
 ) -> httpx.Request:
     headers = {"Accept": "application/json", **call.headers}
     if isinstance(call.body, FileBody):
-        # With a length httpx does not fall back to chunks, and the server can refuse early.
+        # With a length httpx does not use chunked encoding, and the server can reject it early.
         headers["Content-Length"] = str(call.body.num_bytes)
     return client.build_request(
         call.method,
@@ -47,14 +47,14 @@ def to_httpx_request(
 
 
 def from_httpx_response(response: httpx.Response) -> HttpResponse:
-    """The response must have been read."""
+    """Converts a response whose body has been read."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return HttpResponse(status=response.status_code, headers=headers, body=response.content)
 
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """The only place that knows what httpx raises."""
+    """Translates httpx's exceptions to those of coppice.errors."""
     try:
         yield
     except httpx.ConnectTimeout as error:
@@ -71,7 +71,7 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def translate_stream_errors() -> Iterator[None]:
-    """The same for an answer that has begun."""
+    """Same as translate_errors, for a response whose body is being received."""
     try:
         with translate_errors():
             yield

@@ -1,4 +1,4 @@
-"""One HTTP exchange, before and after it: no socket in sight."""
+"""HTTP requests and responses, independent of the driver."""
 
 import base64
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _GATEWAY_STATUSES = (502, 503, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBody:
-    """A body too large for memory; it has `num_bytes` bytes."""
+    """Request body in a file, for bodies too large for memory."""
 
     path: Path
     num_bytes: int
@@ -26,21 +26,21 @@ class FileBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRequest:
-    """A request, without the server's address and without credentials."""
+    """HTTP request without the server's address and credentials."""
 
     method: str
     path: str
     base_url: str | None = None
-    """Where it was sent on to; None: to the address that the client was made with."""
+    """Base URL after a redirect; None means the client's own."""
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | FileBody | None = None
     read_timeout: float | Literal["usual"] | None = "usual"
-    """Seconds without a byte from the server after which it is given up; None: never."""
+    """Longest silence of the server in seconds; None means no limit."""
     server_wait_seconds: float = 0.0
-    """Seconds that the server was asked to hold its answer back; they come on top of the usual."""
+    """Seconds for which the server may delay its response; added to the usual timeout."""
     is_idempotent: bool = False
-    """Whether doing it twice is as good as doing it once."""
+    """True if sending the request twice has the same effect as sending it once."""
 
 
 def json_request(
@@ -70,7 +70,7 @@ def file_request(
     params: Mapping[str, str] | None = None,
     read_timeout: float | None = None,
 ) -> HttpRequest:
-    """A file that is PUT somewhere, with its SHA-256; the same one again changes nothing."""
+    """PUT request of a file with its SHA-256; repeating it changes nothing."""
     return HttpRequest(
         method="PUT",
         path=path,
@@ -88,7 +88,7 @@ def file_request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpResponse:
-    """A whole answer. Names of headers are in lower case."""
+    """Complete HTTP response. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -99,7 +99,7 @@ class HttpResponse:
         return 200 <= self.status < 300
 
     def read(self, model: type[A]) -> A:
-        """The answer's body, or the exception that stands for it."""
+        """Parses the body. Raises the corresponding exception if the request failed."""
         self.check()
         try:
             return model.model_validate_json(self.body)

@@ -1,4 +1,4 @@
-"""Bytes of a stream in, records out, wherever the bytes were cut."""
+"""Incremental parser of newline-delimited JSON records."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from coppice.wire.records import RECORD, EndRecord, Record
 
 
 class NdjsonReader:
-    """One stream. A record counts once its line break has come."""
+    """Parser of one stream. A record is complete when its line break has arrived."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -27,13 +27,13 @@ class NdjsonReader:
                 yield record
 
     def finish(self) -> None:
-        """To be called where the bytes end."""
+        """Must be called at the end of the stream. Raises StreamBroken without an end record."""
         if not self.ended:
             raise StreamBroken("the stream ended without its last record")
 
 
 def _record_of(line: bytearray) -> Record | None:
-    """None for a type of record that only newer clients know."""
+    """Parses a line; returns None for a record type that this version does not know."""
     try:
         return RECORD.validate_json(line)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A rollout's records, each of them once, over as many connections as it takes."""
+"""Stream of a rollout's records, each yielded once, across reconnects."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,7 +17,7 @@ NDJSON = "application/x-ndjson"
 async def stream_records(
     sender: RequestSender, call: HttpRequest, deduplicator: RecordDeduplicator
 ) -> AsyncGenerator[Record, None]:
-    """The server answers the same call with the same records from the first one on."""
+    """Yields the records. A repeated request replays all records from the first one."""
     retry_state = sender.retry_state(call)
     while not deduplicator.ended:
         deduplicator.on_reconnect()
@@ -28,7 +28,7 @@ async def stream_records(
                         retry_state.reset()
                         yield record
         except CoppiceError as error:
-            # Nothing is missing once the last record is there, however the connection ends.
+            # After the end record the stream is complete, however the connection ends.
             if not deduplicator.ended and not await retry_state.wait_before_retry(error):
                 raise
 

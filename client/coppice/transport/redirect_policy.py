@@ -1,9 +1,9 @@
-"""To whom a request may be sent on, with its key and its body.
+"""Policy for redirects, which would send the API key and the body to another host.
 
-A server that is one of several answers 307 with the address of the one that has what is asked for.
-Whoever could put another address there would be handed the key, so it is followed only to the host
-that the caller named, or to those that the caller lists; never to another scheme, never for another
-path, never with credentials in it.
+A replica answers 307 with the address of the replica that has the requested object. Anyone able to
+forge this address would receive the API key. A redirect is therefore followed only to the host of
+the base URL or to hosts that the caller lists, and never to another scheme, to another path or to
+an address with credentials.
 """
 
 import ipaddress
@@ -14,11 +14,11 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from coppice.errors import Redirected
 
 MAX_REDIRECTS = 2
-"""What has moved may move once more while it is asked for."""
+"""An object that has moved may move again during the request."""
 
 
 class RedirectPolicy:
-    """`replicas`: names, `*.` and the end of names, addresses, or networks."""
+    """Trusted hosts. `replicas`: host names, `*.domain` suffixes, addresses or networks."""
 
     def __init__(self, base_url: str, replicas: Iterable[str] = ()) -> None:
         base = urlsplit(base_url)
@@ -26,7 +26,7 @@ class RedirectPolicy:
         self._hosts = [base.hostname or "", *(_validate_host(entry) for entry in replicas)]
 
     def redirect_base_url(self, location: str | None, path: str) -> str:
-        """The address that `path` is to be asked for at; Redirected if it is not to be trusted."""
+        """Base URL at which to request `path`. Raises Redirected if it is not trusted."""
         if location is None:
             raise Redirected("sent on without an address")
         try:

@@ -1,4 +1,4 @@
-"""A driver that goes where a replica sends it, as far as it is trusted."""
+"""Driver that follows trusted redirects between replicas."""
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RedirectingDriver:
-    """Every call begins at the address that the client was made with: what moved may move again."""
+    """Follows redirects. Every request starts at the client's base URL: objects may move again."""
 
     def __init__(self, driver: Driver, redirect_policy: RedirectPolicy) -> None:
         self._driver = driver

@@ -1,4 +1,4 @@
-"""Brings a call to the server, again where that may help."""
+"""Sending of requests with retries."""
 
 from contextlib import suppress
 
@@ -11,7 +11,7 @@ from coppice.transport.retry_state import RetryState
 
 
 class RequestSender:
-    """Owner of the driver. Keeps nothing from one call to the next."""
+    """Owner of the driver. It has no state between requests."""
 
     def __init__(self, driver: Driver, clock: Clock, retry: Retry) -> None:
         self.driver = driver
@@ -40,10 +40,10 @@ class RequestSender:
         deadline: float | None = None,
         non_retryable: tuple[type[CoppiceError], ...] = (),
     ) -> HttpResponse:
-        """A reply that succeeded, or the last attempt's exception.
+        """Returns a successful response, or raises the exception of the last attempt.
 
-        No attempt begins after `deadline`, and none follows an exception of the `non_retryable`
-        kinds.
+        No attempt starts after `deadline`, and there is no retry after an exception of a
+        `non_retryable` class.
         """
         retry_state = self.retry_state(call, deadline=deadline, non_retryable=non_retryable)
         while True:
@@ -56,7 +56,7 @@ class RequestSender:
                     raise
 
     async def send_best_effort(self, call: HttpRequest) -> None:
-        """Sends it once, for somebody who is leaving and hears no answer."""
-        # httpx raises RuntimeError where the client was closed before its generator was.
+        """Sends the request once and ignores errors, for a caller that is shutting down."""
+        # httpx raises RuntimeError if the client was closed before its generator.
         with suppress(CoppiceError, RuntimeError):
             await self.driver.send(call)

@@ -1,4 +1,4 @@
-"""One run of failures: whether another attempt is worth it, and when."""
+"""State of a sequence of failures, which decides about the next retry."""
 
 import logging
 
@@ -10,10 +10,10 @@ log = logging.getLogger("coppice")
 
 
 class RetryState:
-    """Of one call. `is_idempotent`: doing it twice is as good as doing it once.
+    """Retry state of one request. `is_idempotent`: a repetition has no further effect.
 
-    A problem is the server's word that it did not do the work, so any call may be repeated after a
-    retryable one. After a lost connection nobody knows, unless nothing was sent.
+    A problem document means that the server did not do the work, so any request may be repeated
+    after a retryable one. After a lost connection this is unknown, unless nothing was sent.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RetryState:
         self._failures = 0
 
     async def wait_before_retry(self, error: CoppiceError) -> bool:
-        """Comes back when the next attempt is due, or with False if there is to be none."""
+        """Sleeps until the next attempt is due, or returns False if there will be none."""
         now = self._clock.now()
         if self._failures == 0:
             self._first_failure_at = now
@@ -58,7 +58,10 @@ class RetryState:
         return self._is_idempotent or not unknown
 
     def _wait(self, error: CoppiceError) -> float:
-        """The random share keeps clients that failed together from coming back together."""
+        """Delay in seconds, randomized so that clients that failed together do not retry together.
+
+        A retry-after value of the server is added to it.
+        """
         asked = error.retry_after if isinstance(error, ProblemError) else None
         return (asked or 0.0) + self._clock.random() * self._retry.longest_wait(self._failures)
 

@@ -1,7 +1,7 @@
-"""TRL's trainers on a Coppice server, weights over HTTP: no NCCL, and no GPU needed.
+"""Integration with TRL: rollouts by a Coppice server, weights over HTTP without NCCL or a GPU.
 
-`rollout_func` is for GRPOTrainer's documented argument of that name; `install` puts a client of
-ours where TRL's server mode makes its own. Needs trl, and `install` vllm as well.
+`rollout_func` is for GRPOTrainer's argument of that name. `install` replaces the client of TRL's
+server mode. trl must be installed; `install` also needs vllm.
 """
 
 from coppice.trl.rollout import RolloutFunc, rollout_func

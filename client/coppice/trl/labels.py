@@ -1,11 +1,11 @@
-"""What the versions of one training run are called."""
+"""Version labels of a training run."""
 
 import itertools
 import uuid
 
 
 class VersionLabels:
-    """Two runs on one server never publish under the same label."""
+    """Generator of labels that are unique across runs on one server."""
 
     def __init__(self) -> None:
         self.run = f"trl-{uuid.uuid4().hex[:8]}"

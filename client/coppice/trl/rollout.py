@@ -1,7 +1,7 @@
-"""The `rollout_func` of GRPOTrainer: one group for each prompt, from the trainer's own weights.
+"""`rollout_func` of GRPOTrainer: one group per prompt, sampled with the trainer's weights.
 
-TRL's sampler repeats every prompt as often as there are generations of it, one after the other; a
-run of equal prompts becomes one group, whose prompt is computed once.
+TRL's sampler repeats every prompt once per generation, consecutively. A run of equal prompts
+becomes one group, whose prompt is prefilled once.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from coppice.results import Group
 from coppice.trl.labels import VersionLabels
 from coppice.wire.rollouts import Policy
 
-# Of an argument of GRPOConfig, the values that change nothing.
+# Values of GRPOConfig arguments that have no effect.
 _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
     "min_p": (None, 0.0),
     "repetition_penalty": (1.0,),
@@ -24,9 +24,9 @@ _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
 
 
 class RolloutFunc:
-    """Called by GRPOTrainer(rollout_func=...). Publishes the weights when they have changed.
+    """Callable for GRPOTrainer(rollout_func=...). It publishes the weights when they have changed.
 
-    Of a PEFT model only the adapter, under one name whose versions are the trainer's steps.
+    For a PEFT model only the adapter is published, under one name with one version per step.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -50,9 +50,11 @@ class RolloutFunc:
         }
 
     def _publish(self, trainer: Any) -> None:
-        """On the main process; the others wait for it, to be told what they are to sample from.
-        Gathering the weights takes all of them."""
-        from accelerate.utils import broadcast_object_list  # comes with TRL
+        """Publishes on the main process and broadcasts the version to sample from.
+
+        All processes take part, because gathering the weights is a collective operation.
+        """
+        from accelerate.utils import broadcast_object_list  # a dependency of TRL
 
         step = trainer.state.global_step
         if step == self._step:
@@ -77,12 +79,12 @@ class RolloutFunc:
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """For GRPOTrainer(rollout_func=...), with use_vllm=False."""
+    """Callable for GRPOTrainer(rollout_func=...), with use_vllm=False."""
     return RolloutFunc(rollouts)
 
 
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:
-    """As TRL makes tokens of its own prompts."""
+    """Tokenizes a prompt in the same way as TRL."""
     tokenizer = trainer.processing_class
     if isinstance(prompt, str):
         return list(tokenizer(text=prompt)["input_ids"])
@@ -112,7 +114,7 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 
 
 def _check_complete(group: Group) -> Group:
-    """TRL knows no groups with fewer samples than were asked for."""
+    """Raises Incomplete for a group with missing samples, which TRL does not support."""
     if group.outcome != "done":
         raise Incomplete(f"a group ended as {group.outcome}; its samples are not all there")
     return group

@@ -1,7 +1,7 @@
 """TRL's server mode, `GRPOConfig(use_vllm=True, vllm_mode="server")`, without NCCL.
 
-TRL's client makes its requests for samples as ever; only how weights travel is replaced. TRL
-itself gathers and renames them.
+TRL's client requests samples as before, and TRL gathers and renames the weights. Only the transfer
+of weights is replaced.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from coppice.trl.labels import VersionLabels
 
 
 def install() -> None:
-    """To be called before a trainer is made. Again changes nothing."""
+    """Replaces TRL's client. Call it before creating a trainer; repeated calls do nothing."""
     from trl.generation import vllm_client, vllm_generation
 
     if getattr(vllm_generation.VLLMClient, "over_http", False):
@@ -22,19 +22,19 @@ def install() -> None:
 
 def _over_http(base: Any) -> Any:
     class HttpClient(base):  # type: ignore[misc]
-        """A VLLMClient whose weights are one safetensors file a version."""
+        """VLLMClient that sends the weights of a version as one safetensors file."""
 
         over_http = True
 
         def init_communicator(self, device: Any = 0) -> None:
-            """Without a group of ranks there is nothing to join."""
+            """Creates the HTTP client; there is no process group to join."""
             self._rollouts = Rollouts(self.base_url)
             self._labels = VersionLabels()
 
         def update_named_params(
             self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]
         ) -> None:
-            """Copied while they are here: gathered parameters are gone after their turn."""
+            """Copies the parameters, since gathered ones are freed after their iteration."""
             if not self._updating_weights:
                 self._start_weight_update()
             for name, tensor in named_params:

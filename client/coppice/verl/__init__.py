@@ -1,5 +1,6 @@
-"""verl's trainers on a Coppice server: no GPU is asked of Ray for rollouts, no NCCL for weights.
+"""Integration with verl: rollouts by a Coppice server, weights over HTTP.
 
-`coppice.verl.plugin` makes verl know the rollout `coppice` and the checkpoint engine `coppice`. The
-other modules are what they are made of; `generation`, `params` and `publisher` need no verl.
+Ray reserves no GPU for rollouts, and no NCCL is used for weights. `coppice.verl.plugin` registers
+the rollout `coppice` and the checkpoint engine `coppice` with verl. The modules `generation`,
+`sampling_options` and `publisher` do not need verl.
 """

@@ -1,7 +1,7 @@
-"""What verl's workers hold of a rollout: the way of weights where trainer and rollout are hybrid.
+"""Rollout of verl's workers for weight updates in hybrid mode.
 
-With `checkpoint_engine.backend: naive` verl hands every rank the trainer's weights; the first sends
-them to the servers.
+With `checkpoint_engine.backend: naive` verl passes the trainer's weights to every rank; rank 0
+sends them to the servers.
 """
 
 import os
@@ -18,7 +18,7 @@ _MERGE = "set actor_rollout_ref.model.lora.merge=True, and whole weights are sen
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """Of memory there is nothing to give back or to take: the servers have their devices alone."""
+    """Rollout without local memory: `resume` and `release` do nothing, servers own their GPUs."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
@@ -46,7 +46,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         if wire_format == WIRE_FORMAT:
-            return  # the trainer's checkpoint engine has sent them itself
+            return  # the trainer's checkpoint engine has already sent them
         if wire_format != "named_tensors":
             raise Unsupported(f"weights as {wire_format} are not sent: use coppice or naive")
         if peft_config is not None:

@@ -1,6 +1,6 @@
-"""verl's `checkpoint_engine.backend: coppice`: weights over HTTP, straight to the servers.
+"""verl's `checkpoint_engine.backend: coppice`: weights over HTTP, directly to the servers.
 
-The workers that verl keeps beside its rollouts receive nothing and need no GPU.
+verl's rollout workers receive nothing and need no GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]
 
 
 class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """One in every worker; that of the trainer's first rank is the master and sends."""
+    """Checkpoint engine of one worker; only the trainer's rank 0, the master, sends."""
 
     wire_format = WIRE_FORMAT
 
@@ -37,22 +37,22 @@ class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> Topology:
-        """Nobody needs to know of anybody else."""
+        """Empty topology: workers do not communicate with each other."""
         return {}, {}
 
     def init_process_group(self) -> None:
-        """There is none: each server is spoken to alone."""
+        """Does nothing: there is no process group."""
 
     def finalize(self) -> None:
-        """Nothing is held between two updates."""
+        """Does nothing: there is no state between two updates."""
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
-        """Returns when all servers sample from them."""
+        """Returns when all servers have activated the weights."""
         if self._publisher is None:
             await consume(weights)
         else:
             await self._publisher.publish(weights, global_steps)
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Any]]:
-        """They have gone to the server."""
+        """Yields nothing: the weights were sent to the server."""
         return iter(())

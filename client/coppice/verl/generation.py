@@ -1,4 +1,4 @@
-"""One server's samples, as verl's clients ask for them: a prompt, a sample, and aborts of all."""
+"""Generation with one server: one sample per prompt, and abort of all requests."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ABORTED = "aborted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """With the names of verl's TokenOutput."""
+    """Result of a request, with the field names of verl's TokenOutput."""
 
     token_ids: list[int]
     log_probs: list[float] | None
@@ -31,7 +31,7 @@ class GenerationOutput:
 
 
 class Generation:
-    """Lives on one event loop and closes its client's connections with `close`."""
+    """Requests to one server, used on one event loop; `close` closes its connections."""
 
     def __init__(self, rollouts: AsyncRollouts, length_limits: LengthLimits) -> None:
         self._rollouts = rollouts
@@ -42,7 +42,10 @@ class Generation:
     async def generate(
         self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any], priority: int = 0
     ) -> GenerationOutput:
-        """Aborted, it is what has been drawn so far; of a shut gate, nothing."""
+        """Samples one response.
+
+        An aborted request returns the tokens so far; a rejected one returns none.
+        """
         options = options_of(params, self._length_limits, len(prompt))
         options["priority"] = priority
         if not await self._gate.admit():
@@ -69,7 +72,10 @@ class Generation:
         return pending
 
     async def abort_all(self, *, reject: bool) -> list[str]:
-        """The requests that were ended. Others wait, or are turned away, until `resume`."""
+        """Aborts all requests and returns their ids.
+
+        New requests wait, or are rejected, until `resume`.
+        """
         await self._gate.shut(reject=reject)
         running = dict(self._running)
         await asyncio.gather(*(pending.abort() for pending in running))
@@ -95,7 +101,7 @@ def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
 
 
 def _steps(sample: Sample) -> dict[str, int | None]:
-    """A sample that weights were changed under is of several."""
+    """Trainer steps of the weights; a sample spans several if weights changed during it."""
     steps = [global_steps(span.version) for span in sample.versions]
     known = [step for step in steps if step is not None]
     return {

@@ -1,4 +1,4 @@
-"""Versions that know which of the trainer's steps they are from."""
+"""Version labels that contain the trainer's step."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ _LABEL = re.compile(r"verl-[0-9a-f]{8}-\d+\.(\d+)")
 
 
 class VersionLabels:
-    """No two runs on a server use the same label, nor does one run that goes back a step."""
+    """Generator of labels, unique across runs, and within a run that repeats a step."""
 
     def __init__(self) -> None:
         self._run = uuid.uuid4().hex[:8]
@@ -20,6 +20,6 @@ class VersionLabels:
 
 
 def global_steps(label: str) -> int | None:
-    """None of a version that was published without, or by somebody else."""
+    """Trainer step in a label; None if it has none or was not published by this module."""
     found = _LABEL.fullmatch(label)
     return None if found is None else int(found[1])

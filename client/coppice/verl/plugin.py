@@ -1,6 +1,6 @@
-"""To be imported into every process of verl: VERL_USE_EXTERNAL_MODULES=coppice.verl.plugin.
+"""verl plugin: VERL_USE_EXTERNAL_MODULES=coppice.verl.plugin imports it in every process.
 
-An installed coppice-client needs no variable: it is one of verl's entry points.
+With coppice-client installed the variable is not needed: the plugin is one of verl's entry points.
 """
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
@@ -20,5 +20,5 @@ def _replica() -> type:
 
 RolloutReplicaRegistry.register(NAME, _replica)
 CheckpointEngineRegistry.register(NAME)(HttpCheckpointEngine)
-# verl has no other way to name a BaseRollout.
+# verl has no public registry of BaseRollout classes.
 base._ROLLOUT_REGISTRY[NAME, "async"] = "coppice.verl.adapter.ServerAdapter"

@@ -1,4 +1,4 @@
-"""A trainer's weights, put into a file once and sent to every server."""
+"""Publication of a trainer's weights: written to one file, sent to every server."""
 
 import asyncio
 import tempfile
@@ -17,25 +17,27 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 
 
 class Publisher:
-    """For the one process of a trainer that sends. The others `consume`: gathering takes them
-    all."""
+    """Publisher in the one process of a trainer that sends.
+
+    The other processes call `consume`, because gathering the weights is a collective operation.
+    """
 
     def __init__(self, server_list: ServerList) -> None:
         self._server_list = server_list
         self._labels = VersionLabels()
 
     async def publish(self, weights: Weights, global_steps: int | None) -> str:
-        """The version, which every server samples from when this returns."""
+        """Publishes the weights; returns the version once every server has activated it."""
         state: dict[str, Any] = {}
         async for name, tensor in _iterate(weights):
-            # Gathered parameters are gone after their turn.
+            # Gathered parameters are freed after their iteration.
             state[name] = tensor.detach().to("cpu", copy=True)
         label = self._labels.next(global_steps)
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "model.safetensors"
             await asyncio.to_thread(deque, write_safetensors(path, tensors_of(state)), 0)
             sending = (self._send(url, label, path) for url in self._server_list.urls)
-            # One that fails leaves the others time to end.
+            # If one upload fails, the others still complete.
             for failed in await asyncio.gather(*sending, return_exceptions=True):
                 if isinstance(failed, BaseException):
                     raise failed

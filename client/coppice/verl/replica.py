@@ -1,4 +1,4 @@
-"""verl's `rollout.name: coppice`: a replica is a server that runs already, wherever it runs."""
+"""verl's `rollout.name: coppice`: a replica is an existing Coppice server on any host."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from coppice.verl.server_list import ServerList
 
 
 class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
-    """Asks Ray for no GPU. What verl counts as GPUs of its rollouts is how many replicas it has."""
+    """Replica without GPUs in Ray. verl's number of rollout GPUs sets the number of replicas."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -28,7 +28,7 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
         self._server_list = ServerList.of(self.config.engine_kwargs)
 
     async def init_standalone(self) -> None:
-        """verl's own worker stands in for the rollout when weights are updated; it gets none."""
+        """Creates verl's placeholder worker for weight updates, without a GPU."""
         if self.config.checkpoint_engine.backend != "coppice":
             raise Unsupported("a trainer apart sends weights by checkpoint_engine.backend=coppice")
         self.rollout_mode = RolloutMode.STANDALONE

@@ -1,10 +1,10 @@
-"""Whether requests may start, and when all that may have been started are known."""
+"""Gate for new requests, which knows when all admitted requests have been submitted."""
 
 import asyncio
 
 
 class RequestGate:
-    """Lives on one event loop. Open at first."""
+    """Gate on one event loop, initially open."""
 
     def __init__(self) -> None:
         self._open = True
@@ -15,7 +15,7 @@ class RequestGate:
         self._none_starting.set()
 
     async def admit(self) -> bool:
-        """Waits while it is shut; False if whoever comes is turned away. `admitted` must follow."""
+        """Waits while the gate is shut; False if it rejects. `admitted` must follow True."""
         while not self._open:
             if self._rejecting:
                 return False
@@ -25,13 +25,13 @@ class RequestGate:
         return True
 
     def admitted(self) -> None:
-        """Whoever entered can be found now, or has failed."""
+        """Reports that an admitted request has been submitted, or has failed."""
         self._num_starting -= 1
         if self._num_starting == 0:
             self._none_starting.set()
 
     async def shut(self, *, reject: bool) -> None:
-        """Nobody is on the way in any more when this returns."""
+        """Shuts the gate and waits until no admitted request is still being submitted."""
         self._set_state(is_open=False, rejecting=reject)
         await self._none_starting.wait()
 

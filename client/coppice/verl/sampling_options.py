@@ -1,4 +1,4 @@
-"""What verl says of sampling, as the options of a rollout."""
+"""Conversion of verl's sampling parameters to rollout options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _ALTERNATIVES = {
     "stop": "use stop_token_ids",
     "prompt_logprobs": "ask the server's POST /v1/score",
 }
-# At these nothing is asked for. None is neutral for every name.
+# Values without effect. None is without effect for every name.
 _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "repetition_penalty": (1,),
@@ -32,14 +32,14 @@ _SUPPORTED = frozenset({*_PASSED_THROUGH, "top_k", "logprobs", "max_tokens", "ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Of a prompt, of a response, and of both in the server, in tokens."""
+    """Limits in tokens: prompt, response, and the server's context."""
 
     prompt: int
     response: int
     context: int
 
     def max_tokens(self, params: int | None, num_prompt_tokens: int) -> int:
-        """As verl's own rollouts bound a response."""
+        """Response limit, by the same rule as in verl's own rollouts."""
         room = self.context - num_prompt_tokens
         if room < 1:
             raise ValueError(
@@ -60,7 +60,7 @@ def options_of(
     wanted = params.get("max_tokens", params.get("max_new_tokens"))
     options: RolloutOptions = {
         **given,  # type: ignore[typeddict-item]
-        "top_k": max(params.get("top_k") or 0, 0),  # verl's -1 is none
+        "top_k": max(params.get("top_k") or 0, 0),  # verl disables it with -1
         "max_tokens": length_limits.max_tokens(wanted, num_prompt_tokens),
     }
     return options

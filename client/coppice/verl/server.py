@@ -1,4 +1,4 @@
-"""The server handle: an actor of Ray that needs no GPU and speaks to one server."""
+"""Ray actor for one server; it needs no GPU."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ log = logging.getLogger("coppice")
 
 
 class CoppiceServer:
-    """`launch` comes first. Its methods are those that verl calls, by verl's names."""
+    """Server handle with the methods that verl calls. `launch` must be called first."""
 
     def __init__(self, url: str, key: str | None, prompt_length: int, response_length: int) -> None:
         self._url = url
@@ -27,7 +27,7 @@ class CoppiceServer:
         self._response_length = response_length
 
     async def launch(self, seconds: float) -> str:
-        """The server's host and port, as soon as it is ready, but no later than after `seconds`."""
+        """Waits up to `seconds` until the server is ready; returns its host and port."""
         rollouts = AsyncRollouts(self._url, api_key=self._key)
         await rollouts.wait_until_ready(seconds)
         engine = (await rollouts.status()).engine
@@ -60,7 +60,7 @@ class CoppiceServer:
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False
     ) -> dict[str, Any]:
-        """No prefix is ever found across versions, so there is no cache to reset."""
+        """Aborts all requests. No cache reset is needed: prefixes never match across versions."""
         ended = await self._generation.abort_all(reject=reject_request)
         return {"aborted_count": len(ended), "request_ids": ended}
 
@@ -68,10 +68,10 @@ class CoppiceServer:
         self._generation.resume()
 
     async def clear_kv_cache(self) -> None:
-        """Activation forgets what older weights have computed."""
+        """Does nothing: activation of weights already resets the prefix cache."""
 
     async def release_kv_cache(self) -> None:
-        """The server has its device to itself, here and below."""
+        """Does nothing, like the methods below: the server does not share its GPU."""
 
     async def resume_kv_cache(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Where the servers are, as `engine_kwargs.coppice` says it."""
+"""Server URLs from `engine_kwargs.coppice` of verl's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerList:
-    """A key is in a file, since verl prints its configuration."""
+    """URLs of the servers. The API key is in a file, since verl prints its configuration."""
 
     urls: tuple[str, ...]
     key_file: str | None = None
 
     @classmethod
     def of(cls, engine_kwargs: Mapping[str, Any]) -> Self:
-        """Of the `engine_kwargs` of a rollout."""
+        """Builds it from the `engine_kwargs` of a rollout."""
         given = engine_kwargs.get("coppice") or {}
         return cls.given(given.get("urls") or (), given.get("key_file"))
 
@@ -27,7 +27,7 @@ class ServerList:
         return cls(urls=addresses, key_file=key_file)
 
     def url(self, replica: int) -> str:
-        """Replicas that are more than the servers share them."""
+        """URL of a replica. If there are more replicas than servers, they share servers."""
         return self.urls[replica % len(self.urls)]
 
     def key(self) -> str | None:

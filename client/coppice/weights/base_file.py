@@ -1,4 +1,4 @@
-"""The file of the version that was published last: what the next one is a delta of."""
+"""File of the last uploaded weights version, the base of the next delta."""
 
 import os
 import tempfile
@@ -13,8 +13,10 @@ from coppice.weights.writer import write_safetensors
 
 
 class BaseFile:
-    """Owner of a file in the temporary directory; it goes with the last who knows this object, so
-    that one who replaces it takes nothing away from one who is still reading."""
+    """Owner of a temporary file, which is deleted with the last reference to this object.
+
+    A concurrent upload that replaces the base file thus does not affect one that still reads it.
+    """
 
     def __init__(self, version: str) -> None:
         descriptor, name = tempfile.mkstemp(prefix="coppice-", suffix=".safetensors")
@@ -32,7 +34,7 @@ class BaseFile:
         self.digest = yield from write_safetensors(self.path, tensors)
 
     def write_delta(self, base: "BaseFile", target: Path) -> Generator[None, None, int | None]:
-        """How long the delta is; none: there is none, or none that would be shorter."""
+        """Writes the delta. Returns its size, or None if it is impossible or not smaller."""
         lineage = Lineage(base.digest.hex(), self.digest.hex())
         try:
             num_bytes = yield from write_delta(base.path, self.path, lineage, target)

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint on disk are sent: its tensors and their index, nothing else."""
+"""Selection of the files of a checkpoint to upload: tensors and their index only."""
 
 import json
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A single file, or an index and then its shards."""
+    """One file, or an index followed by its shards."""
 
     files: tuple[Path, ...]
     sharded: bool
 
 
 def checkpoint_files(source: Path) -> Checkpoint:
-    """ValueError for what is no whole checkpoint, so that a torn file is not sent first."""
+    """Lists the files. Raises ValueError for an incomplete checkpoint, before any upload."""
     index = source / _INDEX
     if index.is_file():
         shards = _shards(index)
@@ -55,7 +55,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _check(path: Path) -> None:
-    """Reads the header, and compares the lengths it claims with the file's."""
+    """Validates the header and compares the lengths in it with the file's."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     read_head(path)

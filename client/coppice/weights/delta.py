@@ -1,13 +1,12 @@
-"""What of one weights file is not in another, and putting it there.
+"""Delta between two weights files, and its application.
 
-A delta is a safetensors file. Its metadata names the SHA-256 of the base's file and of the file
-that comes out; both begin with the same head, byte for byte. A tensor that is the same in both is
-left out. One that is not is there under its name: whole, or, with the type U8, as its difference,
-if that is shorter by enough:
+A delta is a safetensors file. Its metadata contains the SHA-256 of the base file and of the result,
+which have byte-identical headers. Unchanged tensors are omitted. A changed tensor has an entry with
+its name: the whole tensor or, with dtype U8, its difference if that is sufficiently shorter:
 
-    difference   blocks one after the other, one for every BLOCK_BYTES of the tensor
-    block        4 bytes, little-endian: how many follow; then coppice.wire.difference, or nothing
-                 where nothing has changed
+    difference   concatenated blocks, one per BLOCK_BYTES of the tensor
+    block        4 bytes, little-endian: length of the rest; then coppice.wire.difference, or
+                 nothing if the block is unchanged
 """
 
 import hashlib
@@ -32,24 +31,24 @@ from coppice.wire.difference import LENGTH_BYTES, DifferenceError, decode_block
 FORMAT = "coppice-delta"
 DIFFERENCE = "U8"
 VALUE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Of the types that differences are made of, which are those that can be served."""
+"""Item sizes of the dtypes for which differences exist; these are the dtypes that can be served."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DeltaRefused(ValueError):
-    """It is no delta, or none of this base. The message names tensors, never files."""
+    """Not a delta, or not for this base. The message contains tensor names, but no file names."""
 
 
 class Lineage(NamedTuple):
-    """The SHA-256 of two files, in hex: what a delta starts from and what it leads to."""
+    """SHA-256 of a delta's base file and of its result, in hex."""
 
     base: str
     result: str
 
 
 def lineage_of(delta: Path) -> Lineage:
-    """DeltaRefused if it does not say."""
+    """Reads the lineage from the metadata. Raises DeltaRefused if it is missing."""
     metadata = _read_delta(delta).metadata
     lineage = Lineage(metadata.get("base_sha256", ""), metadata.get("sha256", ""))
     if not all(_SHA256.fullmatch(digest) for digest in lineage):
@@ -58,9 +57,9 @@ def lineage_of(delta: Path) -> Lineage:
 
 
 def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
-    """The SHA-256 of what it has written, to be compared with the lineage. DeltaRefused.
+    """Writes the result and returns its SHA-256, which the caller compares with the lineage.
 
-    `target` is never longer than the base.
+    Raises DeltaRefused. `target` never becomes longer than the base.
     """
     before, change = read_safetensors_index(base), _read_delta(delta)
     _check_tensors(before, change)
@@ -114,7 +113,7 @@ def _read_block(block: BlockReader) -> bytes | memoryview:
 def _block_readers(
     base: SafetensorsFile, change: SafetensorsFile, old: FileIO, changes: FileIO
 ) -> Iterator[BlockReader]:
-    """Of the result, in order: what makes each."""
+    """Yields a reader per block of the result, in order."""
     for name, tensor in base.tensors.items():
         changed = change.tensors.get(name)
         if changed is None:

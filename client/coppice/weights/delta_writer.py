@@ -1,4 +1,4 @@
-"""Making a delta (coppice.weights.delta): what has changed from one weights file to another."""
+"""Writer of deltas between two weights files, see coppice.weights.delta."""
 
 import json
 from collections.abc import Generator, Iterator
@@ -20,17 +20,20 @@ from coppice.weights.safetensors_index import (
 from coppice.wire.difference import LENGTH_BYTES, encode_block
 
 MAX_DELTA_RATIO = 0.9
-"""A difference is sent if it is at most this share of its tensor: it costs time at both ends."""
+"""Largest size of a difference relative to its tensor; coding costs time on both sides."""
 
 
 class NotComparable(ValueError):
-    """The two files differ in more than values."""
+    """The two files differ in more than tensor values."""
 
 
 def write_delta(
     base: Path, new: Path, lineage: Lineage, target: Path
 ) -> Generator[None, None, int]:
-    """In steps of one block; returns how long it is. NoDelta if the two differ in their heads."""
+    """Writes a delta in steps of one block; returns its size.
+
+    Raises NotComparable if the headers differ.
+    """
     before, after = read_safetensors_index(base), read_safetensors_index(new)
     if before.head != after.head:
         raise NotComparable("the tensors differ in name, type, shape or order")
@@ -56,7 +59,7 @@ def _metadata(lineage: Lineage) -> dict[str, str]:
 
 
 def _header_room(file: SafetensorsFile) -> int:
-    """For the head of any delta to it, in whole words of 8 bytes."""
+    """Upper bound of the header size of any delta to this file, rounded up to 8 bytes."""
     longest: dict[str, object] = {"__metadata__": _metadata(Lineage("0" * 64, "0" * 64))}
     for tensor in file.tensors.values():
         numbers = {"shape": (*tensor.shape, tensor.num_bytes), "data_offsets": (tensor.end,) * 2}
@@ -82,7 +85,7 @@ def _entry(tensor: TensorEntry, code: str, start: int, end: int, base: int) -> d
 def _differences(
     file: SafetensorsFile, old: FileIO, fresh: FileIO
 ) -> Generator[bytes | None, None, None]:
-    """Of every block of every tensor in turn; none: it has not changed."""
+    """Yields the encoded difference of every block of every tensor; None if it is unchanged."""
 
     def difference(job: tuple[TensorEntry, ByteSpan]) -> bytes | None:
         tensor, span = job
@@ -99,7 +102,7 @@ def _differences(
 def _write_change(
     tensor: TensorEntry, differences: Iterator[bytes | None], fresh: FileIO, out: BinaryIO
 ) -> Generator[None, None, str | None]:
-    """The type that the tensor has in the delta; none: it is not in it, for nothing has changed."""
+    """Writes a changed tensor; returns its dtype in the delta, or None if it is unchanged."""
     start, unchanged = out.tell(), True
     for _ in block_spans(tensor):
         difference = next(differences)

@@ -1,4 +1,4 @@
-"""The digest that a body is announced with."""
+"""SHA-256 of a file, sent as the digest of a request body."""
 
 import hashlib
 from collections.abc import Generator
@@ -8,7 +8,7 @@ from coppice.transport.driver import CHUNK_BYTES
 
 
 def sha256_of(path: Path) -> Generator[None, None, bytes]:
-    """In steps of one chunk."""
+    """Computes the digest in steps of one chunk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Work in threads, its results in order, a bounded number of them waiting."""
+"""Parallel map with ordered results and bounded buffering."""
 
 import os
 from collections import deque
@@ -13,7 +13,7 @@ NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
 def map_in_order(function: Callable[[T], R], jobs: Iterable[T]) -> Generator[R, None, None]:
-    """When it is closed no thread is running any more."""
+    """Applies the function in threads. After the generator is closed, no thread is running."""
     futures: deque[Future[R]] = deque()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights") as threads:
         try:

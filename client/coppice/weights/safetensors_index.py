@@ -1,4 +1,4 @@
-"""Where a safetensors file has its tensors."""
+"""Index of the tensors in a safetensors file."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from coppice.wire.difference import BLOCK_BYTES
 
-LENGTH_BYTES = 8  # of the header's length, which begins a safetensors file
-MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
+LENGTH_BYTES = 8  # size of the header length at the start of the file
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class ByteSpan(NamedTuple):
-    """Bytes start to end (end excluded) of a file."""
+    """Byte range of a file, from start to end (exclusive)."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class ByteSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor, and its bytes in the file."""
+    """One tensor and its byte range in the file."""
 
     name: str
     code: str
@@ -41,7 +41,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsFile:
-    """`head`: everything before the first tensor. Tensors follow it without a gap, in order."""
+    """Parsed file. `head` is everything before the first tensor; tensors follow without gaps."""
 
     path: Path
     head: bytes
@@ -50,7 +50,7 @@ class SafetensorsFile:
 
 
 def read_safetensors_index(path: Path) -> SafetensorsFile:
-    """ValueError for what is no whole safetensors file: the library looks for gaps and overlaps."""
+    """Parses the file. Raises ValueError if it is invalid, truncated, or has gaps or overlaps."""
     head = read_head(path)
     entries = json.loads(head[LENGTH_BYTES:])
     metadata = entries.pop("__metadata__", {})
@@ -71,7 +71,7 @@ def read_safetensors_index(path: Path) -> SafetensorsFile:
 
 
 def read_head(path: Path) -> bytes:
-    """Everything before the first tensor of a whole file; ValueError for one that is not."""
+    """Reads everything before the first tensor. Raises ValueError if the file is invalid."""
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(LENGTH_BYTES)
@@ -84,8 +84,11 @@ def read_head(path: Path) -> bytes:
 
 
 def _check_format(head: bytes, num_bytes: int) -> None:
-    """The library maps what it opens, and a mapping of a file that another process cuts is a
-    SIGBUS. It is given a sparse copy of the same size that nobody else can reach."""
+    """Validates the header with the safetensors library.
+
+    The library maps the file, and a mapping of a file that another process truncates raises SIGBUS.
+    It therefore receives a private sparse copy of the same size.
+    """
     with TemporaryFile() as copy:
         copy.write(head)
         copy.truncate(num_bytes)  # flushes
@@ -94,13 +97,16 @@ def _check_format(head: bytes, num_bytes: int) -> None:
 
 
 def block_spans(tensor: TensorEntry) -> Iterator[ByteSpan]:
-    """Its bytes, in stretches of BLOCK_BYTES; the last may be shorter."""
+    """Byte ranges of BLOCK_BYTES each; the last may be shorter."""
     for start in range(tensor.start, tensor.end, BLOCK_BYTES):
         yield ByteSpan(start, min(start + BLOCK_BYTES, tensor.end))
 
 
 def read_exactly(file: FileIO, span: ByteSpan) -> bytes:
-    """From any thread: the file's own position plays no part. ValueError if it has been cut."""
+    """Reads a range, from any thread: pread does not use the file position.
+
+    Raises ValueError if the file was truncated.
+    """
     parts, at = [], span.start
     while at < span.end:
         part = os.pread(file.fileno(), span.end - at, at)

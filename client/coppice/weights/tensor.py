@@ -1,7 +1,7 @@
-"""A state dict's tensors, of numpy or of torch, as what a safetensors file holds.
+"""Tensors of a numpy or torch state dict, ready for a safetensors file.
 
-torch is never imported: whoever holds one of its tensors has loaded it. bfloat16 and the 8-bit
-floats have no numpy type, so torch's tensors are read as bytes.
+torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
+and the 8-bit floats, so torch tensors are read as bytes.
 """
 
 import math
@@ -23,7 +23,7 @@ from coppice.weights.safetensors_index import (
 )
 
 StateDict = Mapping[str, Any]
-"""Names to numpy arrays or torch tensors."""
+"""Maps names to numpy arrays or torch tensors."""
 
 _CODES = {
     "float64": "F64",
@@ -46,7 +46,7 @@ _CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One entry of a file. `load` brings its bytes into memory, in C order."""
+    """One entry of a file. `load` returns its bytes in C order."""
 
     name: str
     code: str
@@ -58,9 +58,9 @@ class Tensor:
 
 
 def tensors_of(state: StateDict) -> list[Tensor]:
-    """In the order of the state dict; of names for the same memory only the first.
+    """Tensors in the order of the state dict; of several names for one memory only the first.
 
-    Views of different parts of one storage are not the same memory: both are kept.
+    Views of different parts of one storage are different tensors and are all kept.
     """
     if not state:
         raise ValueError("the state dict is empty")
@@ -74,7 +74,7 @@ def tensors_of(state: StateDict) -> list[Tensor]:
 
 
 def tensors_from_files(paths: Iterable[Path]) -> list[Tensor]:
-    """Of files of a checkpoint, in their order."""
+    """Tensors of a checkpoint's files, in their order."""
     files = [(path, read_safetensors_index(path)) for path in paths]
     return [_of_file(path, entry) for path, file in files for entry in file.tensors.values()]
 

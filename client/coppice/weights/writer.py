@@ -1,7 +1,7 @@
-"""A safetensors file, written with one tensor in memory at a time.
+"""Writer of safetensors files with one tensor in memory at a time.
 
-The library's own serializer wants all of them at once. The format: eight bytes with the length of
-the header, a JSON header, the tensors' bytes without a gap.
+The library's own serializer needs all tensors at once. File format: eight bytes with the length of
+the header, a JSON header, then the tensors' bytes without gaps.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ _ALIGNMENT = 8
 def write_safetensors(
     path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FROM_TORCH
 ) -> Generator[None, None, bytes]:
-    """In steps of one chunk; returns the file's SHA-256."""
-    # The widest first, as the library does: readers map the file and need aligned elements.
+    """Writes in steps of one chunk; returns the SHA-256 of the file."""
+    # Widest dtype first, as in the library: readers map the file and need aligned elements.
     ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
     digest = hashlib.sha256()
     with path.open("wb") as file:
