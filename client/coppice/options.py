@@ -15,7 +15,23 @@ _PLAIN = ("priority", "speculation", "adapter")
 
 
 class RolloutOptions(TypedDict, total=False):
-    """All options of a rollout except its prompts."""
+    """All options of a rollout except its prompts.
+
+    n: samples per prompt.
+    seed: fixes the random streams; the prompt at index i uses seed + i.
+    max_tokens: response tokens per sample; by default up to the context limit.
+    temperature, top_p, top_k: sampling distribution, to which the returned logprobs refer.
+    stop_token_ids, ignore_eos: stop conditions.
+    kv: request for handles to the prompts' KV.
+    policy: exact or minimum weights version.
+    finish: early finish of a group, by a number of completed samples or by a deadline.
+    branching: samples as a tree.
+    continue_from: per prompt, unfinished samples to resume, see `Group.unfinished`.
+    reuse: KV reuse for prompts given as segments.
+    priority: lower values are scheduled first.
+    speculation: False disables speculative decoding; the distribution is the same.
+    adapter: name of a loaded LoRA adapter, or `name@version`.
+    """
 
     n: int
     seed: int | None

@@ -1,4 +1,4 @@
-"""Some rollouts with the calculator against a running server: `python -m examples.agent URL`."""
+"""Runs some rollouts with the calculator against a server: `python -m examples.agent URL`."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""The one tool of the example: it finishes a line that ends in an equals sign."""
+"""Calculator, the only tool of the example: it completes a line that ends in an equals sign."""
 
 import re
 
@@ -6,7 +6,7 @@ _CALL = re.compile(r"(\d{1,9})([-+*])(\d{1,9})=")
 
 
 def call_calculator(line: str) -> str | None:
-    """What the calculator writes after this line; none: the line is no call."""
+    """Output of the calculator for a line, or None if the line is not a tool call."""
     found = _CALL.fullmatch(line)
     if found is None:
         return None

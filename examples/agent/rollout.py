@@ -1,8 +1,8 @@
-"""A rollout of several turns, in which the model calls a tool and goes on with what that answers.
+"""Multi-turn rollout in which the model calls a tool and continues after its output.
 
-The row grows by token ids alone: what the model sampled is sent back as it came, and only the
-tool's words are ever made into tokens. So every token that is trained on is one that was sampled,
-with the log-probability that it was sampled with; the others are masked.
+The conversation is kept as token ids: sampled tokens are sent back unchanged, and only the tool's
+output is tokenized. Every token in the loss is therefore one that was sampled, with its sampling
+logprob; the other tokens are masked.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from examples.agent.calculator import call_calculator
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that is needed."""
+    """The required part of a tokenizer's interface."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """Prompt and response. `sampled` tells the model's tokens from the tool's."""
+    """Prompt and response. `sampled` is False for tokens of the tool."""
 
     prompt: list[int]
     response: list[int] = field(default_factory=list)
@@ -45,7 +45,11 @@ class Row:
 def rollout(
     http: httpx.Client, words: Tokenizer, problem: str, *, session: str, max_turns: int = 12
 ) -> Row:
-    """One trajectory. All of its turns name the session: behind a router they meet one cache."""
+    """Runs one trajectory.
+
+    All turns have the same session id, so a load balancer routes them to the replica that has
+    cached the earlier turns.
+    """
     row = Row(prompt=words.encode(problem))
     [equals] = words.encode("=")
     for _ in range(max_turns):

@@ -1,1 +1,1 @@
-"""A GRPO loop that learns on two cores in minutes: `make demo`."""
+"""GRPO example that shows learning in minutes on two CPU cores: `make demo`."""

@@ -1,8 +1,8 @@
-"""`make demo`: serves the seedling, trains it with GRPO, and shows what became of it.
+"""`make demo`: serves the seedling, trains it with GRPO, and plots the results.
 
     python -m examples.grpo [--seed 1] [--steps 40] [--out build/demo]
 
-Ends with 1 if the held-out reward has not risen by as much as it should.
+The exit status is 1 if the held-out reward has not risen significantly.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def _options() -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace) -> list[Step]:
-    """The engine has half of the cores and the trainer the other half: they work side by side."""
+    """Runs the training with half of the cores each for engine and trainer, which overlap."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // 2))
     torch.manual_seed(options.seed)

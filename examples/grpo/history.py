@@ -1,4 +1,4 @@
-"""What happened in each step, and whether the policy has learned."""
+"""Statistics per step, and the test whether the policy has learned."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ STANDARD_ERRORS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The rewards are of samples that came before the step's own update."""
+    """Statistics of one step. Rewards are those of samples from before the step's update."""
 
     number: int
     held_out_reward: float
@@ -22,13 +22,13 @@ class Step:
     mean_tokens: float
     p95_tokens: float
     versions_behind: float
-    """Updates between the weights that made a token and those that it is learned with: the mean."""
+    """Mean number of updates between the weights that sampled a token and those trained with it."""
     seconds: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Of the mean held-out reward, from the first WINDOW steps to the last."""
+    """Change of the mean held-out reward from the first WINDOW steps to the last."""
 
     before: float
     after: float
@@ -50,7 +50,7 @@ class Gain:
 
 
 def compute_gain(steps: Sequence[Step]) -> Gain:
-    """The error is from how the steps' means scatter inside each window, drift included."""
+    """Computes the gain. The standard error is from the variance of steps within each window."""
     if len(steps) < 2 * WINDOW:
         raise ValueError(f"a gain needs at least {2 * WINDOW} steps, not {len(steps)}")
     rewards = [step.held_out_reward for step in steps]
@@ -63,7 +63,7 @@ def compute_gain(steps: Sequence[Step]) -> Gain:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """One line for every WINDOW steps."""
+    """Table with one line per WINDOW steps."""
     head = f"{'steps':>9} {'held-out':>9} {'training':>9} {'tokens':>7} {'p95':>6} {'behind':>7}"
     head += "".join(f" {part + ' s':>12}" for part in steps[0].seconds)
     windows = [steps[start : start + WINDOW] for start in range(0, len(steps), WINDOW)]

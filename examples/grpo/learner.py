@@ -1,4 +1,4 @@
-"""The policy in the trainer: float32 weights, exact gradients with each prompt computed once."""
+"""Policy in the trainer: float32 weights, exact gradients with one prefill per prompt."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ MAX_NORM = 1.0
 
 
 class Learner:
-    """One step is gradients, then update. The served weights are the same, in bfloat16."""
+    """Policy and optimizer. One step is `gradients`, then `update`; the server gets bfloat16."""
 
     def __init__(self, learning_rate: float) -> None:
         self.model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).train()
@@ -27,7 +27,7 @@ class Learner:
         for group, rewards_G in zip(groups, rewards, strict=True):
             gains = advantages(rewards_G)
             if not gains.any():
-                continue  # all right or all wrong: its gradient is zero
+                continue  # all samples have the same reward, so the gradient is zero
             loss = partial(grpo_loss, advantages=gains, weights=weights, sampled=group.logprobs)
             grouped_backward(self.model, group, loss)
 
@@ -37,6 +37,6 @@ class Learner:
         self._optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """By the names of a checkpoint; tied ones once."""
+        """Weights by their names in a checkpoint; tied weights occur once."""
         parameters = self.model.named_parameters()
         return {name: parameter.detach().bfloat16() for name, parameter in parameters}

@@ -1,7 +1,7 @@
-"""The loop: samples of one batch are made while the batch before is learned from.
+"""Training loop in which sampling of a batch overlaps with training on the batch before.
 
-Each step publishes its weights under samples that are running, so most samples are made by two
-versions. The loss knows that from the logprobs that each token was sampled with.
+Each step publishes its weights while samples are running, so most samples come from two weights
+versions. The loss accounts for this with the sampling logprob of each token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ HELD_OUT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Training questions that are being answered, and the held-out ones behind them."""
+    """Training questions of a pending rollout, whose later groups are the held-out questions."""
 
     training: list[Question]
     pending: Pending
@@ -112,5 +112,5 @@ def _version(updates: int) -> str:
 
 
 def _updates(version: str) -> int:
-    """That a version has seen; the server's first one has seen none."""
+    """Number of updates in a version; 0 for the server's initial version."""
     return int(version.removeprefix("step-")) if version.startswith("step-") else 0

@@ -1,4 +1,4 @@
-"""The run as a picture: reward, response length, and where the time went."""
+"""Plot of a run: reward, response length, and time per step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,11 +88,11 @@ def _times(axes: Axes, steps: Sequence[Step]) -> None:
 
 
 def _headroom(axes: Axes, share: float = 0.2) -> None:
-    """Above what is drawn, for the legend."""
+    """Adds free space at the top for the legend."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + share * (high - low))
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Each the mean of itself and up to four on either side."""
+    """Moving average over up to four neighbors on either side."""
     return [float(np.mean(values[max(0, at - 4) : at + 5])) for at in range(len(values))]

@@ -1,4 +1,4 @@
-"""A server of the seedling, as a process of its own, for as long as the demonstration lasts."""
+"""Subprocess with a Coppice server for the duration of the example."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ _READY = re.compile(r"ready: serving .* on (http://\S+)")
 
 @contextmanager
 def serving(folder: Path, *, cpu_threads: int, seed: int) -> Iterator[str]:
-    """Its URL, once it serves. Its log and the weights that it is sent lie in the folder."""
+    """Yields the server's URL once it is ready; its log and uploaded weights are in `folder`."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(folder / "weights")]

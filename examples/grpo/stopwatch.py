@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time measurement of the parts of a step."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ PARTS = ("samples", "rewards", "gradients", "weights")
 
 
 class Stopwatch:
-    """seconds has one number for each of PARTS."""
+    """Stopwatch with accumulated seconds for each of PARTS."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)

@@ -1,20 +1,20 @@
-"""A task for agents who hear each other: a sum of numbers that only the others' words tell.
+"""Multi-agent task: a sum of numbers that are known only from the messages of other agents.
 
-A prompt is an agent's own earlier work, the question with what each peer is to compute from a
-number that it keeps to itself, what the peers have said, and an ask:
+A prompt consists of the agent's own earlier work, the question with each peer's task, the peers'
+messages, and a final request. Every peer starts from a number that its task does not contain:
 
-    Compute 47-12.       its own work: problems that it has solved, as the seedling does
+    Compute 47-12.       own work: problems that the agent has solved, in the seedling's format
     47-12=35
     answer: 35
-    question B-D.        the question, and what every peer does with its number
+    question B-D.        the question, and the operations of every peer on its number
     D:+9-6
     B:+47
-    8+9=17               what D has said
+    8+9=17               D's message
     17-6=11
     D=11
-    31+47=78             what B has said
+    31+47=78             B's message
     B=78
-    A: question          the ask; from here on the agent answers
+    A: question          the final request; the response follows
 
     B-D.
     B=78
@@ -22,7 +22,7 @@ number that it keeps to itself, what the peers have said, and an ask:
     78-11=67
     answer: 67
 
-Held-out questions are held out by their sum, here 78-11, as problems are.
+Held-out questions are selected by their sum, here 78-11, like held-out problems.
 """
 
 import random
@@ -39,8 +39,11 @@ LONGEST_SHORT_WORK = len("Compute 99*99.\n99*99=8910+891=9801\nanswer: 9801\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many peers an agent has, how many characters of own work at most, and about how many
-    steps each peer has made."""
+    """Size of a prompt.
+
+    `own` is the maximum number of characters of own work, `steps` the approximate number of steps
+    of each peer.
+    """
 
     num_peers: int
     own: int
@@ -49,14 +52,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which peers' numbers to sum."""
+    """The peers whose results are to be added, and the sum."""
 
     names: tuple[str, ...]
     sum: Problem
 
     @property
     def written_out(self) -> str:
-        """The response: every number is looked up just before it is added."""
+        """Response that repeats each number just before adding it."""
         lines, total = [f"{self}."], 0
         for index, (name, term) in enumerate(zip(self.names, self.sum.terms, strict=True)):
             before, total = total, total + term.sign * term.size
@@ -65,7 +68,7 @@ class Question:
         return "\n".join([*lines, f"answer: {total}"])
 
     def reward(self, response: str) -> float:
-        """1.0 if the last line states the right answer, else 0.0; the steps are not judged."""
+        """1.0 if the last line contains the right answer, else 0.0; steps are not checked."""
         return arithmetic.reward(self.sum.prompt, response)
 
     def __str__(self) -> str:
@@ -75,7 +78,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One agent's: `told` and `said` are others' too, `own` and `ask` are its alone."""
+    """Prompt of one agent. It shares `told` and `said` with other agents, but not `own`, `ask`."""
 
     own: str
     told: str
@@ -83,7 +86,7 @@ class Turn:
     ask: str
     question: Question
     later: tuple[Question, ...] = ()
-    """What it is asked after its first answer."""
+    """Questions that follow after the first answer."""
 
     @property
     def prompt(self) -> str:
@@ -92,7 +95,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A peer's: what it does with its number, how, and what comes out."""
+    """Work of a peer: its operations, its calculation steps, and the result."""
 
     task: str
     lines: tuple[str, ...]
@@ -100,7 +103,7 @@ class Work:
 
 
 def draw(rng: random.Random, shape: Shape, *, held_out: bool, num_later: int = 0) -> Turn:
-    """Draws a turn whose questions are all of the training side or all of the held-out side."""
+    """Draws a turn whose questions are all training questions or all held-out ones."""
     while True:
         agent, *peers = rng.sample(AGENTS, 1 + shape.num_peers)
         works = {peer: _work(rng, max(1, shape.steps + rng.choice((-1, 0, 1)))) for peer in peers}
@@ -129,7 +132,7 @@ def _own(rng: random.Random, length: int, *, held_out: bool) -> str:
 
 
 def _work(rng: random.Random, num_steps: int) -> Work:
-    """Every number on the way has two digits at most."""
+    """Draws the work of a peer. All intermediate numbers have at most two digits."""
     total, task, lines = rng.randint(1, LARGEST), "", []
     for _ in range(num_steps):
         before, total = total, _other(rng, total)

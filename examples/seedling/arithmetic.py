@@ -1,8 +1,8 @@
-"""Arithmetic problems, their written-out solutions, and the check of a response.
+"""Arithmetic problems, step-by-step solutions, and the reward of a response.
 
-A problem is a sum of one to MAX_TERMS terms; a term is a number or a product of two numbers. How
-many terms it has follows a Pareto law, so that most responses are short and some are very long.
-Held-out problems are told apart by a hash of their text, so that no training run can contain one.
+A problem is a sum of one to MAX_TERMS terms; a term is a number or a product of two numbers. The
+number of terms has a Pareto distribution, so most responses are short and some are very long.
+Held-out problems are selected by a hash of their text, so no training run can contain one.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _ANSWER = re.compile(r"(?:.*\n)?answer: (0|-?[1-9]\d*)\n*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A signed number, or a signed product where `right` is given."""
+    """A signed number, or a signed product if `right` is given."""
 
     sign: int
     left: int
@@ -59,7 +59,7 @@ class Problem:
 
 
 def draw(rng: random.Random, *, held_out: bool) -> Problem:
-    """Draws a problem from the training side or from the held-out side."""
+    """Draws a training problem or a held-out problem."""
     while True:
         num_terms = min(MAX_TERMS, int(rng.paretovariate(1.0)))
         problem = _draw_terms(rng, num_terms)
@@ -68,7 +68,7 @@ def draw(rng: random.Random, *, held_out: bool) -> Problem:
 
 
 def written_out(problem: Problem) -> str:
-    """The response that computes one step per line."""
+    """Response with one calculation step per line."""
     total = 0
     lines = []
     for index, term in enumerate(problem.terms):
@@ -83,12 +83,12 @@ def written_out(problem: Problem) -> str:
 
 
 def at_once(problem: Problem) -> str:
-    """The response that states the answer without any step: short, and hard to get right."""
+    """Response with the answer only: short, and hard to get right."""
     return f"answer: {problem.answer}"
 
 
 def parse(prompt: str) -> Problem:
-    """Finds the problem in a prompt; ValueError if there is not exactly one."""
+    """Finds the problem in a prompt. Raises ValueError if there is not exactly one."""
     found = [text for text in _EXPRESSION.findall(prompt) if not text.isdigit()]
     if len(found) != 1:
         raise ValueError(f"expected one arithmetic expression in the prompt, found {len(found)}")
@@ -105,13 +105,13 @@ def parse(prompt: str) -> Problem:
 
 
 def reward(prompt: str, response: str) -> float:
-    """1.0 if the last line states the right answer, else 0.0; the steps are not judged."""
+    """1.0 if the last line contains the right answer, else 0.0; steps are not checked."""
     stated = _ANSWER.fullmatch(response)
     return float(stated is not None and int(stated[1]) == parse(prompt).answer)
 
 
 def _draw_terms(rng: random.Random, num_terms: int) -> Problem:
-    # Plain sums are left out of the one-term problems: "47" asks for nothing.
+    # A single term is always a product: a plain number such as "47" is no problem.
     first_is_product = num_terms == 1 or rng.random() < 0.4
     first = _draw_factors(rng, 99) if first_is_product else Term(sign=1, left=rng.randint(1, 99))
     terms = [first]

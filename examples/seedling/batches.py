@@ -1,7 +1,7 @@
-"""Endless streams of training batches: prompts with their solutions, grouped by length.
+"""Endless streams of training batches: prompts with solutions, grouped by length.
 
-Rows are padded on the right. Under a causal mask nothing that counts sees the padding, so a batch
-needs no attention mask. Shape suffixes: B rows, T tokens.
+Rows are padded on the right. Under a causal mask no other token reads the padding, so a batch needs
+no attention mask. Shape suffixes: B rows, T tokens.
 """
 
 import random
@@ -19,12 +19,12 @@ POOL_EXAMPLES = 2048
 
 class Batch(NamedTuple):
     tokens_BT: torch.Tensor
-    labels_BT: torch.Tensor  # IGNORED at what is not taught: the prompt, the padding
+    labels_BT: torch.Tensor  # IGNORED for prompt and padding
 
 
 class Example(NamedTuple):
     tokens: list[int]
-    labels: list[int]  # the same tokens where they are taught, else IGNORED
+    labels: list[int]  # the tokens of the response; IGNORED elsewhere
 
 
 def stream(
@@ -34,7 +34,7 @@ def stream(
     tokens_per_batch: int,
     at_once_share: float,
 ) -> Iterator[Batch]:
-    """Batches of at most `tokens_per_batch` tokens, padding counted, from problems not held out."""
+    """Batches of at most `tokens_per_batch` tokens including padding, without held-out problems."""
     rng = random.Random(seed)
     return pooled(
         lambda: [_draw(rng, tokenizer, at_once_share) for _ in range(POOL_EXAMPLES)],
@@ -47,7 +47,7 @@ def stream(
 def pooled(
     draw: Callable[[], list[Example]], rng: random.Random, *, tokens_per_batch: int, pad: int
 ) -> Iterator[Batch]:
-    """Batches of pool after pool; each pool's are shuffled."""
+    """Batches from one pool after another; the batches of each pool are shuffled."""
     while True:
         batches = _by_length(draw(), tokens_per_batch)
         rng.shuffle(batches)
@@ -65,7 +65,7 @@ def _draw(rng: random.Random, tokenizer: PreTrainedTokenizerFast, at_once_share:
 def _by_length(pool: list[Example], tokens_per_batch: int) -> list[list[Example]]:
     batches: list[list[Example]] = [[]]
     for example in sorted(pool, key=lambda example: len(example.tokens)):
-        # The newest row is the longest, so it sets the width of the batch that takes it.
+        # Examples are sorted by length, so the last row determines the width of its batch.
         if len(example.tokens) * (len(batches[-1]) + 1) > tokens_per_batch:
             batches.append([])
         batches[-1].append(example)

@@ -1,8 +1,8 @@
-"""Fits a drafter to the seedling: a model of a tenth of its size, for `speculation.drafter`.
+"""Trains a draft model for the seedling, a tenth of its size, for `speculation.drafter`.
 
-It learns from responses as the seedling was taught to give them, in the seedling's own proportion
-of the two ways. A server learns from what is really sampled, and needs no such beginning; with it
-drafts are right from the first minute.
+The training data are solutions in the seedling's two formats, in the proportion in which the
+seedling uses them. A server trains its draft model on actual samples and does not need this; it
+only provides a high acceptance rate from the start.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Solve = Callable[[arithmetic.Problem], str]
 def samples(
     words: PreTrainedTokenizerFast, *, seed: int, written_out: Solve = arithmetic.written_out
 ) -> Callable[[], Sample]:
-    """Draws problems and responses, for ever."""
+    """Returns a function that draws samples, without end."""
     rng = random.Random(seed)
 
     def draw() -> Sample:

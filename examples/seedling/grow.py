@@ -1,17 +1,17 @@
-"""Grows the seedling without changing its function.
+"""Enlarges the seedling model without changing the function that it computes.
 
-A grown model answers like the seedling and costs what its size costs, so a benchmark can have real
-responses and real steps at once. The seedling is the top left corner of every matrix, and what is
-new can never reach the residual stream:
+The enlarged model generates the seedling's responses at the compute cost of its own size, so a
+benchmark has realistic responses and realistic step times. The seedling is the top left corner of
+every matrix, and the new parameters have no effect on the residual stream:
 
 - New layers, heads and MLP neurons have random weights, but zeros in o_proj and down_proj.
 - New residual channels stay zero: zero columns in the embedding, zero rows in o_proj and down_proj.
-- RMSNorm averages over all channels, new zeros included, and so gives sqrt(growth) times the old
-  result. The growth is a power of four, the norm weights are divided by the power of two that is
-  its root, and epsilon by the growth: all of that is exact in bfloat16 too.
+- RMSNorm averages over all channels including the new zeros, which multiplies its result by
+  sqrt(growth). The growth is a power of four. Norm weights are divided by its square root, a power
+  of two, and epsilon by the growth itself, so both are exact in bfloat16, too.
 
-Two things are not bit-exact: sums run in another order, and the norms of queries and keys have to
-share the smaller epsilon (a relative change of about 4e-7 at unit variance).
+Two details are not bit-exact: sums are evaluated in another order, and the norms of queries and
+keys also use the smaller epsilon (a relative change of about 4e-7 at unit variance).
 """
 
 import argparse
@@ -36,7 +36,7 @@ _RESIDUAL_NORMS = (
 
 
 class Shape(NamedTuple):
-    """The number of heads keeps the seedling's two query heads for each KV head."""
+    """Size of a model. As in the seedling, there are two query heads per KV head."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,7 +52,7 @@ SHAPES = {
 
 
 def grow(model: Qwen3ForCausalLM, shape: Shape) -> Qwen3ForCausalLM:
-    """The same function in a larger shape, in the same dtype."""
+    """Returns a larger model that computes the same function, in the same dtype."""
     growth = _growth(model.config, shape)
     grown = _random(_grown_config(model.config, shape, growth)).to(model.dtype)
     old = dict(model.named_parameters())
@@ -69,7 +69,7 @@ def grow(model: Qwen3ForCausalLM, shape: Shape) -> Qwen3ForCausalLM:
 
 
 def untie(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """A copy whose output head is a tensor of its own, equal to the embedding."""
+    """Returns a copy whose output head is a separate tensor, equal to the embedding."""
     config = _config_with(model.config, tie_word_embeddings=False)
     untied = _random(config).to(model.dtype)
     untied.load_state_dict(model.state_dict())

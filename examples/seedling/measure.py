@@ -1,7 +1,7 @@
 """Measures the seedling on held-out problems.
 
-Prints one table and writes the same figures to measured.json beside the weights. The length of a
-response counts its end token, as a server's answer does.
+Prints a table and writes the same values to measured.json next to the weights. The length of a
+response includes its end token, as in a server's answer.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Sample:
 class Figures:
     pass_at_1: float
     mixed_groups: float
-    """Share of prompts whose samples are neither all right nor all wrong."""
+    """Fraction of prompts with both right and wrong samples."""
     p50_tokens: float
     p95_tokens: float
     p95_over_p50: float
@@ -68,7 +68,7 @@ def sample_groups(
     words: PreTrainedTokenizerFast,
     problems: Sequence[arithmetic.Problem],
 ) -> list[list[Sample]]:
-    # Sorted, so that a batch of short problems does not wait for one long response.
+    # Sorted, so that short prompts do not share a batch with a single long response.
     prompts = sorted((problem.prompt for problem in problems), key=len)
     groups = []
     for start in range(0, len(prompts), PROMPTS_PER_BATCH):

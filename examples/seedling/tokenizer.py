@@ -1,6 +1,6 @@
-"""The seedling's tokenizer: every byte is a token, and the task's two words are one token each.
+"""Tokenizer of the seedling: one token per byte, and one for each of the task's two words.
 
-Any text encodes, because the 256 bytes are the alphabet. No token marks the beginning of a text.
+Any text can be encoded, since the alphabet consists of all 256 bytes. There is no BOS token.
 """
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -10,8 +10,8 @@ END = "<|end|>"
 PAD = "<|pad|>"
 MAX_TOKENS = 4096
 
-# A message ends with its line, an assistant's with END instead. A single user message is therefore
-# the same text as the bare prompt, which is what the model was trained on.
+# Messages end with a line break, those of the assistant with END instead. A single user message is
+# therefore identical to the bare prompt, which is the format of the training data.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '" + END + "' }}{% else %}{{ '\n' }}{% endif %}"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def build() -> PreTrainedTokenizerFast:
-    """Builds the tokenizer; the same every time."""
+    """Builds the tokenizer; the result is deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -99,7 +99,7 @@ def train(
 
 
 def save(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, out: Path) -> None:
-    # The sampling defaults are spelled out: transformers would otherwise cut to the top 50.
+    # The defaults are explicit, because transformers would otherwise apply top_k=50.
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -110,7 +110,7 @@ def save(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, out: Path) -> 
     )
     model.to(torch.bfloat16).save_pretrained(out)
     words.save_pretrained(out)
-    # transformers 4 does not know the name that transformers 5 writes; both know the older one.
+    # transformers 4 does not know the class name that transformers 5 writes; both know this one.
     path = out / "tokenizer_config.json"
     saved = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(saved, indent=2) + "\n")

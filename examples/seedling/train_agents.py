@@ -1,7 +1,7 @@
-"""Trains the seedling further, to agents who hear each other (agents.py).
+"""Trains the seedling further on the multi-agent task of agents.py.
 
-Prompts grow from about 70 to about 1,050 tokens in the course of the run, and stay mixed. One is
-followed by several questions with their answers, for what they share is what costs.
+Prompt lengths grow from about 70 to about 1,050 tokens during the run, and remain mixed. Each
+prompt is followed by several questions with answers, since the shared prompt dominates the cost.
 """
 
 import argparse
@@ -25,9 +25,10 @@ POOL_TURNS = 64
 
 
 def longest_at(done: float) -> float:
-    """1 is five agents and a thousand tokens; `done` is how much of the run has been drawn.
+    """Maximum relative prompt size after the fraction `done` of the run.
 
-    Numbers are looked up in short prompts first, or never.
+    1 means five agents and a thousand tokens. The model must learn to look up numbers in short
+    prompts first; otherwise it never learns it.
     """
     return min(1.0, 0.1 + 1.8 * max(0.0, done - 0.2))
 
@@ -43,7 +44,7 @@ def shape_of(rng: random.Random, longest: float) -> agents.Shape:
 
 
 def stream(words: PreTrainedTokenizerFast, *, seed: int, num_steps: int) -> Iterator[batches.Batch]:
-    """Batches of at most TOKENS_PER_BATCH tokens, of questions that are not held out."""
+    """Batches of at most TOKENS_PER_BATCH tokens, without held-out questions."""
     rng = random.Random(seed)
     drawn = 0
 
@@ -70,10 +71,10 @@ def _draw(rng: random.Random, words: PreTrainedTokenizerFast, longest: float) ->
 
 
 def reset_embeddings(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> None:
-    """Embeddings of what agents are called and ask by.
+    """Randomizes the embeddings of agent names and of the word "question".
 
-    Tokens that no solved problem contains were only ever pushed away, all in the same direction:
-    of any two of them the seedling knows no difference.
+    These tokens do not occur in arithmetic solutions. Training pushed all of them in the same
+    direction, so the seedling cannot distinguish them.
     """
     embedding, known = model.get_input_embeddings().weight, words.encode("0123456789+-*=")
     rows = sorted(set(words.encode(f"question{agents.AGENTS}")))
