@@ -122,7 +122,10 @@ def _parent_delta(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, flo
 
 
 def _ancestor_mean(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, float]:
-    """The prompt always counts as an ancestor; segments with a single leaf have no baseline."""
+    """Leaf reward minus the ancestors' mean rewards, averaged; see segment_advantages.
+
+    The prompt always counts as an ancestor, other segments only if they have several leaves.
+    """
     by_leaf = _by_leaf(tree, rewards)
     means = segment_rewards(tree, rewards, fusion="mean")
     values = {}

@@ -1,4 +1,4 @@
-"""Exceptions that the client raises about a server.
+"""Exceptions that only this client raises, for failed requests to a server.
 
     CoppiceError
       Unsupported               the trainer integration does not support what was requested

@@ -1,4 +1,4 @@
-"""Plot of a rollout tree: time runs to the right, leaves are stacked vertically.
+"""Plot of a rollout tree: paths run to the right, leaves are stacked vertically.
 
     color               reward of the segment, aggregated from its leaves as in segment_rewards
     area above a line   entropy of each token, on one scale for the whole figure

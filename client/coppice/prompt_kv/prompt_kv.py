@@ -133,7 +133,7 @@ class PromptKV:
     def _from_http(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
-        """Starts the download. The lease is renewed during it: the server stops at its end."""
+        """Starts the download and renews the lease meanwhile: the server stops when it expires."""
         began = time.monotonic()
         room = _destination(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
@@ -187,7 +187,7 @@ class PromptKV:
         return self._array(keys), self._array(values)
 
     def torch_layers(self) -> Iterator[tuple[Any, Any]]:
-        """Yields each layer's keys and values as torch tensors, in order of arrival; no copy."""
+        """Yields each layer's keys and values as torch tensors, as they arrive; no copy."""
         for index in range(self.layout.num_layers):
             keys, values = self.layer(index)
             yield self._tensor(keys), self._tensor(values)

@@ -1,6 +1,6 @@
 """Data-parallel training with DDP and FSDP2.
 
-Loss normalizers cover all ranks, so gradients are summed, not averaged. Backwards do not
+Loss normalizers cover all ranks, so gradients are summed, not averaged. Backward passes do not
 synchronize; reduce_gradients does, once, before the optimizer step.
 """
 

@@ -59,7 +59,7 @@ def prompt_kv_of(layers: Layers) -> PromptKV:
 
 
 def leaves_of(layers: Layers) -> Layers:
-    """Detached copies that share storage and accumulate gradients in `.grad`."""
+    """Detached tensors that share storage and accumulate gradients in `.grad`."""
     return [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layers]
 
 

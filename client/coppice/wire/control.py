@@ -10,7 +10,7 @@ Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
 
 
 class PauseRequest(RequestModel):
-    """abort ends running samples, wait lets them finish, keep freezes them until resume."""
+    """Pause mode: running samples end (abort), finish (wait), or freeze until resume (keep)."""
 
     mode: PauseMode = "keep"
 

@@ -15,6 +15,8 @@ from coppice.wire.rollouts import GroupHead, Outcome, SampleAnswer, SegmentAnswe
 
 
 class StartRecord(AnswerModel):
+    """First record of a stream, with the id of the rollout."""
+
     type: Literal["start"] = "start"
     id: str
 
@@ -61,6 +63,8 @@ class ProgressRecord(AnswerModel):
 
 
 class EndRecord(AnswerModel):
+    """Last record of a stream, with the outcome of the rollout."""
+
     type: Literal["end"] = "end"
     outcome: Outcome
     usage: Usage

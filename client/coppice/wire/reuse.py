@@ -24,7 +24,7 @@ ReuseReason = Literal[
 
 
 class Reuse(RequestModel):
-    """How the KV of named prompt segments may be reused.
+    """KV reuse of named prompt segments.
 
     `order` is exact: named segments come first, in the order that gives the longest cached prefix.
     With `apply` false the prompt is not changed, and the answer only reports the order.

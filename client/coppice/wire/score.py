@@ -34,7 +34,7 @@ class ScoreRequest(RequestModel):
 
 
 class ScoredResponse(AnswerModel):
-    """logprobs[i] belongs to the response's token i.
+    """Logprobs of one response; logprobs[i] belongs to its token i.
 
     The whole response is scored by one weights version and one version of the adapter.
     """
