@@ -1,15 +1,15 @@
-"""Which bytes of an arena are taken. First fit, whole pages, neighbours joined when given back."""
+"""First-fit extent allocator for an arena: whole pages, adjacent free extents are merged."""
 
 from bisect import insort
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
-"""What can be mapped by itself."""
+"""Page size: the granularity of mmap offsets, so that every slot can be mapped on its own."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Bytes start..end, end excluded."""
+    """Half-open byte range [start, end) of an arena."""
 
     start: int
     end: int
@@ -20,7 +20,7 @@ class Extent:
 
 
 class ExtentAllocator:
-    """Every byte is free or taken, and nothing is both."""
+    """Free list over `capacity_bytes`. Every byte is either free or allocated, never both."""
 
     def __init__(self, capacity_bytes: int) -> None:
         assert capacity_bytes % PAGE_BYTES == 0, "an arena is made of whole pages"
@@ -33,7 +33,11 @@ class ExtentAllocator:
         return sum(extent.num_bytes for extent in self._free)
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """None if no gap is large enough; the free bytes may still be that many."""
+        """Allocate at least `num_bytes`, rounded up to whole pages.
+
+        Returns None if no free extent is large enough. Because of fragmentation that can happen
+        even if `free_bytes` is sufficient.
+        """
         assert num_bytes > 0, "nothing needs no room"
         wanted = round_up_to_pages(num_bytes)
         for index, gap in enumerate(self._free):
@@ -54,7 +58,7 @@ class ExtentAllocator:
         self._merge_with_next(at - 1)
 
     def check(self) -> None:
-        """The extents tile the capacity, and no two gaps touch."""
+        """Assert that the extents tile the capacity and that adjacent free extents are merged."""
         end = 0
         for extent in sorted([*self._free, *self._taken]):
             assert extent.start == end < extent.end, "extents overlap or leave a hole"
@@ -64,7 +68,7 @@ class ExtentAllocator:
         assert all(left.end < right.start for left, right in pairs), "two gaps touch"
 
     def _merge_with_next(self, index: int) -> None:
-        """The gap with the one after it, where there are two that touch."""
+        """Merge the free extent at `index` with its successor if the two are adjacent."""
         if index < 0 or index + 1 >= len(self._free):
             return
         left, right = self._free[index : index + 2]

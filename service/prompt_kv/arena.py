@@ -1,8 +1,9 @@
-"""The shared memory that prompt KV lies in: one file, allocated whole, of a random name.
+"""Shared-memory arena for prompt KV: one preallocated file with a random name.
 
-The engine's workers write into it, this process reads it, and so may a trainer of the same user on
-the same host. A sparse file that outgrew its mount would kill whoever touches it, so every page is
-allocated at the start; where there is too little, the arena is smaller or there is none.
+The engine's workers write to the arena. This process reads it, and a trainer of the same user on
+the same host may map it as well. Touching a page of a sparse file on a full mount raises SIGBUS,
+so every page is allocated at the start. If the mount has too little space, the arena is smaller or
+is not created.
 """
 
 import errno
@@ -19,7 +20,7 @@ from service.prompt_kv.allocator import PAGE_BYTES
 
 PREFIX = "coppice-kv-"
 MIN_BYTES = 2**20
-# vLLM's own queues and whatever else runs here need room in the same mount.
+# vLLM's shared-memory queues and other processes need space in the same mount.
 MAX_FREE_SHARE = 0.5
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ def free_bytes(directory: Path) -> int:
 
 
 class Arena:
-    """Owns its file: made by `create`, gone after `close`.
+    """Owner of the arena file, which `create` makes and `close` unlinks.
 
-    The file is locked for as long as it is owned, so that the next server of this directory can
-    tell what a killed one has left.
+    The file stays locked while it is owned. A server that starts later in the same directory can
+    therefore recognise the unlocked file of a killed server and remove it.
     """
 
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:
@@ -49,7 +50,10 @@ class Arena:
     def create(
         cls, directory: Path, wanted_bytes: int, *, get_free_bytes: FreeBytes = free_bytes
     ) -> "Arena | None":
-        """As large as wanted, or as there is room for; None where that is next to nothing."""
+        """Create an arena of `wanted_bytes`, or of what the mount has space for.
+
+        Returns None if less than `MIN_BYTES` can be allocated.
+        """
         remove_stale_arenas(directory)
         try:
             num_bytes = _round_down_to_pages(
@@ -70,16 +74,16 @@ class Arena:
         return cls(path, file, num_bytes)
 
     def close(self) -> None:
-        """A trainer that has the file mapped keeps its pages; nobody new can reach them."""
+        """Unlink the file. Trainers that have it mapped keep their pages; no new mappings."""
         self.path.unlink(missing_ok=True)
-        os.close(self._file)  # the map goes with its last view
+        os.close(self._file)  # the mapping is released with its last memoryview
 
 
 def remove_stale_arenas(directory: Path) -> list[str]:
-    """Removes the arenas of servers that are gone; returns their names."""
+    """Remove the arenas of dead servers and return their file names."""
     swept = []
     for file in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError), try_acquire(file) as is_left:  # or removed by its owner just now
+        with suppress(OSError), try_acquire(file) as is_left:  # OSError: its owner removed it
             if is_left and file.stat().st_uid == os.getuid():
                 file.unlink()
                 swept.append(file.name)
@@ -96,7 +100,10 @@ def _create_file(directory: Path) -> tuple[Path, int]:
 
 
 def _allocate(file: int, num_bytes: int) -> int:
-    """How much could be had: the mount may be shorter of room than it said."""
+    """Allocate up to `num_bytes` and return the size, which is halved while the mount is full.
+
+    The mount can have less space than statvfs reported.
+    """
     while num_bytes >= MIN_BYTES:
         try:
             os.posix_fallocate(file, 0, num_bytes)

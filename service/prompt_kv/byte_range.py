@@ -1,4 +1,4 @@
-"""Which bytes of a file a request is for: all of them, or a single range (RFC 9110, 14.2)."""
+"""Parsing of the Range header: the whole file or a single byte range (RFC 9110, 14.2)."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """Bytes start..end of `num_bytes`, end excluded."""
+    """Half-open byte range [start, end) of a file of `num_bytes`."""
 
     start: int
     end: int
@@ -18,7 +18,7 @@ class ByteRange:
 
 
 class OutOfRange(RangeNotSatisfiable):
-    """Says how long the file is."""
+    """416 response with the file's length in Content-Range."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
@@ -28,7 +28,10 @@ class OutOfRange(RangeNotSatisfiable):
 def requested_range(
     header: str | None, if_range: str | None, etag: str, num_bytes: int
 ) -> ByteRange | None:
-    """None: the whole file, because no single range is asked for, or of other bytes than these."""
+    """Byte range that the headers request; None for the whole file.
+
+    The whole file is sent if there is no valid single range, or if `if_range` differs from `etag`.
+    """
     found = None if header is None else _SINGLE_RANGE.fullmatch(header.strip())
     if found is None or found.group(0) == "bytes=-" or if_range not in (None, etag):
         return None
@@ -38,7 +41,7 @@ def requested_range(
     else:
         start, end = int(first), min(num_bytes, int(last) + 1 if last else num_bytes)
         if last and int(last) < start:
-            return None  # no range at all, and such are ignored
+            return None  # an invalid range is ignored (RFC 9110, 14.2)
     if start >= end:
         raise OutOfRange(num_bytes)
     return ByteRange(start=start, end=end, num_bytes=num_bytes)

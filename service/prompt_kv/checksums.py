@@ -1,7 +1,7 @@
-"""Checksums of a slot's tensors, for whoever reads them over whatever transport.
+"""Checksums of a slot's tensors, valid for every transport.
 
-xxh3 keeps up with memory, where zlib's crc32 would double the time of a fetch. It guards against
-torn reads and reused memory, not against forgery.
+xxh3 runs at memory bandwidth; zlib's crc32 would double the time of a fetch. The checksums detect
+torn reads and reused memory, not forgery.
 """
 
 import xxhash
@@ -10,7 +10,7 @@ from service.prompt_kv.layout import Layout
 
 
 def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
-    """By the tensors' names. Runs in a thread: hashing lets the event loop go on."""
+    """xxh3 digest of each tensor, by name. Runs in a thread: hashing releases the GIL."""
     assert len(data) == layout.data_bytes, "these are not the layout's bytes"
     return {
         tensor.name: xxhash.xxh3_64_hexdigest(data[tensor.start : tensor.end])
@@ -19,5 +19,5 @@ def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
 
 
 def etag(header: bytes) -> str:
-    """Strong: the header holds the checksum of every tensor."""
+    """Strong ETag of the file: its header contains the checksum of every tensor."""
     return f'"{xxhash.xxh3_128_hexdigest(header)}"'

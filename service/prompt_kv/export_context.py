@@ -1,4 +1,4 @@
-"""A group's exports, from before its first request enters the engine until its last has left it."""
+"""Lifetime of a group's KV exports: from before its first engine request until after its last."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,11 @@ from service.rollouts.group import Group
 async def exporting_group(
     prompt_kv: PromptKvManager, group: Group, on_export: OnExport
 ) -> AsyncIterator[None]:
-    """What the engine leaves unwritten is given up afterwards."""
+    """Context manager that begins a group's exports and finishes them on exit.
+
+    Exports that the engine has not written by then end without a handle. Without
+    `group.kv_lease_seconds` nothing is exported.
+    """
     if group.kv_lease_seconds is None:
         yield
         return

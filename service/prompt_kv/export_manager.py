@@ -1,12 +1,12 @@
-"""From a prompt that is submitted to a handle on its keys and values, or to the reason why not.
+"""Export of a prompt's KV: from the submission of the prompt to a handle or a failure reason.
 
-A slot is reserved before the group's samples enter the engine, so that the engine has a place to
-write to; the first group of a prompt has it written, others that come meanwhile share it. The words
-in the slot are polled: the engine sends nothing. What every rank has committed is summed in a
-thread, sealed, and named by one handle a group.
+A slot is reserved before the group's samples are submitted to the engine. The first group with a
+prompt writes the slot; groups with the same prompt that arrive meanwhile share it. The engine sends
+no notification: the per-rank status words in the slot are polled. Once every rank has committed,
+the data is checksummed in a thread, the slot is sealed, and each group gets its own handle.
 
-An export ends exactly once, and no group waits for one longer than the engine needs to say that it
-will not be written. Lives on one event loop.
+An export ends exactly once. No group waits longer than the engine takes to flush its exports.
+Not thread-safe: all methods run on one event loop.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from service.prompt_kv.layout import Layout, LayoutFactory
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 
 POLL_SECONDS = 0.005
-# Polling thousands of exports must not become what the event loop does.
+# Upper bound on the share of event-loop time that polling takes, for thousands of exports.
 MAX_POLL_SHARE = 0.05
 
 log = logging.getLogger(__name__)
 
 
 class ExportManager:
-    """Owner of all that is pending; `run` is to be running."""
+    """Owner of the pending exports. `run` must be running as a task."""
 
     def __init__(
         self,
@@ -63,8 +63,10 @@ class ExportManager:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> ExportRequest:
-        """Before the submission; an activation between the two is seen by
-        `after_weights_update`."""
+        """Start an export; call it before the prompt is submitted to the engine.
+
+        `after_weights_update` covers an activation between this call and the submission.
+        """
         export = ExportRequest(owner=owner, lease_seconds=lease_seconds)
         if len(prompt) < 2:
             self._refuse(export, "prompt_too_short")
@@ -81,18 +83,18 @@ class ExportManager:
         return export
 
     async def finish(self, export: ExportRequest) -> None:
-        """The group has ended: its export has as well when this returns."""
+        """End the export of a group that has ended; `export.ended` is set on return."""
         pending = export.pending
         if pending is not None and export.export_slot is not None:
             await asyncio.shield(self._spawn(self._finish_write(pending), pending))
         if pending is not None and not (pending.is_sealing or pending.is_done):
-            # Another group writes it, and may take long: that is not waited for.
+            # Another group writes the slot and may take long, so this group does not wait.
             pending.exports.remove(export)
             self._refuse(export, "not_written")
         await export.ended.wait()
 
     def abandon(self, export: ExportRequest) -> None:
-        """The group broke off; what it was to write for others ends with it."""
+        """End the export of an aborted group, including a write that other groups share."""
         pending = export.pending
         if pending is None or export.ended.is_set():
             return
@@ -102,24 +104,27 @@ class ExportManager:
             self._spawn(self._finish_write(pending), pending)
 
     def poll(self) -> None:
-        """Looks at every word once."""
+        """Check the status words of every pending export once."""
         for pending in list(self._pending.values()):
             self._poll_one(pending)
 
     async def before_weights_update(self) -> None:
-        """The engine is paused. What is committed now was computed by the old weights."""
+        """Flush and poll while the engine is paused: KV committed now is of the old weights."""
         if self._pending:
             await self._engine.flush_exports()
             self.poll()
 
     def after_weights_update(self, version: str) -> None:
-        """What is pending will be computed by the new weights alone, or say that it was not."""
+        """Relabel the reserved slots with the new weights version.
+
+        Their KV is prefilled under the new weights only, or the engine reports `MIXED_VERSION`.
+        """
         for pending in self._pending.values():
             if not pending.is_sealing:
                 self._slots.relabel(pending.slot, version)
 
     async def run(self) -> None:
-        """Polls for as long as anything is pending."""
+        """Poll while exports are pending."""
         while True:
             await self._has_pending.wait()
             began = time.monotonic()
@@ -130,7 +135,7 @@ class ExportManager:
             await asyncio.sleep(max(POLL_SECONDS, took / MAX_POLL_SHARE))
 
     async def close(self) -> None:
-        """No group is under way any more, and what becomes of the slots is of no matter."""
+        """Cancel the tasks. No group is running any more, so the slots need no cleanup."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -163,7 +168,10 @@ class ExportManager:
             self._spawn(self._seal(pending), pending)
 
     async def _finish_write(self, pending: PendingWrite) -> None:
-        """Its writer has ended: if it is not written by now it never will be."""
+        """Seal or fail a slot whose writing request has ended.
+
+        After a flush of the engine's exports no more data can arrive.
+        """
         self._poll_one(pending)
         if pending.is_sealing or pending.is_done:
             return
@@ -187,7 +195,10 @@ class ExportManager:
             self._slots.discard(slot)
 
     def _fail(self, pending: PendingWrite, reason: KvReason) -> None:
-        """Other ranks may still write: in quarantine until they are known to have ended."""
+        """Fail the exports of a slot and quarantine it.
+
+        Other ranks may still write to it until the engine's exports are flushed.
+        """
         self._slots.discard(pending.slot, settled=False)
         self._remove_pending(pending)
         for export in pending.exports:
@@ -219,7 +230,10 @@ class ExportManager:
         return task
 
     async def _run_safely(self, work: Coroutine[Any, Any, None], pending: PendingWrite) -> None:
-        """Whatever breaks, no rollout does; bytes that may still be written stay in quarantine."""
+        """Run `work` so that its exceptions fail the export but never a rollout.
+
+        The slot may still be written, so it stays quarantined.
+        """
         try:
             await work
         except EngineError:

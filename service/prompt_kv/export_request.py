@@ -1,4 +1,4 @@
-"""One group's way to a handle, and what several of them may wait for."""
+"""Records of the KV export: one request per group, one pending write per slot."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,9 +11,10 @@ from service.prompt_kv.slots import Slot
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExportRequest:
-    """One group's. `export_slot` is what its first sample carries, if it is the one that writes.
+    """Export of one group's prompt.
 
-    Once `ended` it has a handle or a reason.
+    `export_slot` is attached to the group's first sample if this group writes the slot, otherwise
+    it is None. Once `ended` is set, `handle` or `reason` is set.
     """
 
     owner: str
@@ -27,7 +28,7 @@ class ExportRequest:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingWrite:
-    """A slot that is being written, and the exports that wait for it."""
+    """A slot being written and the exports that wait for it."""
 
     slot: Slot
     exports: list[ExportRequest] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""One group's exports: of its prompt, and of the paths of its tree that are gone on with."""
+"""KV exports of one group: of its prompt, and of the tree paths that are continued."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from service.prompt_kv.prompt_kv import PromptKvManager
 
 
 class KvState(NamedTuple):
-    """What an answer says; the names are the wire's."""
+    """KV fields of a response, named as in the wire schema."""
 
     kv: KvHandle | None
     kv_reason: KvReason | None
@@ -22,9 +22,11 @@ OnExport = Callable[[str | None, KvState], None]
 
 
 class GroupKvExports:
-    """None names the prompt's, a segment's id that of the path which ends with it.
+    """Exports of one group, keyed by segment id.
 
-    Made inside the task group that waits for them. `on_export` hears of each when it has ended.
+    The key None is the prompt; a segment id stands for the path that ends with that segment. Create
+    it inside the task group `tasks`, which waits for the exports. `on_export` is called with each
+    export that has ended, unless it was dropped.
     """
 
     def __init__(
@@ -45,7 +47,10 @@ class GroupKvExports:
         self._dropped: set[str] = set()
 
     def begin(self, token_ids: Sequence[int], segment: str | None = None) -> ExportSlot | None:
-        """The place that the request of these tokens is to carry, if it is the one that writes."""
+        """Start an export; returns the slot for the engine request, or None if it does not write.
+
+        `token_ids` are the tokens of the path, `segment` is its last segment.
+        """
         assert segment not in self._exports, "a path is exported once"
         export = self._prompt_kv.begin(self._owner, token_ids, self._lease_seconds)
         self._exports[segment] = export
@@ -57,14 +62,17 @@ class GroupKvExports:
         return self._exports[None].export_slot
 
     def on_writer_ended(self, segment: str | None) -> None:
-        """The request has left the engine: what it has not written it never will."""
+        """Finish the export of a request that has left the engine and can write no more."""
         export = self._exports.get(segment)
         if export is not None and export.export_slot is not None and not export.ended.is_set():
             self._tasks.create_task(self._prompt_kv.finish(export))
 
     def drop(self, segments: Iterable[str]) -> None:
-        """Nobody will read their paths. A writer may still be on its way into the engine, so what
-        has not ended is dropped when it has."""
+        """Drop the exports of paths that nobody will read.
+
+        The writing request may not have reached the engine yet, so an export that has not ended is
+        dropped once it ends.
+        """
         for segment in segments:
             self._dropped.add(segment)
             export = self._exports.get(segment)
@@ -72,23 +80,26 @@ class GroupKvExports:
                 self._prompt_kv.drop(export)
 
     async def finish(self) -> None:
-        """All requests have left the engine. Writers first: others may wait for what they wrote."""
+        """Finish all exports after all requests have left the engine.
+
+        Exports that write are finished first, because others may share their slots.
+        """
         for writes in (True, False):
             exports = [e for e in self._exports.values() if (e.export_slot is not None) is writes]
             pending = [export for export in exports if not export.ended.is_set()]
             await asyncio.gather(*map(self._prompt_kv.finish, pending))
 
     def abandon(self) -> None:
-        """The group broke off."""
+        """Abandon all exports because the group was aborted."""
         for export in self._exports.values():
             self._prompt_kv.abandon(export)
 
     def start_leases(self) -> None:
-        """The rollout has ended: from now on its caller can know of them."""
+        """Start the leases. Call it when the rollout has ended and its caller gets the handles."""
         self._prompt_kv.start_leases(self._exports.values())
 
     def state(self, segment: str | None) -> KvState:
-        """Of what has ended."""
+        """KV fields of an export that has ended; `NOT_CONTINUED` if there was none."""
         export = self._exports.get(segment)
         if export is None:
             return NOT_CONTINUED

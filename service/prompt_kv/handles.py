@@ -1,7 +1,7 @@
-"""Handles: names for sealed slots that their owner may read while a lease runs.
+"""Handles: unguessable names of sealed slots, readable by their owner while the lease is active.
 
-A handle is a random word and belongs to the key that asked for it: for anybody else it does not
-exist. What is over is remembered for a while, so that its owner hears `gone`, not `never was`.
+A handle belongs to the API key that requested it and is 404 for every other key. The most recent
+ended handles are remembered, so that their owner gets 410 instead of 404.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ MAX_RELEASED_REMEMBERED = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handle:
-    """One group's, even where the slot is shared."""
+    """Handle of one group. Groups that share a slot have separate handles."""
 
     id: str
     owner: str
@@ -29,7 +29,7 @@ class Handle:
 
 
 class Handles:
-    """Every handle holds its slot from `grant` until its lease is over or it is released."""
+    """Table of handles. A handle holds its slot from `grant` until its lease ends or `release`."""
 
     def __init__(self, slots: SlotTable, leases: Leases, *, replica_id: str) -> None:
         self._slots = slots
@@ -46,7 +46,7 @@ class Handles:
         return iter(self._handles.values())
 
     def grant(self, owner: str, slot: Slot, lease_seconds: float) -> Handle:
-        """Held, until `begin` lets its lease run."""
+        """Create a handle whose lease is held: it does not expire before `begin`."""
         handle = Handle(
             id=new_handle_id(self._replica_id),
             owner=owner,
@@ -77,21 +77,21 @@ class Handles:
         return self._leases.remaining_seconds(handle.id) or 0.0
 
     def has_begun(self, handle: Handle) -> bool:
-        """Whether its lease runs; until then it is held."""
+        """True once the lease has started; before that the handle is held."""
         return self._leases.has_begun(handle.id)
 
     def expiry_key(self, handle: Handle) -> tuple[bool, float]:
-        """Whose lease runs out first comes first."""
+        """Sort key: started leases by remaining time, then held handles."""
         return not self.has_begun(handle), self.remaining_seconds(handle)
 
     def renew(self, handle: Handle, seconds: float) -> float:
-        """Of a handle that was got just now."""
+        """Renew the lease and return its remaining seconds. Call `get` first, without an await."""
         left = self._leases.renew(handle.id, seconds)
         assert left is not None, "a lease that was alive just now cannot be over"
         return left
 
     def release(self, handle_id: str, owner: str) -> None:
-        """Of what is over already, nothing is left to do."""
+        """Release a handle. No effect if its lease is already over."""
         try:
             handle = self.get(handle_id, owner)
         except KvGone:
@@ -99,13 +99,13 @@ class Handles:
         self._drop(handle, expired=False)
 
     def end(self, handle: Handle) -> None:
-        """As its owner's release, which may have come before."""
+        """Release a handle on behalf of its owner, who may have released it already."""
         if handle.id in self._handles:
             self._drop(handle, expired=False)
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[Reading]:
-        """Its bytes stay as they are until the lease ends, however long the read takes."""
+        """Pin the slot for a download; its bytes are unchanged until the lease ends."""
         reading = Reading(handle.slot, self._slots, self._leases, handle.id)
         self._readings.add(reading)
         try:
@@ -121,7 +121,7 @@ class Handles:
             self._drop(self._handles[handle_id], expired=True)
 
     def check(self) -> None:
-        """One lease a handle, and every handle counted by its slot."""
+        """Assert that each handle has one lease and that slots count their handles correctly."""
         assert len(self._leases) == len(self._handles), "a lease without a handle, or without one"
         for slot in {handle.slot for handle in self._handles.values()}:
             mine = sum(handle.slot is slot for handle in self._handles.values())

@@ -1,7 +1,7 @@
-"""The answer that carries a handle's bytes, or a part of them.
+"""HTTP response with a handle's bytes, or a range of them.
 
-Under our own HTTP server the body is handed to a thread that sends it past the event loop; under
-another one it goes through the loop, in pieces, as any answer does.
+Under Coppice's own uvicorn protocol the body is sent by a thread that bypasses the event loop.
+Under any other ASGI server it is sent in pieces as ordinary ASGI body messages.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,11 @@ RangeSelection = tuple[int, dict[str, str], memoryview]
 
 
 class KvDataResponse(Response):
-    """The handle is looked up when the answer begins, so that nothing comes between that and the
-    pin. What it raises then is answered as a problem."""
+    """Response that looks up its handle when it is sent.
+
+    There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
+    problem documents.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class KvDataResponse(Response):
             for start in range(0, len(data), PIECE_BYTES):
                 with reading.turn() as is_leased:
                     if not is_leased:
-                        return  # an answer that ends early breaks the connection
+                        return  # a body shorter than Content-Length: the server closes
                     piece = bytes(data[start : start + PIECE_BYTES])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -1,11 +1,11 @@
-"""What a handle's bytes are: one safetensors file, its header in whole pages before the tensors.
+"""Byte layout of a slot: status words, then a safetensors file with a page-aligned header.
 
-    words     one page: each rank's ExportWord, for the engine
-    header    8 bytes of length, then JSON, filled up with spaces to whole pages
-    tensors   k.0 v.0 k.1 v.1 .., each [kv_heads, tokens, head_dim], nothing in between
+    words     one page: an `ExportStatus` per rank, written by the engine; not part of the file
+    header    8 bytes of length, then JSON, padded with spaces to whole pages
+    tensors   k.0 v.0 k.1 v.1 .., each [kv_heads, tokens, head_dim], without padding
 
 The header has the same length in every slot of a server: a slot is reserved before the checksums
-are known, and the version may change while a prompt waits.
+are known, and the weights version may change while a prompt is queued.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """One tensor's bytes, counted from the first tensor's."""
+    """Byte range of one tensor, relative to the first tensor."""
 
     name: str
     start: int
@@ -35,13 +35,13 @@ class TensorRange:
 
 
 def tokens_sha256(token_ids: Sequence[int]) -> str:
-    """Of the covered tokens as little-endian int32."""
+    """SHA-256 of the covered tokens as little-endian int32."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Of a prompt's first `num_tokens` tokens under one weights version."""
+    """Layout for the first `num_tokens` tokens of a prompt under one weights version."""
 
     model: str
     version: str
@@ -88,7 +88,7 @@ class Layout:
         return room.to_bytes(8, "little") + text.ljust(room)
 
     def _metadata(self, checksums: Mapping[str, str]) -> dict[str, str]:
-        """safetensors takes strings only, so what has parts is JSON in a string."""
+        """safetensors metadata. Values must be strings, so mappings are JSON-encoded."""
         return {
             "model": self.model,
             "version": self.version,
@@ -101,7 +101,7 @@ class Layout:
 
 
 class LayoutFactory:
-    """Of all prompts of one model."""
+    """Factory of the layouts for one model and KV format."""
 
     def __init__(self, model: str, kv_format: KvFormat) -> None:
         self._model = model

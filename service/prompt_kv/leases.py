@@ -1,8 +1,8 @@
-"""Who may still read, and for how long.
+"""Leases of KV handles.
 
-A lease is a duration, measured here by a monotonic clock: two clocks never meet. It can be
-renewed, never shortened, never beyond a whole lifetime, and never once it is over. What is held
-does not run out: nobody has been told of it yet.
+A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
+compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once
+it has ended. A held lease does not expire, because its caller does not have the handle yet.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class _Lease:
-    """No deadline: held."""
+    """State of one lease. A `deadline` of None means held."""
 
     deadline: float | None = None
     max_deadline: float = 0.0
 
 
 class Leases:
-    """By the handles' ids."""
+    """Leases by handle id."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Leases:
         return len(self._leases)
 
     def clamp_seconds(self, seconds: float) -> float:
-        """What is given to who asks for so many."""
+        """Duration granted for a requested one."""
         return min(seconds, self._max_seconds)
 
     def hold(self, handle: str) -> None:
@@ -44,7 +44,7 @@ class Leases:
         self._leases[handle] = _Lease()
 
     def begin(self, handle: str, seconds: float) -> None:
-        """It runs from now. Ended leases, and those that run, are left as they are."""
+        """Start a held lease now. No effect on ended or started leases."""
         lease = self._leases.get(handle)
         if lease is not None and lease.deadline is None:
             now = self._clock()
@@ -52,7 +52,7 @@ class Leases:
             lease.deadline = min(now + self.clamp_seconds(seconds), lease.max_deadline)
 
     def renew(self, handle: str, seconds: float) -> float | None:
-        """How long it now runs; None if it is over."""
+        """Renew the lease and return its remaining seconds; None if it has ended."""
         if not self.is_active(handle):
             return None
         lease = self._leases[handle]
@@ -62,7 +62,7 @@ class Leases:
         return self.remaining_seconds(handle)
 
     def remaining_seconds(self, handle: str) -> float | None:
-        """Seconds; of what is held, as many as it will at most begin with. None: it is over."""
+        """Remaining seconds; for a held lease the longest initial duration. None if it ended."""
         lease = self._leases.get(handle)
         if lease is None:
             return None
@@ -72,8 +72,11 @@ class Leases:
         return left if left > 0 else None
 
     def deadline(self, handle: str) -> float | None:
-        """When it ends; of what is held, the latest end that it can begin with. None: it is over,
-        or was never granted."""
+        """Time at which the lease ends, on the leases' clock.
+
+        For a held lease, the latest end if it were started now. None if the lease has ended or
+        never existed.
+        """
         left = self.remaining_seconds(handle)
         return None if left is None else self._clock() + left
 
@@ -88,9 +91,9 @@ class Leases:
         return self.remaining_seconds(handle) is not None
 
     def end(self, handle: str) -> None:
-        """Again changes nothing."""
+        """End a lease. Idempotent."""
         self._leases.pop(handle, None)
 
     def expired(self) -> list[str]:
-        """All that have run out. Every one is looked at: renewals leave no order."""
+        """Handles whose leases have expired. A linear scan: renewals destroy any order."""
         return [handle for handle in self._leases if not self.is_active(handle)]

@@ -1,8 +1,8 @@
-"""One-sided reads of the arena: a NIXL agent in a process of its own, as long as the server lives.
+"""One-sided reads of the arena over NIXL: an agent in a child process of the server.
 
-UCX asks nobody for a key: whoever reaches the agent over the network can read what its process
-holds. So that is the arena and nothing else, not even this process's environment, and nothing that
-UCX does can harm the server.
+UCX has no authentication: anyone who reaches the agent over the network can read its process
+memory. The child process therefore maps the arena and nothing else, and gets only selected
+environment variables. A crash in UCX does not affect the server.
 """
 
 import asyncio
@@ -25,14 +25,18 @@ log = logging.getLogger(__name__)
 
 
 class NixlAgentProcess:
-    """`agent` is whom to read from: there soon after the start, gone should its process end."""
+    """Child process with the NIXL agent.
+
+    `agent` is the address to read from. It is set shortly after the start, and None again once the
+    process has ended.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.agent: KvAgent | None = None
 
     async def run(self) -> None:
-        """Ends with the agent's process. Without one everything else goes on."""
+        """Run until the agent's process ends. A failure disables one-sided reads only."""
         if not installed():
             log.warning(NOT_INSTALLED)
             return
@@ -46,7 +50,7 @@ class NixlAgentProcess:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
             *(str(self._arena.path), str(self._arena.num_bytes)),
-            stdin=PIPE,  # open for as long as this process lives
+            stdin=PIPE,  # the agent exits when this pipe is closed
             stdout=PIPE,
             env=agent_environment(),
         )

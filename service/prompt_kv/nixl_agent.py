@@ -1,9 +1,9 @@
-"""The process that the arena is read from over NIXL.
+"""Process with the NIXL agent that serves one-sided reads of the arena.
 
     python -m service.prompt_kv.nixl_agent ARENA NUM_BYTES
 
-It says on its standard output, in one line, how it is reached, and ends with its standard input,
-which is its server's end, however that came about.
+It prints the agent's address as one line of JSON and exits at the end of its standard input, that
+is when the server closes the pipe or dies.
 """
 
 import base64
@@ -19,10 +19,10 @@ from coppice.wire.kv import KvAgent
 
 
 def main(path: str, num_bytes: int) -> None:
-    # UCX's and NIXL's own messages go to standard output.
+    # UCX and NIXL log to standard output, so file descriptor 1 is redirected to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # Network cards register only what may be written, though nobody is meant to.
+    # RDMA NICs register only writable memory, although readers must not write.
     with open(path, "r+b") as file:
         arena = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
     name = f"coppice-{secrets.token_hex(8)}"

@@ -1,8 +1,8 @@
-"""Prompt KV as the rest of the service sees it: exports for groups, handles for readers, books.
+"""Facade of prompt KV for the rest of the service: exports, handles and their accounting.
 
-It is off, with a reason from the wire's list, until the engine has started and says that it can
-export, and where there is no shared memory. If its own books ever do not balance it goes off for
-good: no rollout depends on it. Lives on one event loop.
+Prompt KV is disabled, with a `KvReason`, until the engine has started and reports that it can
+export, and if there is no shared memory. If a consistency check fails it is disabled until the next
+start; rollouts continue without it. Not thread-safe: all methods run on one event loop.
 """
 
 import asyncio
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class PromptKvManager:
-    """`open` once the engine serves; `close` after the last group and the last reader."""
+    """Owner of the arena, the slots, the handles and the export tasks.
+
+    Call `open` once the engine has started, `close` after the last group and the last reader.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class PromptKvManager:
         self._create_tables(0)
 
     def open(self) -> None:
-        """Does not fail: without prompt KV the server serves all the same."""
+        """Create the arena and start the tasks. On failure sets `reason` instead of raising."""
         info = self._engine.info
         if info.kv_format is None:
             self.reason = info.kv_reason or "unsupported_cache"
@@ -132,12 +135,12 @@ class PromptKvManager:
             self._exports.abandon(export)
 
     def drop(self, export: ExportRequest) -> None:
-        """Nobody needs its handle, if it has one."""
+        """Release the handle of an export, if it has one."""
         if export.handle is not None:
             self.handles.end(export.handle)
 
     def start_leases(self, exports: Iterable[ExportRequest]) -> None:
-        """Their rollout has ended: from now on their callers can know of them."""
+        """Start the leases of exports whose rollout has ended and whose caller gets the handles."""
         for export in exports:
             if export.handle is not None:
                 self.handles.begin(export.handle)
@@ -151,22 +154,22 @@ class PromptKvManager:
             self._exports.after_weights_update(version)
 
     def stop_new_readers(self) -> None:
-        """What is being read is read to its end; nobody else comes in."""
+        """Refuse new reads; reads in progress continue."""
         self._closing = True
 
     async def wait_until_idle(self) -> None:
-        """Until nobody has a lease."""
+        """Wait until no handle has an active lease."""
         while len(self.handles):
             self.handles.sweep()
             await asyncio.sleep(0.05)
 
     @property
     def agent(self) -> KvAgent | None:
-        """Whom one-sided reads are from, while there is somebody."""
+        """Address of the NIXL agent; None while it does not run."""
         return None if self._nixl is None else self._nixl.agent
 
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
-        """The whole lease, as a group's answer has it, unless another is given."""
+        """Wire form of a handle. `lease_seconds` defaults to the granted duration."""
         assert self.arena is not None, "a handle has an arena"
         slot = handle.slot
         return KvHandle(
@@ -203,7 +206,7 @@ class PromptKvManager:
         )
 
     def file(self, handle: Handle) -> memoryview:
-        """To be read inside `handles.reading`."""
+        """Bytes of the handle's file. Read them only inside `handles.reading`."""
         if self.arena is None:
             raise KvNotFound()
         start = handle.slot.file_offset
@@ -221,7 +224,7 @@ class PromptKvManager:
         )
 
     def check(self) -> None:
-        """The books balance."""
+        """Assert the consistency of slots, handles and leases."""
         self._slots.check()
         self.handles.check()
 

@@ -1,4 +1,4 @@
-"""Bytes a second: the most of all threads that send, and the least of one reader."""
+"""Bandwidth limits: a maximum over all sender threads and a minimum per reader."""
 
 import threading
 import time
@@ -11,7 +11,11 @@ LEAST_PIECE_BYTES = 2**12
 
 
 class RateLimiter:
-    """Whoever has sent waits until the bytes before have had their time. No bound: nobody waits."""
+    """Thread-safe limit on the total bytes per second.
+
+    A thread calls `acquire` after it has sent bytes and sleeps until they are within the limit.
+    With a limit of None it never sleeps.
+    """
 
     def __init__(
         self,
@@ -25,7 +29,7 @@ class RateLimiter:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._reserved_until = clock()
-        # A thread that has sent a piece sleeps for as long as the piece is worth.
+        # Smaller pieces at low rates bound the sleep after a piece to about PIECE_SECONDS.
         self.piece_bytes = PIECE_BYTES
         if bytes_per_second is not None:
             worth = int(bytes_per_second * PIECE_SECONDS)
@@ -44,10 +48,10 @@ class RateLimiter:
 
 
 class ReaderRate:
-    """Bytes that one reader takes in the time that it is waited for.
+    """Throughput of one reader over the time that the server waits for its socket.
 
-    Only that time counts, so that neither `RateLimiter` nor other readers make a reader slow. Once
-    it has taken less than the rate over a window, it is `too_slow`.
+    Only that time counts, so waits for `RateLimiter` or for other readers do not make a reader
+    slow. `too_slow` is set once the reader falls below the minimum rate over one window.
     """
 
     def __init__(self, min_bytes_per_second: float, window_seconds: float) -> None:
@@ -59,7 +63,7 @@ class ReaderRate:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of waiting until the window ends."""
+        """Remaining seconds of waiting in the current window."""
         return self._window_seconds - self._waited_seconds
 
     def took(self, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""A download's pin on a slot, which ends with the lease at the latest."""
+"""Pin of a download on a slot, released when the lease ends at the latest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ from service.prompt_kv.slots import Slot, SlotTable
 
 
 class Reading:
-    """The slot's bytes stay as they are inside a `turn`, and between turns while the lease runs.
+    """Pin that keeps a slot's bytes unchanged inside a `turn`, and between turns under the lease.
 
-    A renewal counts. After a release the deadline of before counts: what is being sent is sent.
+    Renewals extend the pin. After a release the last deadline still applies, so a download in
+    progress can complete.
     """
 
     def __init__(self, slot: Slot, slots: SlotTable, leases: Leases, handle: str) -> None:
@@ -25,8 +26,11 @@ class Reading:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """False: the lease is over, and the bytes must not be read. To be kept short: the
-        pin lasts for as long."""
+        """Context manager around one read of the bytes.
+
+        Yields False if the lease is over; the bytes must not be read then. Keep it short: the pin
+        is not released inside a turn.
+        """
         self.sweep()
         self._in_turn = self._is_open
         try:
@@ -36,14 +40,14 @@ class Reading:
             self.sweep()
 
     def sweep(self) -> None:
-        """Ends the pin if the lease has ended and no turn is under way."""
+        """Release the pin if the lease has ended and no turn is in progress."""
         known = self._leases.deadline(self._handle)
         self._deadline = self._deadline if known is None else known
         if not self._in_turn and self._leases.is_past(self._deadline):
             self.close()
 
     def close(self) -> None:
-        """Again changes nothing."""
+        """Release the pin. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._slots.unpin(self._slot)

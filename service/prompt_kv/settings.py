@@ -1,4 +1,4 @@
-"""Section `kv` of the settings."""
+"""Settings section `kv`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class KvSettings(BaseModel):
-    """Where prompt KV lies, how long it is kept, how fast it leaves. `engine.prompt_kv` is the
-    switch."""
+    """Location, lease and bandwidth settings of prompt KV, which `engine.prompt_kv` enables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,12 +1,12 @@
-"""Slots of the arena and the books about them: free + reserved + leased + quarantined = capacity.
+"""Slots of the arena and their accounting: free + reserved + leased + quarantined = capacity.
 
     reserved       the engine may write it; nobody reads it
-    leased         written and sealed; whoever holds a handle may read it
-    quarantined    nobody new may read it, but somebody may still write or read it
-    free           again, once nothing is pinned, settled for certain and left alone for long enough
+    leased         written and sealed; holders of a handle may read it
+    quarantined    no new reads, but a write or a read may still be in progress
+    free           after quarantine: no pins, no more engine writes, grace period over
 
-Groups of one owner with the same prompt under the same version share a slot. Lives on one event
-loop; the clock is monotonic.
+Groups of one owner with the same prompt under the same weights version share a slot. Not
+thread-safe: all methods run on one event loop. The clock is monotonic.
 """
 
 import math
@@ -40,7 +40,7 @@ class _SlotKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """Changed by Slots only. `num_handles`: handles; `pins`: reads in progress."""
+    """One slot, changed only by `SlotTable`. `pins` counts the reads in progress."""
 
     owner: str
     layout: Layout
@@ -69,7 +69,7 @@ class Slot:
 
 
 class SlotTable:
-    """The only owner of the arena's bytes."""
+    """Table of slots and sole allocator of the arena's bytes."""
 
     def __init__(
         self, capacity_bytes: int, *, grace_seconds: float, clock: Callable[[], float]
@@ -89,11 +89,11 @@ class SlotTable:
         return self._num_bytes[state]
 
     def find(self, owner: str, version: str, tokens_sha256: str) -> Slot | None:
-        """One that is written or will be, to be shared."""
+        """Reserved or leased slot that a further group can share; None if there is none."""
         return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
     def reserve(self, owner: str, layout: Layout) -> Slot | None:
-        """None if there is no room, also after what can be freed has been."""
+        """Reserve a slot; None if there is no space even after a sweep."""
         self.sweep()
         extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
@@ -105,14 +105,14 @@ class SlotTable:
         return slot
 
     def relabel(self, slot: Slot, version: str) -> None:
-        """What is not written yet will be another version's."""
+        """Assign a slot that is not written yet to another weights version."""
         assert slot.state is SlotState.RESERVED, "what is written stays what it is"
         self._unshare(slot)
         slot.layout = replace(slot.layout, version=version)
         self._shared.setdefault(slot.key, slot)
 
     def seal(self, slot: Slot, etag: str) -> None:
-        """Written, and never changed again."""
+        """Mark a slot as written; its bytes are immutable from now on."""
         slot.etag = etag
         self._set_state(slot, SlotState.LEASED)
 
@@ -121,8 +121,11 @@ class SlotTable:
         slot.num_handles += 1
 
     def drop(self, slot: Slot, *, expired: bool) -> None:
-        """Whose lease ran out may be in the middle of a read that cannot be seen from here, so the
-        bytes are left alone for a while."""
+        """Remove a handle from a slot and quarantine the slot after its last handle.
+
+        If the lease `expired`, a shared-memory or NIXL read that the server cannot see may be in
+        progress, so the slot is not reused for the grace period.
+        """
         assert slot.num_handles > 0, "dropped more often than held"
         slot.num_handles -= 1
         if expired:
@@ -131,13 +134,16 @@ class SlotTable:
             self._quarantine(slot)
 
     def discard(self, slot: Slot, *, settled: bool = True) -> None:
-        """Not written, or held by nobody. Unless settled, the engine may still write it: it stays
-        quarantined."""
+        """Quarantine a slot that was not written or that has no handles.
+
+        Unless `settled`, the engine may still write to it, so it stays quarantined until `settled`
+        is called.
+        """
         slot.free_at = slot.free_at if settled else math.inf
         self._quarantine(slot)
 
     def settled(self, slot: Slot) -> None:
-        """Nobody writes it any more."""
+        """Allow the reuse of a discarded slot, because the engine no longer writes to it."""
         assert slot.state is SlotState.QUARANTINED, "what was given up"
         slot.free_at = self._clock()
         self.sweep()
@@ -152,7 +158,7 @@ class SlotTable:
         self.sweep()
 
     def sweep(self) -> None:
-        """Frees what can be. All are looked at, because their deadlines have no order."""
+        """Free quarantined slots that are reusable. A linear scan: the deadlines are unordered."""
         now = self._clock()
         quarantined = [slot for slot in self._slots if slot.state is SlotState.QUARANTINED]
         for slot in quarantined:
@@ -162,7 +168,7 @@ class SlotTable:
                 self._extents.release(slot.extent)
 
     def check(self) -> None:
-        """The books balance."""
+        """Assert that the byte counts, handle counts and shared entries are consistent."""
         self._extents.check()
         for state in SlotState:
             held = sum(s.extent.num_bytes for s in self._slots if s.state is state)

@@ -1,9 +1,9 @@
-"""Sends bytes of the arena on a connection's own socket, in a thread, past the event loop.
+"""Thread pool that sends arena bytes on a connection's socket, bypassing the event loop.
 
-Through the loop a transfer would cost every other request its turns. A thread sends for a turn: for
-as long as the reader keeps up, and not for long. Between turns the loop waits until the socket has
-room again, so a reader that does not read holds no thread. The socket stays non-blocking, because
-the loop's transport shares it.
+Large transfers through the event loop would delay all other requests. A thread sends for one turn:
+while the reader keeps up, but at most `TURN_SECONDS`. Between turns the event loop waits for the
+socket to become writable, so a stalled reader occupies no thread. The socket stays non-blocking
+because the loop's transport shares it.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.turns import Turns
 
 TURN_SECONDS = 0.25
-# Shorter than a turn between threads and loop is worth; a reader that keeps up needs less.
+# Waiting this long in the thread is cheaper than a switch to the event loop and back. A reader
+# that keeps up becomes writable sooner.
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 2.0
 
@@ -31,7 +32,7 @@ TransferOutcome = Literal["complete", "left", "too_slow", "lease_over"]
 
 
 class Transfer:
-    """Bytes on their way to one reader. `send_for_a_turn` runs in a thread."""
+    """State of one transfer. `send_for_a_turn` runs in a thread."""
 
     def __init__(self, connection: socket.socket, data: memoryview, rate: ReaderRate) -> None:
         self.connection = connection
@@ -65,7 +66,7 @@ class Transfer:
             pace.acquire(num_bytes)
 
     async def until_room(self) -> None:
-        """Waits on the event loop, at most until the reader's window ends."""
+        """Wait on the event loop for a writable socket, at most until the rate window ends."""
         loop, poller, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
         loop.add_writer(self.connection, poller.set)
         try:
@@ -84,7 +85,7 @@ class Transfer:
 
 
 class SocketSender:
-    """Owner of the threads; `kv.max_transfers` send at a time, the others wait for their turns."""
+    """Owner of the sender threads. `kv.max_transfers` transfers send at a time, others queue."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class SocketSender:
 
     @contextmanager
     def admitted(self, owner: str) -> Iterator[None]:
-        """Counts a download until it ends. One that is too many is refused, not kept waiting."""
+        """Count a download until it ends. Beyond the limits it is refused, not queued."""
         self._check_room(owner)
         self._open[owner] += 1
         try:
@@ -122,8 +123,11 @@ class SocketSender:
     async def send(
         self, connection: socket.socket, data: memoryview, *, owner: str, reading: Reading
     ) -> bool:
-        """Whether all of it was taken. Does not return, even when cancelled, while a thread reads
-        the data; closes the socket, which is one of its own for the same connection."""
+        """Send `data`; returns True if it was sent completely.
+
+        Does not return while a thread reads the data, even if cancelled. Closes `connection`, which
+        is a duplicate of the transport's socket.
+        """
         rate = ReaderRate(self._settings.min_bytes_per_second, self._settings.slow_reader_seconds)
         outcome: TransferOutcome = "left"
         self._connections.add(connection)
@@ -136,7 +140,7 @@ class SocketSender:
         return outcome == "complete"
 
     def abort_all(self) -> None:
-        """Whoever is in the middle of a read is left with a part."""
+        """Shut down the sockets of all transfers; their readers get truncated bodies."""
         self._stopped = True
         for connection in self._connections:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Turns at a bounded number of threads, handed out fairly between keys."""
+"""Fair scheduling of a bounded number of threads between API keys."""
 
 import asyncio
 from collections import Counter, deque
@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """`num_turns` at a time. A free one goes to the waiting key that has the fewest; of several, to
-    the one that has waited for its last one the longest. Lives on one event loop."""
+    """Semaphore of `num_turns` that is fair between keys.
+
+    A free turn goes to the waiting key that holds the fewest turns; ties are resolved round-robin.
+    Not thread-safe: runs on one event loop.
+    """
 
     def __init__(self, num_turns: int) -> None:
         self._num_free = num_turns
