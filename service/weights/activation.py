@@ -1,8 +1,9 @@
-"""Changing the weights under running samples.
+"""Activation of a staged weights version while samples are running.
 
-One activation at a time. The gate is shut from before the pause until the new version is active, so
-nothing starts under one version and is judged by the other. Once begun, an activation runs to its
-end whether or not its caller still listens. An operator's pause survives it.
+One activation runs at a time. The gate that admits rollouts is closed from before the engine is
+paused until the new version is active, so no rollout is admitted under one version and started
+under another. Once started, an activation completes even if its caller disconnects. An operator's
+pause is preserved.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Owns the engine's pause: operators pause through here as well."""
+    """Owner of the engine's pause state, for activations and for operators."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Activation:
             self._paused = False
 
     async def reset_prefix_cache(self) -> None:
-        """Samples that run keep what they hold."""
+        """Reset the engine's prefix cache; running samples keep their KV blocks."""
         async with self._lock:
             await self._engine.pause("keep")
             try:
@@ -83,7 +84,11 @@ class Activation:
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
-        """Behind the gate, and rollouts rather than samples: those may not have started yet."""
+        """Refuse mode `wait` if the operator's pause would keep rollouts from ending.
+
+        Call it behind the closed gate. It counts rollouts, because an admitted rollout may not have
+        started its samples yet.
+        """
         if mode == "wait" and self._paused and not self._rollouts.is_idle:
             raise VersionConflict("samples are paused and would never end: resume first")
 
@@ -100,7 +105,7 @@ class Activation:
             samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
             await self._load(version)
         except EngineGone:
-            raise  # half-loaded weights must never run: the engine stays paused
+            raise  # the engine stays paused: partially loaded weights must not be used
         except (ServiceError, EngineError):
             await self._resume_unless_operator_paused()
             raise

@@ -1,7 +1,7 @@
-"""Weights files on disk: uploads, and directories that the operator allows.
+"""Checkpoint files on disk: uploads, and directories that the operator allows.
 
-An upload is written under a hidden name and renamed when it is whole, so that a version's directory
-never holds half a file. Only files below our own directory are ever deleted.
+An upload is written to a hidden temporary file and renamed when it is complete, so that a version's
+directory never contains a partial file. Only files below the store's own directory are deleted.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _PREFIX = "weights-"
 WRITE_BYTES = 4 * 2**20
 SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
-"""In a version's directory: the changes that it came as, for replicas that have its base."""
+"""File in a version's directory: the uploaded delta, sent to replicas that have the base."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A whole file under its hidden name, to be kept or discarded."""
+    """Complete uploaded file under its temporary name, to be passed to `keep` or `discard`."""
 
     path: Path
     num_bytes: int
@@ -49,9 +49,10 @@ class Upload:
 
 
 class CheckpointStore:
-    """Owns one fresh folder below `directory`; `sources` are where weights may be taken from.
+    """Owner of a new locked folder below `directory`, from `open` to `close`.
 
-    `open` and `close` are a pair. A folder whose owner was killed is swept by the next one to open.
+    `sources` are the directories from which weights may be loaded by path. `open` also removes the
+    folders of servers that were killed.
     """
 
     def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
@@ -76,12 +77,14 @@ class CheckpointStore:
         return self._root / label
 
     def make_temp_dir(self, prefix: str) -> Path:
-        """A directory that is nobody's yet."""
+        """New directory inside the store, not assigned to a version."""
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self._root))
 
     async def receive(self, chunks: AsyncIterator[bytes], content_digest: str | None) -> Upload:
-        """Streams to disk in bounded memory, hashing on the way. `content_digest`:
-        Content-Digest."""
+        """Stream an upload to disk in bounded memory and hash it.
+
+        `content_digest` is the Content-Digest header. Raises DigestMismatch or InsufficientStorage.
+        """
         expected = _expected_digest(content_digest)
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
@@ -105,7 +108,10 @@ class CheckpointStore:
             raise WeightsRefused(f"the delta: {refused}") from refused
 
     async def apply_delta_to(self, base: Path, delta: Upload, expected: str) -> Upload:
-        """The whole file that the delta leads to, written and hashed off the loop."""
+        """Apply a delta to `base` in a thread; returns the resulting complete file.
+
+        `expected` is the SHA-256 of the result that the delta announces.
+        """
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
@@ -137,7 +143,10 @@ class CheckpointStore:
         shutil.rmtree(self.folder(label), ignore_errors=True)
 
     def resolve_allowed(self, path: str) -> Path:
-        """Resolved before it is compared, so that neither `..` nor a link leads out."""
+        """Resolve a path and check that it is below an allowed source.
+
+        It is resolved before the comparison, so `..` and symbolic links cannot escape.
+        """
         try:
             resolved = Path(path).resolve()
             inside = any(resolved.is_relative_to(source) for source in self._sources)
@@ -160,7 +169,7 @@ def validate_file_name(name: str) -> str:
 
 
 async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
-    """Writes and hashes off the loop, a few megabytes at a time; returns the SHA-256."""
+    """Write and hash in a thread, `WRITE_BYTES` at a time; returns the SHA-256."""
     sha256 = hashlib.sha256()
 
     def flush(block: bytes) -> None:
@@ -178,7 +187,10 @@ async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def _expected_digest(header: str | None) -> bytes | None:
-    """RFC 9530. An algorithm other than sha-256 is refused rather than left unchecked."""
+    """SHA-256 in a Content-Digest header (RFC 9530).
+
+    Any other algorithm is refused, because the digest could not be checked.
+    """
     if header is None:
         return None
     found = _DIGEST.fullmatch(header)
@@ -188,7 +200,7 @@ def _expected_digest(header: str | None) -> bytes | None:
 
 
 async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]:
-    """What a sharded checkpoint still lacks: first its index, then what that names."""
+    """Files that a sharded checkpoint lacks: the index, then the shards that the index names."""
     if INDEX not in present:
         return (INDEX,)
     named = await asyncio.to_thread(_named_shards, index)
@@ -196,9 +208,9 @@ async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]
 
 
 def _named_shards(index: Path) -> set[str]:
-    """None of a wrong index: the check that follows says what is wrong with it.
+    """Shards that an index names; empty for an invalid index, which the later check refuses.
 
-    Unlike json.loads, from_json refuses lone surrogates, which no answer could name.
+    Unlike json.loads, from_json refuses lone surrogates, which cannot be encoded in a response.
     """
     if index.stat().st_size > MAX_JSON_BYTES:
         return set()
@@ -210,7 +222,7 @@ def _named_shards(index: Path) -> set[str]:
 
 
 def num_bytes_of(path: Path) -> int:
-    """WeightsRefused if their owner has removed them since they were checked."""
+    """Size of a checkpoint. Raises WeightsRefused if its files were removed since the check."""
     try:
         files = [path] if not path.is_dir() else path.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""The drafter, as callers see it: taken home, brought from elsewhere, asked about."""
+"""Drafter endpoints: download of the serving drafter, upload of a candidate, status."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from service.weights.checkpoint_store import CheckpointStore
 
 
 class DrafterManager:
-    """Owns nothing: versions are the engine's, uploads under way the checkpoints'."""
+    """Stateless facade: the engine owns the versions, the checkpoint store the uploads."""
 
     def __init__(self, engine: Engine, checkpoints: CheckpointStore) -> None:
         self._engine = engine
@@ -38,13 +38,13 @@ class DrafterManager:
         )
 
     def serving(self) -> tuple[str, Path]:
-        """The version, and the file that it is in now."""
+        """Version of the serving drafter and the path of its file."""
         return self._status().serving, self._engine.drafter_file()
 
     async def upload(
         self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
     ) -> DrafterAnswer:
-        """Streamed to disk and checked, then left to its trial."""
+        """Stream a drafter to disk, check it, and submit it to the engine as a candidate."""
         self._status()
         upload = await self._checkpoints.receive(chunks, digest)
         try:

@@ -1,7 +1,7 @@
-"""Staging of weights: from bytes or a path to a version that could be activated.
+"""Staging of weights: from uploaded bytes or a path to a version that can be activated.
 
-A version is staged only after the engine has checked it against the model, so activation meets no
-surprises. Refused weights leave nothing behind.
+A version becomes staged only after the engine has checked it against the model, so activation does
+not fail on invalid files. Refused weights are deleted.
 """
 
 import asyncio
@@ -24,14 +24,17 @@ from service.weights.checkpoint_store import (
 from service.weights.versions import Version, Versions
 
 OnReceived = Callable[[int, int], None]
-"""Told of every version's new file: in how many bytes it came, and how many it has."""
+"""Callback for each received file: bytes received, and bytes of the resulting file."""
 
 Announce = Callable[[Version], Awaitable[bool]]
-"""Tells the other replicas of a version; whether they know now. VersionConflict if it cannot be."""
+"""Publishes a version to the other replicas; returns whether it was published.
+
+Raises VersionConflict if its label or sequence is already published with other content.
+"""
 
 
 class WeightStager:
-    """Changes `versions` and `checkpoints` together, one change at a time."""
+    """Owner of the changes to `versions` and `checkpoints`, which are serialized by a lock."""
 
     def __init__(
         self,
@@ -64,8 +67,10 @@ class WeightStager:
         sharded: bool,
         announced: bool = False,
     ) -> tuple[Version, bool]:
-        """The version as it is now, and whether the file is new to it. `announced`: the others know
-        of it, for it comes from one of them."""
+        """Add an uploaded file to a version; returns the version and whether the file is new.
+
+        `announced` is set if the version was fetched from another replica, which published it.
+        """
         self._check_sequence(label, sequence)
         upload = await self._checkpoints.receive(chunks, digest)
         try:
@@ -86,9 +91,10 @@ class WeightStager:
         digest: str | None,
         announced: bool = False,
     ) -> tuple[Version, bool]:
-        """As above: a version of one file comes out, whatever it came as.
+        """Stage a version from an uploaded delta; returns the same as `upload`.
 
-        The base cannot be dropped meanwhile: nothing else is changed before this is over.
+        The result is a version of one complete file. The base cannot be deleted meanwhile, because
+        changes are serialized.
         """
         self._check_sequence(label, sequence)
         self._get_base(base)
@@ -121,19 +127,22 @@ class WeightStager:
             )
 
     async def revalidate(self, version: Version) -> None:
-        """What lies in somebody else's directory may have changed since it was staged."""
+        """Check a version in an external directory again: its files may have changed."""
         if not version.owned:
             await self._check(version.path)
 
     async def delete(self, label: str, *, sync: bool = True) -> None:
-        """`sync`: the other replicas are to hear of it."""
+        """Delete a version; with `sync` also withdraw it from the other replicas."""
         async with self._change_lock:
             self._drop(label)
             if sync:
                 await self._on_deleted(label)
 
     async def trim(self) -> None:
-        """A trainer that publishes every step must not fill the disk."""
+        """Delete the oldest superseded versions beyond `retain_superseded`.
+
+        Otherwise a trainer that publishes every step would fill the disk.
+        """
         async with self._change_lock:
             superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
             for version in superseded[: max(0, len(superseded) - self._retain)]:
@@ -168,7 +177,10 @@ class WeightStager:
         return version is not None and version.digests.keys() == {SINGLE_FILE}
 
     def _get_base(self, label: str) -> Version:
-        """Only of one file of our own it is known what is in it, and that it stays."""
+        """Base of a delta: it must be an uploaded version of one file.
+
+        Only for such files is the digest known, and only they cannot be changed by others.
+        """
         if not self.is_base(label):
             raise BaseUnavailable(f"there is no {label!r} here that was uploaded as one file")
         return self._versions.get(label)
@@ -227,7 +239,10 @@ class WeightStager:
         return await self._finish_staging(replace(version, state="staged"))
 
     async def _finish_staging(self, version: Version) -> Version:
-        """It is put into the table before anybody is told, so that whoever asks for it finds it."""
+        """Add a staged version to the table, then announce it.
+
+        In this order, replicas that react to the announcement can already fetch it here.
+        """
         self._versions.put(version)
         if version.announced:
             return version
@@ -245,7 +260,7 @@ class WeightStager:
             raise WeightsRefused(str(refused)) from refused
 
     def _check_sequence(self, label: str, sequence: int | None) -> None:
-        """Before the first byte is read: a label keeps its sequence, a sequence its label."""
+        """Check that label and sequence belong together, before the body is read."""
         existing = self._versions.find(label)
         if sequence is None:
             return
@@ -256,7 +271,7 @@ class WeightStager:
     def _sequence(self, label: str, sequence: int | None) -> int:
         existing = self._versions.sequence_of(label)
         if sequence is not None:
-            return sequence  # of a version that is here, the same
+            return sequence  # equal to that of an existing version, by _check_sequence
         return self._versions.next_sequence() if existing is None else existing
 
     def _drop(self, label: str) -> None:

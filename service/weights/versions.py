@@ -1,7 +1,7 @@
-"""Which weights versions there are, which one serves, and what a policy makes of that.
+"""Table of weights versions: their states, the active one, and checks of a rollout's `Policy`.
 
-A version is its publisher's label with an integer sequence; the sequence orders versions on every
-replica alike. Exactly one version is active. Pure bookkeeping: no files, no engine.
+A version has its publisher's label and an integer sequence, which orders versions identically on
+every replica. Exactly one version is active. No file or engine access.
 
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
@@ -26,8 +26,12 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """`owned`: the files were uploaded and are ours to delete. `delta_sha256`: of the changes that
-    it came as, which are kept too. `announced`: the other replicas have been told of it."""
+    """One weights version.
+
+    `owned` means that its files were uploaded, so the server may delete them. `delta_sha256` is the
+    digest of the delta that it was uploaded as; the delta is stored too. `announced` means that it
+    is published in the cluster registry.
+    """
 
     label: str
     sequence: int
@@ -56,21 +60,21 @@ class Version:
 
 
 def first_version(label: str) -> Version:
-    """The weights that the engine starts with: not ours to delete, never uploaded."""
+    """Version of the weights that the engine starts with; not uploaded, so not owned."""
     return Version(
         label=label,
         sequence=0,
         state="active",
-        path=Path(),  # the engine says where it found them
+        path=Path(),  # known to the engine only
         num_bytes=0,
         owned=False,
     )
 
 
 class Versions:
-    """The table of versions. Lives on one event loop; nothing here waits.
+    """Table of versions. All methods are synchronous and run on one event loop.
 
-    `epoch` counts activations: equal epochs mean the same weights, which equal labels do not.
+    `epoch` counts activations. Equal epochs imply the same weights; equal labels do not.
     """
 
     def __init__(self, first: Version) -> None:
@@ -96,7 +100,7 @@ class Versions:
         return self._versions.get(label)
 
     def learn_sequences(self, sequences: Mapping[str, int]) -> None:
-        """Of versions that other replicas have."""
+        """Record the sequences of versions that other replicas have."""
         self._remote_sequences |= sequences
 
     def sequence_of(self, label: str) -> int | None:
@@ -108,7 +112,7 @@ class Versions:
         return max(chain(known, self._remote_sequences.values())) + 1
 
     def check_sequence(self, label: str, sequence: int) -> None:
-        """Two labels never share a sequence: min_version could not tell them apart."""
+        """Refuse a sequence that another label has: `min_version` compares sequences."""
         holder = next((v for v in self._versions.values() if v.sequence == sequence), None)
         if holder is not None and holder.label != label:
             raise VersionConflict(f"sequence {sequence} belongs to {holder.label!r}")
@@ -125,11 +129,14 @@ class Versions:
         return self._versions.pop(label)
 
     def forget(self, label: str) -> None:
-        """A version that was never complete."""
+        """Remove a version that was never complete."""
         self._versions.pop(label, None)
 
     def admit(self, policy: Policy | None) -> str | None:
-        """The exact version that a rollout is bound to, if it is; raises if it may not run now."""
+        """Check a rollout's version policy against the active version.
+
+        Returns the label that the rollout is bound to, or None. Raises if it may not run now.
+        """
         if policy is None:
             return None
         if policy.exact_version is not None:

@@ -1,4 +1,4 @@
-"""Tells the directory of the versions that this replica has, and that they are gone."""
+"""Publication of this replica's weights versions in the cluster registry, and their withdrawal."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from service.weights.versions import Version, Versions
 
 
 class Announcer:
-    """What could not be told is told again, and so is what the directory has forgotten."""
+    """Publishes and withdraws versions, and repeats this after failures or a registry reset."""
 
     def __init__(self, fleet: ClusterMembership, versions: Versions) -> None:
         self._fleet = fleet
@@ -26,7 +26,10 @@ class Announcer:
         fleet.view_listeners.append(self._on_view)
 
     async def announce(self, version: Version) -> bool:
-        """Whether the others know now. VersionConflict if they know another by its name."""
+        """Publish a version; False if the registry is unavailable.
+
+        Raises VersionConflict if other content is published under its label or sequence.
+        """
         manifest = await asyncio.to_thread(manifest_of, version)
         try:
             await self._publish(manifest)
@@ -37,24 +40,27 @@ class Announcer:
         return True
 
     def predates_announcement(self, view: ClusterView, label: str) -> bool:
-        """Whether the look may have begun before the others were told of the version from here."""
+        """True if the view may have been requested before this replica announced the version."""
         return view.view_number <= self._announced_at.get(label, -1)
 
     def is_withdrawn(self, view: ClusterView, label: str) -> bool:
-        """Whether it was deleted here, though the look may still show it."""
+        """True if the version was deleted here, although the view may still contain it."""
         return label in self._pending_withdrawals or view.view_number <= self._withdrawn_at.get(
             label, -1
         )
 
     async def on_deleted(self, label: str) -> None:
-        """The others hear of it now, or when there is a directory again."""
+        """Withdraw a deleted version now, or when the registry is available again."""
         self._announced_at.pop(label, None)
         self._pending_withdrawals.add(label)
         with suppress(RegistryUnavailable):
             await self.withdraw()
 
     async def withdraw(self) -> None:
-        """One at a time, and before what is published: a name may be given anew at once."""
+        """Send the pending withdrawals, one at a time.
+
+        Call it before a publication, because a label can be published again immediately.
+        """
         async with self._withdrawing:
             while self._pending_withdrawals:
                 label = next(iter(self._pending_withdrawals))
@@ -64,13 +70,16 @@ class Announcer:
 
     @property
     def needs_reannounce(self) -> bool:
-        """What this replica has told the directory may have to be told again."""
+        """True if the registry was reset after the last complete `sync`."""
         return self._synced_at < self._registry_reset_at
 
     async def sync(
         self, view: ClusterView, announce_one: Callable[[Version], Awaitable[bool]]
     ) -> None:
-        """`announce_one` says whether there is no more to tell of it."""
+        """Repeat pending withdrawals and announcements.
+
+        `announce_one` returns whether a version needs no further announcement.
+        """
         await self.withdraw()
         all_announced = True
         for version in self._unannounced(view):
@@ -79,15 +88,18 @@ class Announcer:
             self._synced_at = view.view_number
 
     def _on_view(self, view: ClusterView) -> None:
-        """Of the sights that come while others work, only the last one is looked at: that one of
-        them was the first after a loss must not be missed. The next ones have begun later."""
+        """Record a registry reset, and prune numbers that no later view can precede.
+
+        The follower processes only the latest of several views, so a reset must be recorded for
+        each view here.
+        """
         if not view.known:
             self._registry_reset_at = view.view_number
         self._announced_at = _since_view(view, self._announced_at)
         self._withdrawn_at = _since_view(view, self._withdrawn_at)
 
     def _unannounced(self, view: ClusterView) -> list[Version]:
-        """The directory did not answer when it was to be told, or has forgotten."""
+        """Versions whose announcement failed, or was lost in a registry reset."""
         versions = filter(is_published, self._versions.all())
         return [
             version
@@ -97,8 +109,12 @@ class Announcer:
         ]
 
     async def _publish(self, manifest: Manifest) -> None:
-        """The same files are the same version, however they came to whom. Whoever hears of it must
-        find who gives its files, so this replica says first that it has them."""
+        """Publish a manifest.
+
+        A heartbeat is sent first: it lists this replica as a holder, so replicas that see the
+        manifest can find the files. A conflict with a manifest of the same files and sequence is
+        not an error.
+        """
         await self.withdraw()
         await self._fleet.refresh()
         try:

@@ -1,8 +1,9 @@
-"""An activation of all replicas, led by the one that was asked.
+"""Activation of a version on all replicas, coordinated by the replica that got the request.
 
-First the others bring and stage it, then it is activated here, then it is ordered: what cannot be
-loaded is found out by one, and the others change while they already hold it. No wait is longer
-than the bound in all, and whoever has failed, drains or is gone is not waited for.
+First the other replicas fetch and stage the version, then it is activated here, then it becomes the
+activation target in the cluster registry. So weights that cannot be loaded fail on one replica
+only, and the others switch to a version that they have already staged. All waits together are
+bounded by one timeout. Replicas that have failed, are draining or have left are not waited for.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class ActivationCoordinator:
         self._timeouts: set[asyncio.Timeout] = set()
 
     def stop(self) -> None:
-        """Nobody is waited for any more, and nothing is brought."""
+        """Stop waiting for other replicas and for downloads."""
         self._stopped = True
         for timeout in self._timeouts:
             if not timeout.expired():
@@ -54,7 +55,7 @@ class ActivationCoordinator:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """`behind` of the answer are the replicas that do not serve it yet."""
+        """Activate a version everywhere; `behind` lists replicas that do not serve it yet."""
         deadline = self._clock() + self._seconds
         await self._wait_until(lambda replica: True, deadline)
         await self._ensure_present(label, deadline)
@@ -85,8 +86,10 @@ class ActivationCoordinator:
     async def _set_target(
         self, label: str, mode: ActivationMode, allow_rollback: bool
     ) -> ActivationTarget:
-        """A second activation of what is ordered is the same order. Without a directory it is
-        ordered when that is back."""
+        """Set the activation target; if the version is the target already, return that one.
+
+        If the registry is unavailable, the follower sets the target once it is back.
+        """
         before = self._fleet.view.target
         if before is not None and before.version == label:
             return before
@@ -106,10 +109,13 @@ class ActivationCoordinator:
     async def _wait_until(
         self, done: Callable[[Replica], bool], deadline: float, *, failed_version: str | None = None
     ) -> list[Replica]:
-        """Who is not done, when all that can be are, or when time is up."""
+        """Wait until the other replicas are done or have failed, or the deadline has passed.
+
+        Returns the replicas that are not done.
+        """
         while True:
             try:
-                # A server that stops has left the directory, and must not list itself again.
+                # A stopping server has left the registry; a refresh would register it again.
                 view = self._fleet.view if self._stopped else await self._fleet.refresh()
             except RegistryUnavailable:
                 return []

@@ -1,7 +1,8 @@
-"""Brings a version here: from a directory that every replica has, or from one that holds it.
+"""Download of a weights version: from a shared directory, or from a replica that holds its files.
 
-What comes is taken as any upload is, to disk, hashed on the way, compared with the manifest's
-digest, checked against the model, and staged or gone. So it does not matter whom it comes from.
+Files are handled as uploads: streamed to disk, hashed, compared with the manifest's digest and
+checked against the model. The version is then staged, or its files are deleted. The source
+therefore need not be trusted.
 """
 
 import asyncio
@@ -26,18 +27,21 @@ from service.weights.versions import Version
 FetchMethod = Literal["path", "delta", "whole", "failed"]
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0
-BLOCK_BYTES = 2**20  # to come within SILENCE_SECONDS as well
+BLOCK_BYTES = 2**20  # minimum progress per READ_TIMEOUT_SECONDS
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
 
 class DownloadFailed(Exception):
-    """It could not be had just now; why, without an address."""
+    """A download failed for now. The message contains no address."""
 
 
 class WeightsDownloader:
-    """`on_fetched` is told of every version how it came, or that it did not."""
+    """Downloads versions from shared paths and peers.
+
+    `on_fetched` is called with the method by which each version was fetched, or "failed".
+    """
 
     def __init__(
         self,
@@ -55,8 +59,11 @@ class WeightsDownloader:
         self._on_fetched = on_fetched
 
     async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
-        """Staged. PullFailed leaves nothing behind but files of a sharded version, which are taken
-        up again."""
+        """Download and stage a version.
+
+        After DownloadFailed only complete files of a sharded version remain; the next attempt
+        reuses them.
+        """
         try:
             _check(manifest, self._max_file_bytes)
             return await self._download(manifest, replicas)
@@ -72,13 +79,13 @@ class WeightsDownloader:
         if not known:
             why = "is at an address of weights.peers" if holders else "has its files"
             raise DownloadFailed(f"no other replica {why}")
-        random.shuffle(known)  # not all from the one that everybody names first
+        random.shuffle(known)  # spread the downloads over the holders
         failure = DownloadFailed("")
         for replica in known:
             try:
                 return await self._download_from(replica, manifest)
             except WeightsRefused:
-                raise  # they are the weights that were published: nobody has others
+                raise  # the digests match, so every other holder has the same invalid weights
             except (httpx.HTTPError, OSError, ServiceError, DownloadFailed) as error:
                 log.warning("%s from %s: %s", manifest.version, replica.id, error)
                 failure = DownloadFailed(f"from {replica.id}: {_error_text(error)}")
@@ -144,13 +151,13 @@ class WeightsDownloader:
 
 
 def _error_text(error: Exception) -> str:
-    """Others read them: an address is not for them."""
+    """Error text without addresses, because callers and other replicas can read it."""
     ours = isinstance(error, ServiceError | DownloadFailed)
     return str(error) if ours else type(error).__name__
 
 
 def _check(manifest: Manifest, max_file_bytes: int) -> None:
-    """Names become names of files, and others than our own releases can write to a directory."""
+    """Validate a manifest: its names become file names, and the registry is not trusted."""
     label(manifest.version)
     for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
         validate_file_name(file.name)
@@ -167,8 +174,10 @@ async def _chunks(
     *,
     block_seconds: float = READ_TIMEOUT_SECONDS,
 ) -> AsyncIterator[bytes]:
-    """Never more than the manifest says, nor for ever: a replica that sends a little time and again
-    would keep this version from coming from another one."""
+    """Stream a file from a peer, limited to the manifest's size and to a minimum rate.
+
+    Without the minimum rate, a very slow peer would prevent a download from another one.
+    """
     path = f"/v1/weights/{version}/files/{file.name}"
     async with peer.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
         if answer.status_code != 200:

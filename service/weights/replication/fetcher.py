@@ -1,7 +1,7 @@
-"""Brings here what others have published and this replica lacks, one task a version.
+"""Background downloads of published versions that this replica lacks, one task per version.
 
-Who has a version may be slow, or say nothing for as long as it is waited for. Nothing else waits
-with it: other versions come meanwhile, and what is here already can be told of, and served.
+A peer can be slow or stall until its timeout. Separate tasks keep that from delaying other
+downloads, and the announcement and activation of versions that are already here.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ FailureReason = str | None
 
 
 class Fetcher:
-    """Owner of the pulls that run; leaving `running` ends them. `on_staged` is told that one is
-    here, `withdrawn` says what a look shows no more.
+    """Owner of the running downloads, which are cancelled when `running` exits.
 
-    Every sight of the directory is looked at.
+    `on_staged` is called when a version has been staged. `withdrawn` tells whether a version in a
+    view has been deleted here since. Every cluster view is processed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Fetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ensure_present(self, label: str) -> None:
-        """Here when it returns, if others have it and this one lacks it. PullFailed."""
+        """Download a published version unless it is here. Raises DownloadFailed."""
         manifest = self._fleet.view.manifests.get(label)
         if manifest is None or not self._is_missing(manifest):
             return
@@ -77,13 +77,16 @@ class Fetcher:
             raise DownloadFailed(failure)
 
     def on_view(self, view: ClusterView) -> None:
-        """Begins what is wanted and is not coming already."""
+        """Start the downloads that the view requires and that are not in progress."""
         for manifest in self._versions_to_fetch(view) if self._open else ():
             self._start(manifest)
 
     def _versions_to_fetch(self, view: ClusterView) -> list[Manifest]:
-        """What is ordered; only when that is here, what is newer. Not what was passed over, nor yet
-        what came as the changes of one that is still coming."""
+        """The activation target; once that is here, all newer versions.
+
+        Versions older than the active one are skipped. A version whose base is still to be
+        downloaded is deferred, so that it can be fetched as a delta.
+        """
         due = [
             manifest
             for manifest in view.manifests.values()
@@ -118,7 +121,7 @@ class Fetcher:
         return self._in_progress[label]
 
     async def _fetch_safely(self, manifest: Manifest) -> FailureReason:
-        """Whatever is wrong with one, it is tried again, and the others come."""
+        """Download a version and record the outcome. Any exception counts as a failure."""
         try:
             failure = await self._download(manifest)
         except Exception:

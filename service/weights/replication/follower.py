@@ -1,7 +1,7 @@
-"""Keeps this replica at what the directory says: serves what is ordered, once that is here.
+"""Reconciliation of this replica with the cluster registry: activates the target once staged.
 
-Everything here is taken up again with the next heartbeat, so nothing that fails is lost, and a
-directory that has lost what it held is told again.
+Every step is repeated with the next heartbeat, so failures are retried, and the state of a registry
+that was reset is restored.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Writes this replica's standing. One step at a time.
+    """Reconciliation loop and writer of `replica_status`. One step runs at a time.
 
-    Whoever has just staged a version expects the order to serve it, and looks more often: so that
-    the replicas change soon after one another.
+    After a version has been staged, an activation is likely, so the registry is polled faster for
+    a while. This shortens the time between the activations of the replicas.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Follower:
         fleet.view_listeners.append(lambda view: self._view_changed.set())
 
     async def run(self) -> None:
-        """Nothing is brought or served before there is an engine to check it."""
+        """Run the loop once the engine has started; it is needed to check fetched weights."""
         await self._engine_started.wait()
         async with self._fetcher.running():
             await self._follow()
@@ -103,8 +103,10 @@ class Follower:
             await self._step_safely(self._fleet.view)
 
     async def catch_up(self, seconds: float) -> None:
-        """Serves what is ordered before anybody is served; but not for ever without a directory.
-        The engine has started."""
+        """Activate the target before the server accepts requests, for at most `seconds`.
+
+        Call it after the engine has started.
+        """
         self._engine_started.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -121,7 +123,7 @@ class Follower:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _step_safely(self, view: ClusterView) -> None:
-        """Whatever is wrong with one step, another one follows."""
+        """Run one step. An exception is logged and does not end the loop."""
         try:
             await self._step(view)
         except Exception:
@@ -132,14 +134,14 @@ class Follower:
         async with self._step_lock:
             with suppress(RegistryUnavailable):
                 await self._sync(view)
-            view = self._fleet.view  # there may be a newer one now
+            view = self._fleet.view  # _sync may have refreshed it
             await self._delete_withdrawn(view)
-            self._fetcher.on_view(view)  # what was dropped may have been published anew
+            self._fetcher.on_view(view)  # a deleted label may be published with other files
             if view.target is not None and self._is_newer_target(view.target):
                 await self._apply_target(view.target, view)
 
     async def announce(self, version: Version) -> bool:
-        """Whether the others know now. VersionConflict if they know another by its name."""
+        """Publish a version; see `Announcer.announce`."""
         announced = await self._announcer.announce(version)
         if announced:
             self._poll_fast()
@@ -149,15 +151,18 @@ class Follower:
         await self._announcer.on_deleted(label)
 
     async def ensure_present(self, label: str) -> None:
-        """Brings a version that others have and this one lacks. VersionConflict if that fails."""
+        """Download a published version unless it is here. Raises VersionConflict on failure."""
         try:
             await self._fetcher.ensure_present(label)
         except DownloadFailed as failure:
             raise VersionConflict(f"it could not be brought here: {failure}") from failure
 
     async def check_unchanged(self, label: str) -> None:
-        """What lies in a shared directory is compared once more, or replicas that load it one after
-        the other could serve different weights by one name. WeightsRefused."""
+        """Compare a version in a shared directory with its manifest again.
+
+        Otherwise replicas that load it one after another could serve different weights under one
+        label. Raises WeightsRefused.
+        """
         manifest, version = self._fleet.view.manifests.get(label), self._versions.find(label)
         if manifest is None or version is None or version.owned:
             return
@@ -172,14 +177,14 @@ class Follower:
         self._fleet.request_heartbeat()
 
     async def _sync(self, view: ClusterView) -> None:
-        """What the directory lacks."""
+        """Send the registry what it lacks: withdrawals, manifests and the activation target."""
         await self._announcer.sync(view, self._announce_one)
         own_target = self._last_target
         if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
             await self._fleet.registry.target(own_target)
 
     async def _announce_one(self, version: Version) -> bool:
-        """Whether there is no more to tell of it."""
+        """Announce a version; returns whether no further attempt is needed."""
         if not self._load_history.is_due(version.label):
             return False
         try:
@@ -192,7 +197,7 @@ class Follower:
         return announced
 
     async def _delete_withdrawn(self, view: ClusterView) -> None:
-        """Somebody has deleted it, and perhaps sent another by its name."""
+        """Delete versions that were withdrawn, or published again with other files."""
         if not view.known or not self._fleet.is_settled or self._announcer.needs_reannounce:
             return
         withdrawn_labels = {v.label for v in self._versions.all() if was_withdrawn(v, view)}
@@ -201,7 +206,7 @@ class Follower:
                 continue
             with suppress(ServiceError):
                 await self._stager.delete(label, sync=False)
-                self._load_history.on_success(label)  # what had failed was what is gone
+                self._load_history.on_success(label)  # a recorded failure was of the deleted files
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
         version = self._versions.find(target.version)
@@ -226,15 +231,18 @@ class Follower:
             self.on_target_applied(target)
 
     def _is_newer_target(self, target: ActivationTarget) -> bool:
-        """Of two that were given apart from one another and have one epoch, the directory's stands:
-        who gave the other one follows it."""
+        """True if the target has not been applied here.
+
+        Two replicas can set targets with the same epoch while partitioned. The registry's target
+        wins, and the replica that set the other one applies it.
+        """
         if target.epoch == self.replica_status.epoch and self._last_target is not None:
             return target.version != self._last_target.version
         return target.epoch > self.replica_status.epoch
 
     def _has_caught_up(self, view: ClusterView) -> bool:
         if view.target is None:
-            # Where there are others, they may only not have told of it yet.
+            # Until then other replicas may not have restored the target after a reset.
             return self._fleet.is_settled
         return not self._is_newer_target(view.target)
 

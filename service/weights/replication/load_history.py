@@ -1,4 +1,4 @@
-"""What became of each version that was to be brought or served here."""
+"""Outcomes of downloads and activations per version, with the time of the next attempt."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadHistory:
-    """Writes the failure of this replica's standing. `on_change`: the others are to hear of it."""
+    """Records failures in `replica_status`. `on_change` is called so that they are published."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class LoadHistory:
         self._retry_at: dict[str, float] = {}
 
     def is_due(self, label: str) -> bool:
-        """What has failed is not tried again at once."""
+        """True unless the version failed within the last `RETRY_SECONDS`."""
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def failed(self, label: str, reason: str) -> None:

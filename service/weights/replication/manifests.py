@@ -1,4 +1,4 @@
-"""A version as the directory tells of it."""
+"""Manifests: versions as they are published in the cluster registry."""
 
 import base64
 import hashlib
@@ -9,11 +9,11 @@ from service.weights.checkpoint_store import INDEX
 from service.weights.versions import Version
 
 DELTA = "delta.safetensors"
-"""Under this name a replica gives the changes that a version came as."""
+"""Name under which a replica serves the delta that a version was uploaded as."""
 
 
 def manifest_of(version: Version) -> Manifest:
-    """Blocks for as long as it takes to hash what lies in somebody else's directory."""
+    """Manifest of a version. Blocking: hashes the files if they are in an external directory."""
     folder = version.path
     digests = dict(version.digests) if version.owned else _digests(folder)
     sizes = {name: _file(folder, name).stat().st_size for name in digests}
@@ -36,7 +36,7 @@ def manifest_of(version: Version) -> Manifest:
 
 
 def same_files(manifest: Manifest, path: Path) -> bool:
-    """Whether what lies there is what the manifest tells of; blocks. False once it is gone."""
+    """Compare the files at a path with the manifest. Blocking. False if they cannot be read."""
     try:
         return _digests(path) == {file.name: file.sha256 for file in manifest.files}
     except OSError:
@@ -44,12 +44,12 @@ def same_files(manifest: Manifest, path: Path) -> bool:
 
 
 def is_published(version: Version) -> bool:
-    """Not so the weights that the engine started with, nor what is not whole yet."""
+    """False for the weights that the engine started with, and for incomplete versions."""
     return version.state != "incomplete" and (version.owned or version.sequence > 0)
 
 
 def was_withdrawn(version: Version, view: ClusterView) -> bool:
-    """Whether the directory, which knew of it, does not any more, or knows another by its name."""
+    """True if an announced version is no longer published, or is published with other files."""
     if version.state == "active" or not version.announced:
         return False
     vanished = version.state != "superseded" and version.label not in view.manifests
@@ -57,8 +57,10 @@ def was_withdrawn(version: Version, view: ClusterView) -> bool:
 
 
 def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
-    """Whether the directory tells of other files by its name. Of a shared directory's that is seen
-    when they are compared."""
+    """True if the registry has other files under the version's label.
+
+    Always False for versions in shared directories, which `same_files` compares.
+    """
     manifest = view.manifests.get(version.label)
     if manifest is None or not version.owned:
         return False
@@ -66,12 +68,12 @@ def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
 
 
 def digest_header(sha256: str) -> str:
-    """RFC 9530, as uploads are announced."""
+    """Content-Digest header (RFC 9530) of a SHA-256 in hexadecimal."""
     return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Of a file or of the files of a checkpoint in a directory."""
+    """SHA-256 by file name, of one file or of a checkpoint directory."""
     if path.is_file():
         return {path.name: _sha256(path)}
     files = [*path.glob("*.safetensors"), *path.glob(INDEX)]

@@ -1,8 +1,8 @@
-"""From which addresses weights are fetched, and with which key.
+"""Allow-list of peer addresses for weight downloads, and the API key for them.
 
-A replica says in the directory where it can be reached, and whoever writes to the directory can say
-so in its name. The key of this server must not be carried there, nor its requests: only addresses
-that the operator has named are used.
+Replicas publish their URLs in the cluster registry, and anyone with write access to the registry
+can forge them. To protect the API key and to prevent request forgery, only addresses that the
+operator has configured are contacted.
 """
 
 import ipaddress
@@ -20,8 +20,11 @@ _ALLOWED = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedPeer:
-    """`host`: a name; with a leading dot, every name below it; or a network of addresses. `port`:
-    none is any."""
+    """One entry of the allow-list.
+
+    `host` is a host name, a domain suffix with a leading dot, or an IP network. A `port` of None
+    matches any port.
+    """
 
     scheme: str
     host: str | ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -37,7 +40,10 @@ class AllowedPeer:
 
 
 def parse_allowed(text: str) -> AllowedPeer:
-    """`http://10.0.0.0/8:8000`, `http://*.replicas:8000`, `https://one.example`. ValueError."""
+    """Parse an entry of the allow-list. Raises ValueError.
+
+    Examples: `http://10.0.0.0/8:8000`, `http://*.replicas:8000`, `https://one.example`.
+    """
     found = _ALLOWED.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not like http://10.0.0.0/8:8000 or http://*.replicas:8000")
@@ -53,7 +59,7 @@ def parse_allowed(text: str) -> AllowedPeer:
 
 
 class Peers:
-    """Names are compared as they are written, never looked up."""
+    """Allow-list of peers. Host names are compared as strings, without DNS lookups."""
 
     def __init__(self, allowed: Sequence[str], key_file: Path | None) -> None:
         self._allowed = [parse_allowed(text) for text in allowed]
@@ -71,7 +77,7 @@ class Peers:
         return any(allowed.matches(parts.scheme, host, port) for allowed in self._allowed)
 
     def headers(self) -> dict[str, str]:
-        """Read anew each time: keys are rotated."""
+        """Authorization header. The key file is read on every call, because keys are rotated."""
         if self._key_file is None:
             return {}
         return {"Authorization": f"Bearer {self._key_file.read_text().strip()}"}

@@ -1,4 +1,4 @@
-"""How this replica stands to what the fleet is to serve; the others read it in the directory."""
+"""State of this replica relative to the activation target, published in the cluster registry."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,11 @@ from service.weights.versions import Versions
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """`epoch` is that of the last order carried out; `failed` what could not be served, and why."""
+    """Activation state of this replica.
+
+    `epoch` is that of the last applied activation target. `failed` is the label of the version that
+    could not be fetched or activated, `error` the reason.
+    """
 
     epoch: int = 0
     failed: str | None = None

@@ -1,4 +1,4 @@
-"""Weights across the fleet: the parts, put together for the server."""
+"""Weight replication across the cluster: composition of follower, coordinator and downloader."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +26,7 @@ Activate = Callable[[str, ActivationMode, bool], Awaitable[ActivationAnswer]]
 
 
 class WeightReplication:
-    """A server that is `is_standalone` has nobody to tell: nothing of this runs."""
+    """Facade of weight replication. With `is_standalone` all of it is disabled."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class WeightReplication:
         )
 
     def skew(self) -> int:
-        """Between the newest and the oldest version that is served, in sequence numbers."""
+        """Difference between the highest and the lowest active sequence of the replicas."""
         sequences = [r.sequence for r in self._replicas() if r.state != "starting"]
         return max(sequences, default=0) - min(sequences, default=0)
 
@@ -144,7 +144,7 @@ class WeightReplication:
         )
 
     def _versions_behind(self, replica: Replica) -> int:
-        """By how much the version that is ordered is newer than the one that it serves."""
+        """Sequence of the activation target minus that of the replica's active version."""
         view = self._fleet.view
         if view.target is None:
             return 0
