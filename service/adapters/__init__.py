@@ -1,2 +1,1 @@
-"""LoRA adapters over the served weights: where they come from, which are loaded, who runs under
-them."""
+"""LoRA adapters: upload, versions loaded in the engine, and their use counts."""

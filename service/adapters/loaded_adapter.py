@@ -1,4 +1,4 @@
-"""One version of one adapter, for as long as the engine holds it."""
+"""Record of one adapter version that is loaded in the engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,11 @@ from engine.protocol import AdapterInfo
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """`folder` is our own copy of its files; `num_users` are the rollouts and scores under it."""
+    """One loaded adapter version.
+
+    `folder` is the server's private copy of its files. `num_users` counts the running rollouts and
+    scoring requests that use it.
+    """
 
     name: str
     version: str

@@ -1,8 +1,8 @@
-"""Which adapters there are, under which names, and when the engine may forget them.
+"""Registry of LoRA adapters: names, current versions, use counts, and unloading.
 
-A name has one current version, which new rollouts get; a rollout keeps the one that it began with.
-What was replaced or unloaded stays in the engine until its last rollout has ended, and its place is
-taken back when the next adapter needs one. Lives on one event loop; one change at a time.
+A name has one current version, which new rollouts use; a rollout keeps the version that it started
+with. A replaced or unloaded version stays in the engine until its last rollout has ended, and is
+evicted when the next adapter is loaded or unloaded. Runs on one event loop; changes are serialized.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class AdapterManager:
         self._on_load = on_load
         self._loaded_by_label: dict[str, LoadedAdapter] = {}
         self._digests: dict[str, str] = {}
-        """By label, also of what is forgotten: a version is never another adapter."""
+        """Digests by label, including unloaded versions: a label is never reused for others."""
         self._current_by_name: dict[str, LoadedAdapter] = {}
         self._change_lock = asyncio.Lock()
         self._last_version_number = 0
@@ -53,7 +53,7 @@ class AdapterManager:
         return list(self._current_by_name.values())
 
     def answer(self) -> AdaptersAnswer:
-        """What nobody runs under any more is as good as gone."""
+        """List of the current and the used adapters; unused replaced versions are omitted."""
         info = self._engine.info
         listed = [
             adapter
@@ -72,7 +72,7 @@ class AdapterManager:
     # Use
 
     def resolve(self, reference: str | None) -> str | None:
-        """The label of a current version; from here to `begin` there must be no await."""
+        """Label of the current version; there must be no await between this call and `begin`."""
         if reference is None:
             return None
         name, separator, version = reference.partition("@")
@@ -105,8 +105,11 @@ class AdapterManager:
     async def load(
         self, name: str, version: str | None, path: str, *, replace: bool = True
     ) -> tuple[LoadedAdapter, bool]:
-        """The current version from now on, and whether it is new. The same files again change
-        nothing; unless they may `replace` what has the name, others are refused."""
+        """Load an adapter from a directory and make it current.
+
+        Returns the adapter and whether it is new. Loading the same files again has no effect. With
+        `replace` false, different files under an existing name are refused.
+        """
         self._check_supported(name)
         async with self._change_lock:
             return await self._add(name, version, await self._files.from_directory(path), replace)
@@ -114,7 +117,7 @@ class AdapterManager:
     async def receive(
         self, name: str, chunks: AsyncIterator[bytes], digest: str | None
     ) -> ReceivedAdapter:
-        """For `add`. A caller may leave in the middle of this, but not of that."""
+        """Receive an upload for `add`. Cancellable if the client disconnects, unlike `add`."""
         self._check_supported(name)
         return await self._files.from_upload(chunks, digest)
 
@@ -125,14 +128,14 @@ class AdapterManager:
             return await self._add(name, version, received, replace=True)
 
     async def unload(self, name: str) -> None:
-        """New rollouts do not find it any more; those under it go on."""
+        """Unload an adapter. New rollouts cannot use it; running ones continue."""
         async with self._change_lock:
             if self._current_by_name.pop(name, None) is None:
                 raise AdapterNotFound(NOT_LOADED)
             await self._unload_unused()
 
     def check(self) -> None:
-        """The books balance."""
+        """Assert that current adapters are loaded and that no use count is negative."""
         assert all(
             self._loaded_by_label[adapter.label] is adapter
             for adapter in self._current_by_name.values()
@@ -163,7 +166,10 @@ class AdapterManager:
     def _existing(
         self, name: str, version: str | None, digest: str, replace: bool
     ) -> LoadedAdapter | None:
-        """What the name has, if it is this very adapter; VersionConflict if it may not change."""
+        """Current adapter of the name if it is identical, otherwise None.
+
+        Raises VersionConflict if the name or version must not be reassigned.
+        """
         current = self._current_by_name.get(name)
         same = current is not None and current.digest == digest
         if current is not None and same and version in (None, current.version):
@@ -175,7 +181,7 @@ class AdapterManager:
         return None
 
     def _check_version_reusable(self, label: str, digest: str) -> None:
-        """Of other bytes, or of these while they are the current version's or still run."""
+        """Refuse a label that had other bytes, or whose adapter is current or still in use."""
         if self._digests[label] != digest:
             raise VersionConflict("the adapter had that version, with other bytes")
         adapter = self._loaded_by_label.get(label)
@@ -222,7 +228,7 @@ class AdapterManager:
         return self._current_by_name.get(adapter.name) is adapter
 
     def _next_unused_version(self, name: str) -> str:
-        """No one had it, and it is not to be had again."""
+        """Generated version that the name never had and never gets again."""
         while True:
             self._last_version_number += 1
             version = f"update-{self._last_version_number}"

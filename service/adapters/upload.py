@@ -1,7 +1,7 @@
-"""An adapter's two files, brought into a directory of our own, which nobody else writes to.
+"""Import of an adapter's two files into a private directory.
 
-From a directory they are copied, since a trainer may write the next version to the same place. An
-upload is one safetensors file, whose metadata's `adapter_config` is the other file.
+Files from a directory are copied, because a trainer may write the next version to the same path. An
+upload is one safetensors file whose metadata contains the adapter config as `adapter_config`.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ COPY_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedAdapter:
-    """Both files, not judged yet. Equal digests are equal adapters."""
+    """Imported files that are not validated yet. Equal digests mean identical adapters."""
 
     folder: Path
     digest: str
 
 
 class AdapterFiles:
-    """Owns the directories that it makes until they are discarded."""
+    """Owner of the adapter directories that it creates, until they are discarded."""
 
     def __init__(self, checkpoints: CheckpointStore, *, max_bytes: int) -> None:
         self._checkpoints = checkpoints
         self._max_bytes = max_bytes
 
     async def from_directory(self, path: str) -> ReceivedAdapter:
-        """PathRefused unless both files lie where weights may be taken from."""
+        """Copy an adapter from a directory. Raises PathRefused unless it is an allowed source."""
         directory = self._checkpoints.resolve_allowed(path)
         limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._max_bytes}
         files = {name: self._checkpoints.resolve_allowed(str(directory / name)) for name in limits}
@@ -71,7 +71,7 @@ class AdapterFiles:
 
 
 def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) -> str:
-    """By the names that they have there: behind links they may have others."""
+    """Copy files under their given names, since a symlink's target may be named differently."""
     sha256 = hashlib.sha256()
     for name, file in files.items():
         with (folder / name).open("wb") as target:
@@ -82,7 +82,7 @@ def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) ->
 
 
 def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
-    """The limit holds while it is read: its owner may write to it."""
+    """Read a file in chunks. The limit is enforced during the read, as the file may grow."""
     left = limit
     try:
         if not file.is_file() or file.stat().st_size > limit:

@@ -1,7 +1,7 @@
-"""The idempotency keys that are this replica's, and what the directory is yet to hear of them.
+"""Idempotency-key claims of this replica, and their synchronisation with the cluster registry.
 
-What was released, and after a loss what is claimed, is told with the heartbeats. A place may be
-claimed anew, or released, while the directory is told of it.
+Releases, and all claims after a registry reset, are sent with the heartbeats. A key can be claimed
+or released again while its previous state is being sent.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,10 @@ MAX_CLAIMS_PER_HEARTBEAT = 2000
 
 
 class Claims:
-    """`claim` and `release` tell the directory of one place; DirectoryLost."""
+    """Local set of claimed keys with the updates that are still to be sent.
+
+    `claim` and `release` send the update of one key. They raise RegistryUnavailable.
+    """
 
     def __init__(
         self,
@@ -28,27 +31,31 @@ class Claims:
         self._claimed.add(claim_key)
 
     def discard(self, claim_key: str) -> None:
-        """It never became ours."""
+        """Remove a key whose claim failed."""
         self._claimed.discard(claim_key)
 
     def release(self, claim_key: str) -> bool:
-        """Whether the directory is yet to hear that it is free. Again changes nothing."""
+        """Release a key; returns whether the release is still to be sent. Idempotent."""
         if claim_key in self._claimed:
             self._claimed.remove(claim_key)
             self._unsynced_releases.add(claim_key)
         return claim_key in self._unsynced_releases
 
     async def sync_release(self, claim_key: str) -> None:
-        """At once: nobody claims the place here meanwhile."""
+        """Send a release immediately. The key must not be claimed here meanwhile."""
         await self._release(claim_key)
         self._unsynced_releases.discard(claim_key)
 
     def on_registry_reset(self) -> None:
-        """By the directory: it is to hear of all of them again."""
+        """Schedule all claims to be sent again, because the registry may have lost them."""
         self._unsynced_claims |= self._claimed
 
     async def sync(self) -> bool:
-        """Whether all is told; not so many at once that the next heartbeat would be late."""
+        """Send pending updates; returns whether none are left.
+
+        At most `MAX_CLAIMS_PER_HEARTBEAT` of each kind are sent, so that the next heartbeat is not
+        delayed.
+        """
         for _ in range(min(len(self._unsynced_releases), MAX_CLAIMS_PER_HEARTBEAT)):
             claim_key = self._unsynced_releases.pop()
             if claim_key in self._claimed:

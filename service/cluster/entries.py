@@ -1,5 +1,8 @@
-"""What lies in Redis, as JSON. Others write there too, perhaps of another release: an entry that
-cannot be read is left out, never an error."""
+"""JSON entries in Redis.
+
+Replicas of other releases write to the same keys, so an entry that cannot be parsed is skipped with
+a warning.
+"""
 
 import logging
 from collections.abc import Iterable

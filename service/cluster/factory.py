@@ -1,4 +1,4 @@
-"""Which directory the settings ask for."""
+"""Factory of the cluster registry that the settings select."""
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.redis_registry import RedisRegistry

@@ -1,7 +1,7 @@
-"""Names of rollouts and of prompt KV handles. Each begins with the replica that it was given by.
+"""Ids of replicas, rollouts and prompt-KV handles. The latter two start with the replica's id.
 
-So any replica knows where a name belongs without asking anybody, and nothing has to be written
-anywhere before the name can be handed out.
+Any replica can therefore find the owner of an id without a lookup, and ids can be returned to
+clients without being registered anywhere.
 """
 
 import re
@@ -12,7 +12,7 @@ _NAME = re.compile(r"^(?P<replica>[0-9a-f]{12})\.[0-9A-Za-z_-]{1,64}$")
 
 
 def new_replica_id() -> str:
-    """Of one process: after a restart it is another replica, which has nothing of the first."""
+    """Id of one server process. A restart is a new replica, as no state survives it."""
     return secrets.token_hex(6)
 
 
@@ -21,11 +21,11 @@ def new_rollout_id(replica_id: str) -> str:
 
 
 def new_handle_id(replica_id: str) -> str:
-    """Nobody can guess it."""
+    """Unguessable id of a prompt-KV handle."""
     return f"{replica_id}.{secrets.token_urlsafe(18)}"
 
 
 def replica_id_of(name: str) -> str | None:
-    """None: no replica has given such a name."""
+    """Replica that created the id; None if the id is malformed."""
     found = _NAME.match(name)
     return None if found is None else found["replica"]

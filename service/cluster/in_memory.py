@@ -1,6 +1,6 @@
-"""The directory of a server that is alone, and of tests: plain tables in one process.
+"""Cluster registry in process memory, for a single server and for tests.
 
-Replicas that share it share an event loop.
+Replicas that share it must run on the same event loop.
 """
 
 import time
@@ -27,8 +27,11 @@ class _ClaimEntry(NamedTuple):
 
 
 class InMemoryRegistry:
-    """Is never lost. What has expired goes with the next heartbeat, and counts for nothing before:
-    a claim must not cost more the more there are."""
+    """In-memory `ClusterRegistry`, which is always available.
+
+    Expired entries are ignored, and removed with the next heartbeat, so that the cost of a claim
+    does not grow with the number of claims.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,7 +85,7 @@ class InMemoryRegistry:
         return self._target
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """No resources to release."""
 
     def _drop_expired(self) -> None:
         now = self._clock()

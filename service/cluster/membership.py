@@ -1,12 +1,13 @@
-"""This replica among the others: it shows itself, remembers who is there, says where things belong.
+"""Cluster membership of this replica: heartbeats, the cached view, id ownership and claims.
 
-Nothing that runs waits for the directory. Where a name belongs is answered from memory; only for a
-replica that was never seen is the directory asked. Who has an idempotency key is asked before a
-rollout begins, for a bounded time; without an answer it begins here, and its key is shared when the
-directory is back.
+Running rollouts never wait for the registry. The owner of an id is found in the cached view; the
+registry is queried only for a replica that was never seen. The holder of an idempotency key is
+queried before a rollout starts, with a timeout. If that fails, the rollout starts here and its key
+is registered once the registry is available again.
 
-Who is not listed is gone only if that can be said: a directory that was lost, or has lost what it
-held, is believed again after one whole expiry, when everybody who lives has shown himself.
+A replica missing from the view counts as gone only if the view is settled. After an outage or a
+reset of the registry that takes one full expiry time, in which every live replica has sent a
+heartbeat.
 """
 
 import asyncio
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class ClusterMembership:
-    """Owner of this replica's entry. Lives on one event loop.
+    """Owner of this replica's registry entry. Runs on one event loop.
 
-    `describe` is asked at every heartbeat; `failed` is told which call got no answer,
-    `on_unshared_key` of every rollout whose key could not be asked for.
+    `describe` returns the entry for each heartbeat. `failed` is called with the name of each
+    registry operation that failed, `on_unshared_key` for each rollout whose idempotency key could
+    not be claimed in the registry.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class ClusterMembership:
 
     @property
     def view(self) -> ClusterView:
-        """The last one there was."""
+        """Most recent view, which may be stale while the registry is unavailable."""
         return self._view
 
     @property
     def last_view_number(self) -> int:
-        """Of the last look that has begun."""
+        """Number of the last heartbeat that was started; see `ClusterView.view_number`."""
         return self._num_heartbeats_started
 
     @property
@@ -82,12 +84,12 @@ class ClusterMembership:
 
     @property
     def contact_age_seconds(self) -> float:
-        """Since the directory was last heard, or since the start."""
+        """Seconds since the last successful heartbeat, or since the start."""
         return self._clock() - self._last_contact_at
 
     @property
     def is_settled(self) -> bool:
-        """Whether everybody who lives has had the time to show himself."""
+        """True once every live replica has had time to send a heartbeat."""
         if self._connected_since is None:
             return False
         alone = self._settings.redis_url is None
@@ -95,7 +97,10 @@ class ClusterMembership:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Does not wait for the directory. Leaving it, the replica is listed no more."""
+        """Run the heartbeat task; remove this replica from the registry on exit.
+
+        Does not wait for the first heartbeat.
+        """
         heartbeat_task = asyncio.create_task(self._heartbeat_loop())
         try:
             yield
@@ -103,19 +108,21 @@ class ClusterMembership:
             self._stopped = True
             self._heartbeat_requested.set()
             heartbeat_task.cancel()
-            # A client of Redis that swallows the cancellation must not keep the server from ending.
+            # A Redis client that swallows the cancellation must not block the shutdown.
             await asyncio.wait([heartbeat_task], timeout=STOP_SECONDS)
             with suppress(RegistryUnavailable), self.count_failures("leave"):
                 await self.registry.leave(self.own_id)
             await self.registry.close()
 
     def request_heartbeat(self) -> None:
-        """What this replica says of itself has changed: others are to hear it now."""
+        """Send a heartbeat now, because the entry of this replica has changed."""
         self._heartbeat_requested.set()
 
     async def refresh(self) -> ClusterView:
-        """What there is, not older than this call, and what this replica says of itself is there.
-        DirectoryLost."""
+        """View that is not older than this call; this replica's entry is up to date in it.
+
+        Concurrent calls share a heartbeat. Raises RegistryUnavailable.
+        """
         if self._stopped:
             raise RegistryUnavailable("this replica has left")
         num_started_before = self._num_heartbeats_started
@@ -127,7 +134,10 @@ class ClusterMembership:
         return self._view
 
     async def check_local(self, replica_id: str) -> None:
-        """Raises Elsewhere, or why nobody can be named, unless this is the replica."""
+        """Raise unless the id is this replica's.
+
+        Raises RedirectToReplica for a known replica, otherwise ReplicaGone or DirectoryUnavailable.
+        """
         if replica_id == self.own_id:
             return
         if replica_id not in self._known_replicas:
@@ -135,7 +145,7 @@ class ClusterMembership:
         raise RedirectToReplica(self._known_replicas[replica_id].url)
 
     async def claim(self, claim_key: str) -> None:
-        """The place is this replica's from now on; raises Elsewhere if it is another's."""
+        """Claim an idempotency key. Raises RedirectToReplica if another replica holds it."""
         self._claims.add(claim_key)
         try:
             await self._claim(claim_key)
@@ -144,12 +154,14 @@ class ClusterMembership:
             raise
 
     def release(self, claim_key: str) -> None:
-        """The directory hears of it with the next heartbeat. Again changes nothing."""
+        """Release a key; the release is sent with the next heartbeat. Idempotent."""
         self._claims.release(claim_key)
 
     async def release_now(self, claim_key: str) -> None:
-        """As `release`, but told at once if that can be: a request that is refused here may be sent
-        elsewhere next. Nobody claims the place here meanwhile. Cancelled, the next heartbeat tells.
+        """Release a key and send the release immediately if the registry is available.
+
+        A request that is refused here may be retried on another replica at once. The key must not
+        be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.
         """
         if self._claims.release(claim_key) and not self.unavailable:
             with suppress(RegistryUnavailable):
@@ -157,7 +169,7 @@ class ClusterMembership:
 
     @contextmanager
     def count_failures(self, operation: str) -> Iterator[None]:
-        """Around every call of the directory."""
+        """Context manager around every registry call that reports its failure."""
         try:
             yield
         except RegistryUnavailable:
@@ -175,7 +187,7 @@ class ClusterMembership:
         try:
             await self.check_local(holder)
         except ReplicaGone:
-            # It went between the two questions; the next one takes its place over.
+            # The holder has left since the claim. A retry can take its claim over.
             raise DirectoryUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
 
     async def _register_claim(self, claim_key: str) -> str:
@@ -192,7 +204,10 @@ class ClusterMembership:
             await self.registry.release(claim_key, self.own_id)
 
     async def _find_replica(self, replica_id: str) -> None:
-        """Remembered afterwards; raises if it is gone, or might not be."""
+        """Refresh the view to find a replica.
+
+        Raises ReplicaGone, or DirectoryUnavailable if the view is not settled.
+        """
         with suppress(RegistryUnavailable):
             await self.refresh()
         if replica_id in self._known_replicas:
@@ -210,7 +225,7 @@ class ClusterMembership:
                     await self._heartbeat_requested.wait()
 
     async def _heartbeat_safely(self) -> None:
-        """Whatever is wrong with the directory, the server serves on."""
+        """Send a heartbeat. Exceptions are logged, so the server continues without a registry."""
         try:
             async with self._heartbeat_lock:
                 await self._heartbeat()
@@ -219,7 +234,7 @@ class ClusterMembership:
             self._on_unavailable("a fault of ours")
 
     def _delay_seconds(self) -> float:
-        """Back soon after a failure, but not all at once."""
+        """Seconds to the next heartbeat: exponential backoff with jitter after failures."""
         if not self._num_failures:
             return self._settings.heartbeat_seconds
         max_delay = FIRST_RETRY_SECONDS * 2.0 ** min(self._num_failures, 16)
@@ -248,7 +263,7 @@ class ClusterMembership:
         self._last_contact_at = now
         self._num_failures = 0
         self._view = view
-        # Until it is settled, who is not listed may only not have come back yet.
+        # Until the view is settled, a live replica may not have registered again.
         kept = {} if self.is_settled else self._known_replicas
         self._known_replicas = {**kept, **view.replicas}
         for listener in self.view_listeners:

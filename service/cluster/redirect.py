@@ -1,4 +1,4 @@
-"""The answer to who asks the wrong replica: 307, which keeps the method and the body."""
+"""Redirect of a request to the replica that owns the id: 307, which keeps method and body."""
 
 from urllib.parse import quote
 
@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 
 
 class RedirectToReplica(Exception):
-    """Another replica has it. `url` is what that one says of itself."""
+    """The resource belongs to another replica, whose registered base URL is `url`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -18,7 +18,7 @@ def install(app: FastAPI) -> None:
 
 
 async def _redirect(request: Request, error: Exception) -> Response:
-    """The same address there: nothing of it is ours to change."""
+    """Redirect to the same path and query on the other replica."""
     assert isinstance(error, RedirectToReplica)
     query = request.scope["query_string"].decode("latin-1")
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")

@@ -1,7 +1,7 @@
-"""The directory of several replicas: Redis 7.0 or later, one script a call.
+"""Cluster registry in Redis 7.0 or later, one Lua script per call.
 
-A call that gets no answer in time is given up, with its connection; the next one makes another. The
-names of places are digests, because callers choose their idempotency keys.
+A call that times out drops its connection; the next call opens a new one. Keys of claims contain
+digests, because clients choose the idempotency keys.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 16
 
 
 class RedisRegistry:
-    """Connects when it is first asked something."""
+    """`ClusterRegistry` in Redis. Connects on the first call."""
 
     def __init__(self, settings: DirectorySettings) -> None:
         assert settings.redis_url is not None, "without Redis the directory is embedded"
@@ -116,7 +116,7 @@ class RedisRegistry:
 
 
 class _PasswordFile(CredentialProvider):
-    """Kubernetes changes a mounted secret under a running server."""
+    """Credentials read per connection: Kubernetes updates mounted secrets at run time."""
 
     def __init__(self, user: str, file: Path) -> None:
         self._user = user

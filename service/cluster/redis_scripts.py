@@ -1,8 +1,8 @@
-"""What Redis does in one step each. Its own clock decides what has expired. An entry that cannot be
-read stands in nobody's way.
+"""Lua scripts of the Redis registry; each runs atomically.
 
-Every key is declared, and all have the fleet's prefix as their hash tag, so that a cluster keeps
-them together.
+Expiry is decided by the Redis server's clock. Entries that cannot be parsed are ignored. Every key
+is declared in KEYS, and all have the key prefix as their hash tag, so that Redis Cluster stores
+them on one node.
 """
 
 HEARTBEAT = """

@@ -1,9 +1,9 @@
-"""The directory: what replicas know of one another, behind one small interface.
+"""Cluster registry: the state that replicas share, behind one interface.
 
-It holds who is there and what each serves, which weights there are and which of them are wanted,
-and who took an idempotency key. It owns nothing: a rollout, a handle and a checkpoint belong to the
-replica that has them, and the names of the first two say which one that is
-(service/cluster/ids.py). So its loss costs the way to things, never the things.
+It stores the replicas and what each serves, the published weights versions, the activation target,
+and the holders of idempotency keys. Rollouts, handles and checkpoints belong to their replicas; ids
+of rollouts and handles contain the replica's id (service/cluster/ids.py). Losing the registry
+therefore loses the routes to resources, but no resources.
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ ReplicaState = Literal["starting", "serving", "draining"]
 
 
 class RegistryUnavailable(Exception):
-    """It did not answer in time: nothing is known of what was asked."""
+    """The registry did not respond in time; the outcome of the call is unknown."""
 
 
 class ManifestConflict(Exception):
-    """The version is published with other content, or its sequence is another version's."""
+    """The version is published with other content, or another version has its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One server as the others see it. An entry of another release may lack what is defaulted.
+    """Registry entry of one replica. Entries of other releases may lack fields with defaults.
 
-    `epoch`: of the last order that it has carried out; `holds`: the versions whose files it gives
-    to others, `staged`: those that it could serve at once; `failed`: the version that it could not
-    bring itself to serve, for `error`.
+    `epoch` is that of the last applied activation target. `holds` are the versions whose files
+    other replicas can download from it, `staged` those that it can activate. `failed` is the
+    version that it could not fetch or activate, `error` the reason.
     """
 
     id: str
@@ -53,8 +53,11 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A version's files. `delta`: the same as changes of the version `base`; `path`: where they
-    lie, if it is a directory that every replica has."""
+    """Published files of a weights version.
+
+    `delta` is the same content as changes relative to the version `base`. `path` is the location of
+    the files if they are in a directory that all replicas share.
+    """
 
     version: str
     sequence: int
@@ -66,7 +69,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationTarget:
-    """The version that all are to serve. Of two, the one with the higher epoch stands."""
+    """Version that all replicas have to activate. Of two targets the higher epoch wins."""
 
     epoch: int
     version: str
@@ -76,9 +79,12 @@ class ActivationTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """All of it at one moment. `known`: the replica that looked was still listed from before; if it
-    was not, the directory has lost what it held, or had given the replica up. `view_number`: counts
-    the replica's own looks, in the order in which they began."""
+    """Snapshot of the registry, as returned to a heartbeat.
+
+    `known` means that this replica was still registered. If it is false, the registry was reset or
+    had expired the replica. `view_number` counts this replica's heartbeats in the order in which
+    they were started.
+    """
 
     known: bool
     replicas: Mapping[str, Replica]
@@ -88,16 +94,17 @@ class ClusterView:
 
 
 class ClusterRegistry(Protocol):
-    """Contract. Every method raises DirectoryLost within a bounded time if there is no answer.
+    """Interface of the registry. Calls raise RegistryUnavailable within a bounded time.
 
-    beat: lists the replica, or renews it, for so many seconds; answers what else there is.
-    leave: the replica is listed no more. Again changes nothing.
-    claim: who has this place: the replica if nobody had it, or if who had it is listed no more and
-        `allow_takeover` is set; otherwise who has had it. Forgotten after so many seconds.
-    release: the place is nobody's, if it was the replica's.
-    publish: adds a manifest; again with the same content changes nothing. ManifestConflict.
-    withdraw: the manifest is gone. Again changes nothing.
-    order: the order that stands now: this one if its epoch is the highest.
+    beat: Register or renew the replica for `ttl_seconds` and return the current view.
+    leave: Remove the replica. Idempotent.
+    claim: Claim an idempotency key for `ttl_seconds` and return the holder's replica id. The caller
+        becomes the holder if there is none, or if the holder is no longer registered and
+        `allow_takeover` is set.
+    release: Remove the claim if the replica holds it.
+    publish: Add a manifest. Idempotent for equal content, otherwise raises ManifestConflict.
+    withdraw: Remove a manifest. Idempotent.
+    target: Set the activation target if its epoch is the highest; return the current target.
     """
 
     async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView: ...

@@ -1,4 +1,4 @@
-"""Section `directory` of the settings."""
+"""Settings section `directory`."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 
 class DirectorySettings(BaseModel):
-    """Where several replicas find one another; a server that is alone needs none of it."""
+    """Cluster registry settings. A single server needs none of them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +55,7 @@ class DirectorySettings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        # In its query the client of Redis takes a password too, or leave not to check certificates.
+        # The Redis client accepts a password, or disabled certificate checks, in the URL's query.
         if self.redis_url is not None and set("?#@") & set(self.redis_url):
             raise ValueError(
                 "redis_url has no options, and credentials go into redis_user and "
