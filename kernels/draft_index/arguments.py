@@ -1,4 +1,4 @@
-"""What both stores make of their arguments before anything is done."""
+"""Argument validation shared by the compiled store and its Python reference."""
 
 from hashlib import blake2b
 
@@ -10,7 +10,7 @@ from kernels.draft_index.interface import Int32Array
 
 
 def hash_key(name: bytes) -> int:
-    """Two names with one key are not to be expected."""
+    """64-bit key of a name. Collisions are assumed not to happen."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -26,7 +26,7 @@ def check_begin(prompt: Int32Array) -> None:
 def check_step(
     slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
 ) -> None:
-    """Whether the slots are held is the store's to say."""
+    """Check the arrays of a step, except that the slots exist, which the store checks."""
     for name, array in (
         ("slots", slots),
         ("counts", counts),

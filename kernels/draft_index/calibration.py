@@ -1,8 +1,9 @@
-"""How likely a drafted token is to be accepted, learnt from what came of earlier drafts, slowly.
+"""Acceptance probability of drafted tokens, estimated from the outcomes of earlier drafts.
 
-A cell for every combination of scope, match length, agreement and position counts how often a draft
-got so far and how often its token came. A cell with few counts leans on its coarse cell, of scope
-and agreement alone. Counts are halved when they are full, so that the past fades.
+Reference of csrc/calibration.h. Each combination of scope, match length, agreement and position has
+a cell, which counts the drafted tokens that were reached and those that were accepted. A cell with
+few counts is smoothed with its coarse cell, which combines scope and agreement only. Counts are
+halved when they reach a maximum, so that old outcomes lose weight.
 """
 
 from bisect import bisect_right
@@ -22,12 +23,11 @@ NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
 NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
 MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
 PRIOR_WEIGHT = 8.0
-"""So many trials of the coarse cell are added to those of the fine one, and of even chances to
-those of the coarse one."""
+"""Pseudo-counts of smoothing: of the coarse cell's rate in a cell, and of 0.5 in a coarse cell."""
 
 
 def agreement_class(num_agreeing: int, total: int) -> int:
-    """Of split votes by their share, of unanimous ones by their number."""
+    """Bin of an agreement: split votes by their share, unanimous votes by their number."""
     if num_agreeing < total:
         return 0 if 2 * num_agreeing < total else 1 if 4 * num_agreeing < 3 * total else 2
     return 3 + bisect_right(UNANIMOUS_BOUNDS, total)

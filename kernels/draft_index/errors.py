@@ -1,18 +1,18 @@
-"""What the draft store refuses.
+"""Exceptions of the draft index.
 
-DraftsError
-    WrongCall     a slot, a token or a length that cannot be
-    RefusedFile   a saved store that cannot be read
+DraftIndexError
+    InvalidCall        an invalid slot, token or length
+    InvalidStoreFile   a saved store that cannot be read
 """
 
 
 class DraftIndexError(Exception):
-    """Nothing of a refused call has been done."""
+    """Base class. A call that raises has no effect."""
 
 
 class InvalidCall(DraftIndexError):
-    """A slot that nobody holds, or twice in a step; a token below zero; arrays of unlike size."""
+    """Invalid argument: an unused or repeated slot, a negative token, arrays of unequal size."""
 
 
 class InvalidStoreFile(DraftIndexError):
-    """Truncated, changed, of another version, or no saved store at all."""
+    """The file is truncated, corrupted, of another format version, or not a saved store."""

@@ -1,7 +1,7 @@
-"""A draft store as a file. docs/drafts.md has the format, byte by byte.
+"""File format of a draft store; docs/drafts.md specifies it byte by byte.
 
-A store is written beside its old file and then takes its name, so that whatever happens one of the
-two is there whole. Read back it is checked to the last byte before anything is made of it.
+A store is written to a temporary file that then replaces the old file atomically. When it is read,
+the whole file is validated before it is used.
 """
 
 import os
@@ -23,7 +23,7 @@ from kernels.draft_index.params import MAX_FINISHED_TEXTS, MAX_MATCH_LENGTH, MAX
 MAGIC = b"COPPICED"
 FORMAT = 1
 HEADER = struct.Struct("<8sII")
-"""Magic, format, and how many arrays there are."""
+"""Magic, format version, number of arrays."""
 DIGEST_BYTES = 32
 
 
@@ -32,23 +32,23 @@ class StoredText:
     tokens: NDArray[np.int32]
     age: int
     group: int
-    """Or, in the log, the prompt's key."""
+    """Key of the group; in the log, the key of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreContents:
-    """What has finished. Prompts in the order they were last used, the latest last."""
+    """Finished responses of a store. Prompts are in order of last use, most recent last."""
 
     prompt_lengths: NDArray[np.uint32]
     prompt_tokens: NDArray[np.int32]
     text_counts: NDArray[np.uint32]
-    """Of each prompt's finished responses; these in the order they finished"""
+    """Number of finished responses per prompt; the responses follow in the order they finished."""
     text_lengths: NDArray[np.uint32]
     text_ages: NDArray[np.uint32]
     text_groups: NDArray[np.uint64]
     text_tokens: NDArray[np.int32]
     log_lengths: NDArray[np.uint32]
-    """Of the latest finished responses to any prompt, each behind the end of its prompt"""
+    """Log of the latest finished responses to any prompt, each preceded by its prompt's end."""
     log_ages: NDArray[np.uint32]
     log_prompts: NDArray[np.uint64]
     log_tokens: NDArray[np.int32]
@@ -69,14 +69,14 @@ class StoreContents:
             yield prompt, list(islice(texts, count))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """In the order of the file."""
+        """Arrays by name, in file order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def log(self) -> Iterator[StoredText]:
         return _split_texts(self.log_tokens, self.log_lengths, self.log_ages, self.log_prompts)
 
     def check(self) -> None:
-        """A file whose digest is right can still have been written by someone else."""
+        """Validate all lengths and values: a correct digest does not prove a trusted writer."""
         pairs = (
             (self.prompt_lengths.sum(dtype=np.uint64), self.prompt_tokens),
             (self.text_counts.sum(dtype=np.uint64), self.text_lengths),
@@ -106,7 +106,7 @@ class StoreContents:
             raise InvalidStoreFile("its arrays do not belong together")
 
     def _bounds(self) -> Iterator[tuple[NDArray[Any], int, Any]]:
-        """Least, and what it is less than, of every number by which something is found."""
+        """Arrays with the half-open range of their values."""
         yield self.prompt_lengths, 1, MAX_TEXT_TOKENS
         yield self.text_counts, 0, MAX_FINISHED_TEXTS + 1
         yield self.text_lengths, 1, MAX_TEXT_TOKENS - MAX_MATCH_LENGTH

@@ -1,4 +1,4 @@
-"""What a draft store is asked and what it answers, whichever of the two it is."""
+"""Interface of the draft store, implemented by `DraftStore` and by a reference in the tests."""
 
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -14,14 +14,14 @@ Int32Array = NDArray[np.int32]
 
 
 class Scope(IntEnum):
-    """Whose text a drafted token was found in."""
+    """Source of a drafted token."""
 
     SELF = 0
-    """The request's own response, or its prompt."""
+    """The request's own prompt or response."""
     SIBLINGS = 1
     """A response of the same group, running or finished."""
     PROMPT = 2
-    """A response to the same prompt in another group: of an earlier epoch, as a rule."""
+    """A response to the same prompt in another group, usually of an earlier epoch."""
     ALL = 3
     """A finished response to another prompt."""
 
@@ -31,23 +31,23 @@ ALL_SCOPES = frozenset(Scope)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """One row per slot of the step; beyond `lengths` a row holds zeros."""
+    """Drafts of a step, one row per slot. Rows are padded with zeros beyond `lengths`."""
 
     lengths: Int32Array
     """[rows]"""
     tokens: Int32Array
-    """[rows, longest], as is all below"""
+    """[rows, max_draft_tokens], like all arrays below"""
     scope: NDArray[np.uint8]
     match_length: NDArray[np.int16]
-    """How many of the last tokens are also before the place the token was found at."""
+    """Length of the common suffix of the request's tokens and the matched context."""
     num_agreeing: NDArray[np.int16]
-    """Of `total` places that were looked at, those that are followed by this token."""
+    """Number of matches, of `total`, that are continued by this token."""
     total: NDArray[np.int16]
     probability: NDArray[np.float32]
-    """Of being accepted, given that all before it were."""
+    """Predicted acceptance probability, given that all tokens before it are accepted."""
 
     def rows(self, numbers: NDArray[np.int64]) -> "DraftBatch":
-        """Those rows alone."""
+        """Selection of rows."""
         return DraftBatch(**{each.name: getattr(self, each.name)[numbers] for each in fields(self)})
 
     @classmethod
@@ -64,34 +64,39 @@ class DraftBatch:
 
 
 class Store(Protocol):
-    """Texts that were generated, and drafts from them. For one thread."""
+    """Index of generated texts that proposes draft tokens. Not thread-safe."""
 
     def begin(self, group: bytes, prompt: Int32Array) -> int:
-        """The slot of a request that starts. Those of one `group` and prompt are siblings; whoever
-        has the same prompt shares its history."""
+        """Register a request and return its slot.
+
+        Requests with the same `group` and prompt are siblings. Requests with the same prompt share
+        its finished responses.
+        """
 
     def end(self, slot: int, *, keep: bool) -> None:
-        """It has finished and becomes history, or is forgotten."""
+        """End a request: its response is indexed as finished, or deleted unless `keep`."""
 
     def age(self) -> None:
-        """The weights have changed: everything stored is one version older."""
+        """Age all stored texts by one weights version."""
 
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
     ) -> DraftBatch:
-        """Row by row: appends the next `counts[i]` of the tokens, then, when every row has them,
-        drafts at most `limits[i]`."""
+        """Append tokens to all rows, then draft for each row.
+
+        Row i gets the next `counts[i]` of the tokens, and a draft of at most `limits[i]` tokens.
+        """
 
     def save(self, path: Path) -> None:
-        """What has finished; what is running is not in the file."""
+        """Save the finished responses; running requests are not saved."""
 
     def reliability(self) -> Reliability:
-        """What has come of the drafts so far."""
+        """Predicted against actual acceptance of the drafts so far."""
 
     @property
     def num_bytes(self) -> int:
-        """An upper bound of what it holds."""
+        """Upper bound of the memory used."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and responses, running and finished."""
+        """Number of stored tokens of prompts and responses, running and finished."""

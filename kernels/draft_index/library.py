@@ -1,4 +1,4 @@
-"""The compiled library of the draft store: where it is, and the structures that its calls take."""
+"""ctypes binding of the compiled draft-index library."""
 
 import ctypes
 from functools import cache as cached
@@ -12,7 +12,7 @@ VERSION = 1
 
 
 class Rules(ctypes.Structure):
-    """csrc/rules.h, field by field."""
+    """Mirror of `Rules` in csrc/rules.h."""
 
     _fields_ = [
         ("max_bytes", ctypes.c_int64),
@@ -33,7 +33,7 @@ class Rules(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """csrc/store.h, field by field."""
+    """Mirror of `Step` in csrc/store.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("slots", "counts", "tokens", "limits")],
@@ -45,7 +45,7 @@ class Step(ctypes.Structure):
 
 
 class Sizes(ctypes.Structure):
-    """csrc/contents.h, field by field, as is the next one."""
+    """Mirror of `Sizes` in csrc/contents.h. `ContentsPointers` mirrors `Contents` there."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
@@ -112,5 +112,5 @@ def library() -> ctypes.CDLL | None:
     for name in ("charge", "num_tokens", "bytes"):
         function = getattr(loaded, f"coppice_drafts_{name}")
         function.argtypes, function.restype = [store], ctypes.c_int64
-    # One that was built from other sources would read the calls wrongly.
+    # A library built from other sources may have other struct layouts.
     return loaded if loaded.coppice_drafts_version() == VERSION else None

@@ -1,6 +1,6 @@
-"""The draft store, compiled: see `Store` for what each call does, reference.py for how.
+"""Compiled draft store; `Store` documents its methods.
 
-It belongs to one thread. One call into the library does a whole step.
+Not thread-safe. One call into the library does a whole step.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ from kernels.draft_index.reliability import NUM_BINS, Reliability
 
 
 def is_built() -> bool:
-    """Whether there is a library of this version: a checkout without a compiler has none."""
+    """True if the library was built for this version; an install without a compiler has none."""
     return library() is not None
 
 
 class DraftStore:
-    """Owns what the library allocates for it."""
+    """Implementation of `Store` by the library, whose memory it owns."""
 
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
@@ -52,7 +52,7 @@ class DraftStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """What `num_bytes` is the upper bound of."""
+        """Memory that is actually allocated, of which `num_bytes` is an upper bound."""
         return int(self._library.coppice_drafts_bytes(self._store))
 
     def begin(self, group: bytes, prompt: Int32Array) -> int:
@@ -127,7 +127,10 @@ class DraftStore:
         scopes: frozenset[Scope] = ALL_SCOPES,
         vocabulary: int | None = None,
     ) -> Self:
-        """With `vocabulary`, a file with other tokens is refused: they would be drafted."""
+        """Load a saved store.
+
+        With `vocabulary`, a file with larger token ids is refused, as they could be drafted.
+        """
         contents = StoreContents.read(path, vocabulary)
         store = cls(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes)
         keys = np.array(

@@ -1,6 +1,6 @@
-"""From the canonical layout into the blocks of a cache: the ways of unpack.py, backwards.
+"""Copy from the canonical KV layout into cache blocks, the inverse of unpack.py.
 
-Shapes are those of unpack.py. Of the last block only the tokens that are given are written.
+Shapes are those of unpack.py. In the last block only the given tokens are written.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def pack(
     *,
     max_indices: int = MAX_INDICES,
 ) -> None:
-    """Into packed blocks, contiguous on the CPU; `values` is [L, 2, H, T, D]."""
+    """Copy `values` [L, 2, H, T, D] into packed blocks, which are contiguous and on the CPU."""
     check_shapes(caches, block_ids, values)
     flat = [cache.view(-1) for cache in caches]
     blocks_per_chunk = max(1, max_indices // caches[0][0].numel())
@@ -31,7 +31,7 @@ def pack(
 
 
 def scatter(values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
-    """Into plain blocks in any memory order, on the current stream of a GPU."""
+    """Copy into unpacked blocks with any strides, on the current CUDA stream."""
     check_shapes(caches, block_ids, values)
     block, num_tokens = caches[0].shape[2], values.shape[3]
     tokens = torch.arange(num_tokens, device=block_ids.device)

@@ -1,10 +1,10 @@
-"""The order in which a packed cache block keeps its values, learnt from blocks that were written.
+"""Element order of packed cache blocks, inferred from blocks that the engine has written.
 
-A CPU's attention kernel wants a head's keys and values of one block in an order of its own, which
-changes with the instruction set. Nothing is known here about any of them: the engine writes blocks
-whose values are the digits of their own index, and what comes back says where each one went.
+vLLM's CPU attention kernels pack a head's keys and values of a block in an order that depends on
+the instruction set. The order is not hard-coded here: the engine writes blocks whose values are the
+digits of their own index, and reading the blocks back gives the permutation.
 
-N tokens a block, D head_dim, H heads.
+N tokens per block, D head_dim, H heads.
 """
 
 from collections.abc import Sequence
@@ -13,27 +13,30 @@ from typing import Final
 
 import torch
 
-BASE: Final = 128  # every whole number below is exact in every type that a cache has
+BASE: Final = 128  # integers below 128 are exact in every cache dtype
 
 
 class UnknownPacking(Exception):
-    """What came back is not what went in, in another order."""
+    """The values read back are not a permutation of those written, or heads differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
-    """Place i of [N, D], flattened, lies at keys[i], or values[i], of a head's half of a block."""
+    """Permutation of a head's keys and of its values in a block.
+
+    Element i of the flattened [N, D] is stored at keys[i], or values[i], of its half of the block.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def stacked(self) -> torch.Tensor:
-        """[2, N * D]: places in a head's whole block, where the values follow the keys."""
+        """Offsets [2, N * D] in a head's whole block, in which the values follow the keys."""
         return torch.stack([self.keys, self.values + len(self.keys)])
 
 
 def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """0 .. num_places - 1 in base 128, the lowest digit first, on the CPU."""
+    """Digits of 0 .. num_values - 1 in base 128, the lowest digit first, on the CPU."""
     index, digits = torch.arange(num_values), []
     while True:
         digits.append((index % BASE).to(dtype))
@@ -43,7 +46,10 @@ def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`written[i]` is what [H, N * D] became when every head's values were digit i of the index."""
+    """Permutation of a head's values, from one probe per digit of the index.
+
+    `written[i]` [H, N * D] was read back after digit i of the index was written for every head.
+    """
     index = sum(digit.to(torch.int64) * BASE**i for i, digit in enumerate(written))
     assert isinstance(index, torch.Tensor), "at least one digit was written"
     if not (index == index[0]).all():

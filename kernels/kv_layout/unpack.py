@@ -1,8 +1,9 @@
-"""From the blocks of a cache to the canonical layout, for all layers of a prompt.
+"""Copy from cache blocks to the canonical KV layout, for all layers of a prompt.
 
-B blocks of the cache, n of them the prompt's, L layers, H heads, N tokens a block, D head_dim,
-T tokens of the prompt: (n - 1) * N < T <= n * N. Layers have caches of one shape [B, H, N, 2 * D];
-`out` is [L, 2, H, T, D], keys before values, with any strides, so a rank can write its own heads.
+B blocks of the cache, n of them the prompt's, L layers, H heads, N tokens per block, D head_dim,
+T tokens of the prompt: (n - 1) * N < T <= n * N. The caches of all layers have the shape
+[B, H, N, 2 * D]. `out` is [L, 2, H, T, D], keys before values. It can have any strides, so a tensor
+parallel rank can write only its own heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from kernels.kv_layout.packed_order import PackOrder
 
 MAX_INDICES: Final = 2**20
-"""Values gathered at once: bounds the index, which is eight bytes each."""
+"""Values gathered per call; bounds the index tensor, which takes eight bytes per value."""
 
 
 def unpack(
@@ -24,7 +25,7 @@ def unpack(
     *,
     max_indices: int = MAX_INDICES,
 ) -> None:
-    """From packed blocks, contiguous on the CPU, where the last two dimensions are in `order`."""
+    """Copy from packed CPU blocks, contiguous, whose last two dimensions are in `order`."""
     check_shapes(caches, block_ids, out)
     flat = [cache.view(-1) for cache in caches]
     blocks_per_chunk = max(1, max_indices // caches[0][0].numel())
@@ -34,10 +35,10 @@ def unpack(
 
 
 def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """From plain blocks, where each token has its keys and then its values, in any memory order.
+    """Copy from unpacked blocks, in which each token has its keys and then its values.
 
-    Heads or tokens may come first, and a block may hold all layers: that is all in the strides.
-    One gather and one copy a layer, on the current stream of a GPU.
+    The strides are arbitrary: heads or tokens may be the outer dimension, and a block may contain
+    all layers. One gather and one copy per layer, on the current CUDA stream.
     """
     check_shapes(caches, block_ids, out)
     num_tokens = out.shape[3]
@@ -65,7 +66,7 @@ def iter_chunks(
     num_tokens: int,
     blocks_per_chunk: int,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Runs of tokens, and where their values lie in a layer's cache: [2, H, tokens, D]."""
+    """Ranges of tokens, with the offsets of their values in a layer's cache, [2, H, tokens, D]."""
     _, heads, block, content = cache.shape
     ids, block_offsets = torch.tensor(block_ids), order.stacked()[:, None, None]
     for first in range(0, len(block_ids), blocks_per_chunk):

@@ -1,10 +1,12 @@
-"""Keys and values of a text behind another prefix, predicted from how others were changed there.
+"""Prediction of a span's KV after another prefix, from observed KV of other spans after it.
 
-A text alone has its base; behind a prefix it was observed to be something else. The difference is
-taken over from texts the more the nearer their bases are, token by token, keys apart from values,
-and the less the fewer or the farther they are. Keys are
-compared and subtracted where they were computed, and turned to where they are to stand afterwards:
-turning is linear. The first layer has seen nothing but the token, and is taken as it is.
+The base of a span is its KV without the prefix. An observation is its KV prefilled after the
+prefix. The prediction adds to the source the weighted differences of observation and base. Weights
+are per token, separate for keys and values, and larger for bases that are nearer to the source. If
+all bases are far away, the prediction stays close to the source. Keys are compared and subtracted
+at the positions where they were prefilled, and rotated to their new positions afterwards, which is
+valid because rotation is linear. KV of the first layer depends on the token and its position only,
+so it is only rotated.
 
 [L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim. Computed in float32.
 """
@@ -19,13 +21,16 @@ from kernels.rope_shift.cpu import shift_keys
 from kernels.rope_shift.rope_params import RotaryParams
 
 MIN_SQUARED_DISTANCE: Final = 1e-30
-"""The square of a distance that is none."""
+"""Lower bound of squared distances, so that the logarithm of zero is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`real` is to be moved by `shift`; `base`, if there is one, stands where the source does.
-    `weights` [2, T] are those of keys and of values."""
+    """Observed KV `real` of a span after the prefix, and the span's `base` without it.
+
+    The keys of `real` are moved by `shift` positions. `base`, if any, is at the positions of the
+    source. `weights` [2, T] are those of keys and of values.
+    """
 
     real: torch.Tensor
     shift: int
@@ -34,10 +39,13 @@ class Observation:
 
 
 def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[A, 2, T]: how much each of the A bases tells of each token of the source, by the inverse
-    square of their distance over all layers, heads and channels; a softmax of its logarithm, which
-    does not ask how large a model's values are. Nothing tells as much as what is as far as nought
-    is: what is missing to one is no offset at all. A base that is the source itself tells all.
+    """Weights [A, 2, T] of the A bases for each token of the source.
+
+    A weight is proportional to the inverse squared distance of base and source over all layers,
+    heads and channels, so it is invariant to the scale of a model's values. It is computed as a
+    softmax of the negative logarithm of the squared distance. A zero vector is included as a
+    further base with an offset of zero, so the weights sum to less than one. A base equal to the
+    source gets all the weight.
     """
     shape = (len(bases) + 1, 2, source.shape[3])
     squares = torch.zeros(shape, dtype=torch.float32, device=source.device)
@@ -57,8 +65,11 @@ def predict(
     rotary: RotaryParams | None,
     out: torch.Tensor,
 ) -> None:
-    """`out` in its own type; its keys are moved by `shift` as the source's are. Layer by layer, so
-    that what is added up stays in the processor's caches."""
+    """Write the prediction to `out` in its dtype.
+
+    The source's keys are moved by `shift` positions. Layers are processed one at a time, so that
+    the sums stay in the CPU caches.
+    """
     out[0] = _shift_layer(source[0].float(), shift, rotary)
     for layer in range(1, len(source)):
         total = _shift_layer(_source_residual(source, observations, layer), shift, rotary)
@@ -71,14 +82,14 @@ def predict(
 def shift_keys_of_layers(
     values: torch.Tensor, shift: int, rotary: RotaryParams | None
 ) -> torch.Tensor:
-    """[L, 2, H, T, D], with moved keys."""
+    """Copy of [L, 2, H, T, D] with its keys moved by `shift` positions."""
     return torch.stack([_shift_layer(layer, shift, rotary) for layer in values])
 
 
 def _source_residual(
     source: torch.Tensor, observations: Sequence[Observation], layer: int
 ) -> torch.Tensor:
-    """[2, H, T, D] of the source without the observed texts' own bases; nothing without those."""
+    """Source minus the weighted bases, [2, H, T, D]; zeros if an observation has no base."""
     if any(seen.base is None for seen in observations):
         return _zeros_like_layer(source)
     left = source[layer].to(torch.float32, copy=True)
@@ -106,7 +117,7 @@ def _broadcast_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_layer(layer: torch.Tensor, shift: int, rotary: RotaryParams | None) -> torch.Tensor:
-    """[2, H, T, D] with moved keys; itself where nothing moves."""
+    """Layer [2, H, T, D] with its keys moved by `shift`; the same tensor if `shift` is zero."""
     if not shift:
         return layer
     assert rotary is not None, "nothing is moved that cannot be"

@@ -1,7 +1,7 @@
-"""Keys moved to other positions, in torch: three passes over them, which memory bounds.
+"""Rotation of keys to other positions in PyTorch: three memory-bound passes over the keys.
 
-Written in C++ it would be one pass; beside the copies from the arena and into the cache's packed
-order, which take most of a load's time, that was not worth a library.
+C++ would need one pass. Most of a load's time is spent on the copies from the arena and into the
+cache's packed order, so that did not justify a library.
 """
 
 import torch
@@ -10,9 +10,9 @@ from kernels.rope_shift.rope_params import RotaryParams
 
 
 def shift_keys(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
-    """[.., D] `shift` positions later, in their own type, computed in float32; a new tensor.
+    """Copy of keys [.., D] rotated by `shift` positions.
 
-    Moved by nothing they are the same bits.
+    Computed in float32 and returned in the keys' dtype. A shift of zero is bitwise exact.
     """
     if not shift:
         return keys.clone()

@@ -1,6 +1,7 @@
-"""Keys moved to other positions by Triton, in place. Run in Triton's interpreter, never on a GPU.
+"""In-place rotation of keys to other positions in Triton.
 
-One program turns a run of rows, each a token's keys of one head, every one by the same angles.
+One program rotates a range of rows; a row is the key of one token and head. All rows are rotated by
+the same angles. Tested in Triton's interpreter; it has not been run on a GPU.
 """
 
 import torch
@@ -13,7 +14,7 @@ ROWS_PER_PROGRAM = 32
 
 
 def shift_keys_(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> None:
-    """[.., D], contiguous, to `shift` positions later; computed in float32."""
+    """Rotate contiguous keys [.., D] by `shift` positions in place; computed in float32."""
     assert keys.is_contiguous(), "rows lie side by side"
     if not shift or not keys.numel():
         return

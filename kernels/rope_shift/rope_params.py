@@ -1,11 +1,11 @@
-"""By which angles a model turns its keys, from the rope parameters of its configuration.
+"""Rotary frequencies of a model, from the RoPE parameters of its config.
 
-Turning by position is additive: a key that was computed at position p becomes the key of position
-p + n when every pair of its channels is turned by n times the pair's frequency. A factor that
-scales keys, as yarn has one, is in them already and stays. Only what is known to be a plain turn
-is turned; everything else is refused by name.
+RoPE rotations are additive: a key prefilled at position p becomes the key of position p + n when
+each pair of channels is rotated by n times the pair's frequency. A factor that scales keys, as in
+YaRN, is already applied and is unaffected. Only RoPE types that are known to be pure rotations are
+supported; all others raise UnsupportedRotary.
 
-R channels of a head's D are turned, the first ones; pair i is channels i and R / 2 + i.
+The first R channels of a head's D are rotated; pair i is channels i and R / 2 + i.
 """
 
 import math
@@ -24,16 +24,16 @@ _KNOWN_PARAMETERS: Final = {
     | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"}
     | {"truncate", "original_max_position_embeddings"},
 }
-"""What each kind may say. A name that is not here may mean anything."""
+"""Known parameters of each RoPE type. Any other name is refused, as its meaning is unknown."""
 
 
 class UnsupportedRotary(Exception):
-    """Keys of this model cannot be moved; the message says why."""
+    """Keys of this model cannot be rotated; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryParams:
-    """`frequencies` [R / 2], in radians a position, on the CPU."""
+    """Rotary frequencies [R / 2] in radians per position, on the CPU."""
 
     frequencies: torch.Tensor
 
@@ -42,13 +42,16 @@ class RotaryParams:
         return 2 * len(self.frequencies)
 
     def cos_sin(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [R / 2] of a move by so many positions, float32 from float64."""
+        """Cosines and sines [R / 2] of a shift, computed in float64 and returned in float32."""
         angles = self.frequencies.double() * shift
         return angles.cos().float(), angles.sin().float()
 
 
 def parse_rotary(rope: Mapping[str, Any], head_dim: int) -> RotaryParams:
-    """Frequencies in float32, as models compute them. UnsupportedRotary if there are none."""
+    """Rotary parameters of a config, in float32 as models compute them.
+
+    Raises UnsupportedRotary.
+    """
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     if rope_type not in _KNOWN_PARAMETERS:
         raise UnsupportedRotary(f"keys are turned by {rope_type!r}")
@@ -80,7 +83,10 @@ def _default(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
 
 
 def _llama3(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: slow turns slower by the factor, fast ones as they were, smoothly in between."""
+    """Llama 3.1: low frequencies divided by the factor, high ones unchanged, interpolated between.
+
+    The thresholds are in rotations over the original context length.
+    """
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     turns = length * base / (2 * math.pi)
@@ -89,7 +95,7 @@ def _llama3(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): the same, with a ramp over channels instead of over turns."""
+    """YaRN (arXiv 2309.00071): like `_llama3`, but with a ramp over channel pairs."""
     theta, factor = float(rope["rope_theta"]), float(rope["factor"])
     length, pairs = float(rope["original_max_position_embeddings"]), len(base)
 

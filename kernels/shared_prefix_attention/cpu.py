@@ -1,7 +1,7 @@
-"""Decode attention on CPUs by the compiled kernel, over vLLM's packed `vec` cache.
+"""Shared-prefix decode attention on CPUs: the compiled kernel over vLLM's packed `vec` cache.
 
-It reads what rows share once for all of them, and the rest row by row. Shapes: T tokens of a step,
-R rows, Hq and Hkv query and KV heads, D head size, B block size.
+KV that rows share is read once for all of them, suffixes are read row by row. Shapes: T tokens of a
+step, R rows, Hq and Hkv query and KV heads, D head size, B block size.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ _DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
 
 class UnsupportedReason(StrEnum):
-    """Why stock attention serves instead."""
+    """Reason for falling back to vLLM's own attention."""
 
     NOT_BUILT = "not_built"
     ISA = "isa"
@@ -69,8 +69,11 @@ def unsupported_reason(
     alibi: bool = False,
     sinks: bool = False,
 ) -> UnsupportedReason | None:
-    """Why a layer cannot be served, or None. `layout` is the name of vLLM's own kernel: others
-    than `vec` pack the cache in another way."""
+    """Reason why a layer is not supported, or None.
+
+    `layout` is the name of vLLM's CPU attention kernel; kernels other than `vec` pack the cache
+    differently.
+    """
     reasons = {
         UnsupportedReason.NOT_BUILT: not is_built(),
         UnsupportedReason.ISA: layout != "vec" or best_isa() is None,
@@ -88,7 +91,7 @@ def unsupported_reason(
 
 
 class DecodeStep:
-    """A step for all of its layers, which differ in what `layer` is given."""
+    """Kernel arguments of one decode step, shared by its layers."""
 
     def __init__(
         self,
@@ -100,8 +103,12 @@ class DecodeStep:
         num_threads: int | None = None,
         isa: Isa | None = None,
     ) -> None:
-        """block_table[R, width], seq_lens[R] and query_start_loc[R + 1], all int32. Every row has
-        at most MAX_QUERY_TOKENS tokens, and all that its nodes hold comes before its second one."""
+        """Set the arguments that are the same for all layers.
+
+        Takes block_table[R, width], seq_lens[R] and query_start_loc[R + 1], all int32. Every row
+        has at most MAX_QUERY_TOKENS query tokens. All positions of its nodes precede its second
+        query token, so that every query of the row attends to all of them.
+        """
         loaded = library()
         assert loaded is not None, "the kernel was not built"
         self._decode = loaded.coppice_shared_prefix_decode
@@ -126,8 +133,11 @@ class DecodeStep:
     def layer(
         self, *, query: Tensor, cache: Tensor, scale: float, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Writes out[T, Hq, D], and the natural logarithms of the sums into lse[T, Hq], for
-        query[T, Hq, D] and cache[blocks, Hkv, B, 2 * D]. Tokens behind the rows' are left alone."""
+        """Run one layer: write out[T, Hq, D] and, if given, lse[T, Hq].
+
+        Reads query[T, Hq, D] and cache[blocks, Hkv, B, 2 * D]. lse is the natural log-sum-exp.
+        Padding tokens after those of the rows are not written.
+        """
         layout = (
             query.dtype,
             query.shape,
@@ -148,7 +158,7 @@ class DecodeStep:
         self._decode(self._reference)
 
     def _set_layout(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
-        """The kernel trusts its pointers."""
+        """Set strides and shapes, after checking them: the kernel does no bounds checks."""
         for tensor in (query, out):
             assert tensor.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
         assert cache.stride()[2:] == (cache.shape[3], 1) and cache.shape[3] == 2 * query.shape[2]

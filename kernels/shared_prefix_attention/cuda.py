@@ -1,8 +1,8 @@
-"""Decode attention on GPUs in Triton, over FlashAttention's paged cache.
+"""Shared-prefix decode attention on GPUs in Triton, over FlashAttention's paged cache.
 
-One launch takes the whole work list, nodes and suffixes alike, and leaves partial results; a
-second one, small, merges them. The grids are the list's capacity, and how much of it there is to do
-is read on the device, as are the lengths of rows: a captured graph stays right from step to step.
+One launch computes partial results for all items of the work list, nodes and suffixes alike. A
+second, small launch merges them. The grids have the capacity of the list; the number of items and
+the sequence lengths are read on the device, so a captured CUDA graph is valid for later steps.
 Tested in Triton's interpreter; it has not been run on a GPU.
 
 Shapes: T tokens of a step, R rows, Q tokens of a row at most, Hq and Hkv query and KV heads, D head
@@ -33,8 +33,11 @@ def decode(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Writes out[T, Hq, D] for query[T, Hq, D]; the caches are [blocks, B, Hkv, D], block_table
-    [R, width], seq_lens [R] and query_start_loc [R + 1], the last three int32."""
+    """Write out[T, Hq, D] for query[T, Hq, D].
+
+    The caches are [blocks, B, Hkv, D]. block_table [R, width], seq_lens [R] and query_start_loc
+    [R + 1] are int32.
+    """
     _, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     ratio = num_heads // num_kv_heads
@@ -91,7 +94,7 @@ def decode(
 
 
 def _tokens_per_iteration(head_size: int) -> int:
-    """Keys and values of two stages have to fit into a multiprocessor's shared memory."""
+    """Tile length: keys and values of two pipeline stages must fit in shared memory."""
     return 64 if head_size <= 128 else 32
 
 
@@ -124,18 +127,18 @@ def _attention_kernel(
     num_queries: tl.constexpr,
     num_tokens: tl.constexpr,
 ):
-    """One item for one KV head: up to `num_queries` of its rows' queries over its positions."""
+    """Partial attention of one item and KV head: up to `num_queries` queries of its rows."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if item >= tl.load(num_items):
         return
-    # cut.ITEM_FIELDS, in this order.
+    # The order of tiling.ITEM_FIELDS.
     fields = items + item * 6
     begin = tl.load(fields)
-    end = tl.load(fields + 1)  # of a node; a suffix's last piece goes to the row's end
-    blocks_at = tl.load(fields + 2)  # in node_blocks; -1: the row's own
-    first_block = tl.load(fields + 3)  # of the row, the one that blocks_at is
-    rows_at = tl.load(fields + 4)  # in item_rows; its slots are numbered alike
+    end = tl.load(fields + 1)  # OPEN_END in a suffix's last item, cut to the row's length below
+    blocks_at = tl.load(fields + 2)  # index into node_blocks; OWN_BLOCKS: the row's block table
+    first_block = tl.load(fields + 3)  # block number in the row of node_blocks[blocks_at]
+    rows_at = tl.load(fields + 4)  # index into item_rows, and of the output slots
     num_rows = tl.load(fields + 5)
 
     m = tl.arange(0, num_queries)
@@ -148,11 +151,11 @@ def _attention_kernel(
     query_start = tl.load(query_starts + row, mask=is_row, other=0)
     query_len = tl.load(query_starts + row + 1, mask=is_row, other=0) - query_start
     is_query = is_row & (token < query_len)
-    # The last token sees all of the row, each before it one less.
+    # Causal mask: the last query token attends to the whole row, each earlier one to one less.
     seq_len = tl.load(seq_lens + row, mask=is_query, other=0)
     seen = tl.where(is_query, seq_len - query_len + token + 1, 0)
     end = tl.minimum(end, tl.max(seen))
-    # Where the positions end that are read through each of the two tables.
+    # Ends of the positions read through node_blocks and through the block table; one is empty.
     node_end = tl.where(blocks_at < 0, begin, end)
     table_end = tl.where(blocks_at < 0, end, begin)
     q = tl.load(
@@ -222,7 +225,7 @@ def _merge_kernel(
     padded_size: tl.constexpr,
     max_query_tokens: tl.constexpr,
 ):
-    """One query head of one token: its row's partial results, by their sums' base-2 logarithms."""
+    """Merge of the partial results of one token and query head, by their base-2 LSEs."""
     row = tl.program_id(0)
     token = tl.program_id(1)
     head = tl.program_id(2)

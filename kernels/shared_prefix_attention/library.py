@@ -1,7 +1,7 @@
-"""The compiled library beside this file: whether it is there, what it can do, how it is called.
+"""ctypes binding of the compiled attention library, and its instruction-set variants.
 
-It is loaded after torch, so that its OpenMP threads are torch's own: both ask for `libgomp.so.1`,
-and the loader gives the second what the first has loaded.
+It is loaded after torch, so that it uses torch's OpenMP threads: both link to `libgomp.so.1`, and
+the dynamic loader reuses the one that torch has loaded.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from kernels.shared_prefix_attention.plan import SharingPlan
 LIBRARY = Path(__file__).with_name("libshared_prefix_attention.so")
 VERSION = 1
 ISA_VARIABLE = "COPPICE_SHARED_PREFIX_ISA"
-"""For tests: the best variant that may be used, avx2 or avx512_bf16."""
+"""Environment variable for tests: upper bound of the variant, avx2 or avx512_bf16."""
 _PLAN_FIELDS = (
     "node_blocks",
     "node_block_offsets",
@@ -29,14 +29,14 @@ _PLAN_FIELDS = (
 
 
 class Isa(IntEnum):
-    """What the kernel is compiled for."""
+    """Instruction-set variants of the kernel, in ascending order."""
 
     AVX2 = 1
     AVX512_BF16 = 2
 
 
 class KernelCall(ctypes.Structure):
-    """csrc/call.h, field by field."""
+    """Mirror of `Call` in csrc/call.h."""
 
     _fields_ = [
         ("query", ctypes.c_void_p),
@@ -66,26 +66,26 @@ class KernelCall(ctypes.Structure):
 
 
 def is_built() -> bool:
-    """Whether there is a library of this version: a checkout without a compiler has none."""
+    """True if the library was built for this version; an install without a compiler has none."""
     return library() is not None
 
 
 @cached
 def version() -> str:
-    """A digest of the library: what has been measured with another one does not hold."""
+    """Digest of the library. Measurements of another build are not reused."""
     return hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if is_built() else ""
 
 
 @cached
 def best_isa() -> Isa | None:
-    """The best variant for this processor."""
+    """Best variant that this CPU supports, or None."""
     loaded = library()
     isa = loaded.coppice_shared_prefix_isa() if loaded else 0
     return limited(Isa(isa), os.environ.get(ISA_VARIABLE)) if isa else None
 
 
 def limited(isa: Isa, name: str | None) -> Isa:
-    """The lesser of a variant and the one of that name."""
+    """Variant limited to the one with the given name, if any."""
     if name is None:
         return isa
     known = {each.name.lower(): each for each in Isa}
@@ -101,11 +101,14 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.coppice_shared_prefix_decode.argtypes = [ctypes.POINTER(KernelCall)]
     loaded.coppice_shared_prefix_decode.restype = None
-    # One that was built from other sources would read the call wrongly.
+    # A library built from other sources may have another struct layout.
     return loaded if loaded.coppice_shared_prefix_version() == VERSION else None
 
 
 @lru_cache(maxsize=4)
 def plan_pointers(plan: SharingPlan) -> dict[str, int]:
-    """Of one plan many times over: it serves every layer of many steps, and stays alive here."""
+    """Addresses of a plan's arrays.
+
+    Cached, because a plan is used in every layer of many steps. The cache also keeps it alive.
+    """
     return {name: getattr(plan, name).ctypes.data for name in _PLAN_FIELDS}

@@ -1,14 +1,14 @@
-"""Partial softmaxes over disjoint positions put together, weighed by exp(lse - highest)."""
+"""Merge of partial attention results over disjoint positions by their log-sum-exps."""
 
 import torch
 from torch import Tensor
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """outs[pieces, ..., D] with the logarithms lses[pieces, ...] of their sums -> (out, lse).
+    """Merge outs[pieces, ..., D] and lses[pieces, ...] into (out, lse).
 
-    A piece without positions has the logarithm -inf and counts for nothing, whatever its output;
-    where all pieces are without, the output is zero.
+    A piece without positions has an lse of -inf and is ignored, whatever its output is. If all
+    pieces are empty, the output is zero.
     """
     highest = lses.amax(dim=0)
     highest = torch.where(highest.isneginf(), 0.0, highest)

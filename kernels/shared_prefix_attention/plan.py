@@ -1,8 +1,9 @@
-"""Which rows of a step share which pieces of cache: what every kernel here works from.
+"""Sharing plan of a step: the KV blocks that rows share. Input of every kernel in this package.
 
-A node is a run of physical cache blocks that several rows read; nodes of one row follow each other
-from position 0 (a system prompt, then a prompt, then a branch), and what comes after a row's last
-node is its own suffix, read through its block table. A row in no node is all suffix.
+A node is a range of physical cache blocks that several rows read. The nodes of a row are
+consecutive from position 0, for example a system prompt, a prompt and a branch. The positions after
+its last node are the row's suffix, which is read through its block table. A row without nodes
+consists of its suffix only.
 """
 
 from dataclasses import dataclass
@@ -15,17 +16,17 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharingPlan:
-    """Ragged lists as flat values with offsets: node i owns values[offsets[i]:offsets[i + 1]].
+    """Ragged lists as flat values with offsets: node i has values[offsets[i]:offsets[i + 1]].
 
-    Suffix lengths are not here: kernels read them from the sequence lengths of the step, so a plan
-    holds as long as no row joins, leaves, moves or enters a deeper shared block.
+    Suffix lengths are not included: kernels read them from the sequence lengths of the step. A plan
+    is therefore valid until a row joins, leaves, moves or comes to share a further block.
     """
 
     node_blocks: Int32s
     node_block_offsets: Int32s
     node_tokens: Int32s
-    """Tokens that the node's rows share in its blocks; the last block may be shared in part."""
+    """Number of shared tokens per node; its last block may be shared in part."""
     node_rows: Int32s
     node_row_offsets: Int32s
     suffix_starts: Int32s
-    """Per row: the sum of its nodes' tokens, where its suffix begins."""
+    """Start of the suffix per row: the sum of its nodes' tokens."""

@@ -1,4 +1,4 @@
-"""What every kernel here has to compute, slowly: by pieces, in the precision of its input.
+"""Reference implementation of shared-prefix decode attention, in the precision of its input.
 
 Shapes: T tokens, R rows, Hq and Hkv query and KV heads, D head size, B block size; q tokens and n
 positions of a piece.
@@ -16,12 +16,12 @@ from kernels.shared_prefix_attention.plan import SharingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One decode step of one layer."""
+    """Inputs of one layer in a decode step."""
 
     query: Tensor
     """[T, Hq, D]"""
     keys: Tensor
-    """[blocks, B, Hkv, D], as are the values"""
+    """[blocks, B, Hkv, D], like the values"""
     values: Tensor
     block_table: Tensor
     """[R, width]"""
@@ -33,7 +33,7 @@ class Step:
 
 
 def full_attention(step: Step) -> tuple[Tensor, Tensor]:
-    """Every row's softmax over all of its positions at once: (out[T, Hq, D], lse[T, Hq])."""
+    """Attention of every row over all its positions at once: (out[T, Hq, D], lse[T, Hq])."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
     for row, length in enumerate(step.seq_lens.tolist()):
         tokens = _tokens(step, row)
@@ -45,7 +45,7 @@ def full_attention(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
-    """The same by the plan's pieces: each node for all of its rows, then the suffixes."""
+    """The same result by pieces of the plan: nodes for all their rows, then suffixes, merged."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
     for row, parts in enumerate(partial_results(plan, step)):
         tokens = _tokens(step, row)
@@ -55,7 +55,7 @@ def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
 
 
 def partial_results(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each row what each of its nodes and its suffix come to: (out, lse)."""
+    """Partial results (out, lse) of each row: one per node and one of its suffix."""
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
     starts = [0] * len(parts)
     block_size = step.keys.shape[1]
@@ -79,8 +79,10 @@ def partial_results(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Te
 def attention_over(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """query[q, Hq, D] over keys and values[n, Hkv, D], of whose positions the last is the last
-    query's own if `causal`. A query that sees nothing gets zeros, and the sum's logarithm is -inf.
+    """Attention of query[q, Hq, D] over keys and values[n, Hkv, D].
+
+    If `causal`, the last position is that of the last query. A query without visible positions gets
+    an output of zeros and an lse of -inf.
     """
     repeats = query.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
@@ -106,7 +108,7 @@ def _tokens(step: Step, row: int) -> slice:
 
 
 def _read(step: Step, blocks: Tensor, first: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Positions [begin, end) of blocks that hold those from `first` on."""
+    """Keys and values of positions [begin, end), from blocks that start at position `first`."""
     positions = torch.arange(begin, end) - first
     block_size = step.keys.shape[1]
     at = blocks.long()[positions // block_size], positions % block_size

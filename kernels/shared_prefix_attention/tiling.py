@@ -1,7 +1,7 @@
-"""A plan cut into items: some rows' queries over a run of positions, the work of one thread block.
+"""Tiling of a plan into items: queries of some rows over a range of positions, per thread block.
 
-Each item leaves a partial result for each of its rows, in a slot of that row. All arrays are made
-at once, without a loop over nodes or rows: this runs whenever a row joins or leaves.
+Each item writes one partial result per row, to an output slot of that row. The code is vectorized
+over nodes and rows, because it runs whenever a row joins or leaves.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 ITEM_FIELDS = ("begin", "end", "blocks_at", "first_block", "rows_at", "num_rows")
 OWN_BLOCKS = -1
-"""As blocks_at: a suffix, read through its row's block table."""
+"""Value of `blocks_at` for a suffix, which is read through its row's block table."""
 OPEN_END = np.iinfo(np.int32).max
 MIN_ITEM_TOKENS = 256
 ITEM_ALIGNMENT = 64
-"""Items are cut at multiples of it, counted from where the node or suffix begins."""
+"""Items are cut at multiples of it, relative to the start of the node or suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class WorkItems:
     items: Int32s
     """[items, len(ITEM_FIELDS)]"""
     item_rows: Int32s
-    """The rows of all items, one after the other; their places are the numbers of the slots."""
+    """Concatenated rows of all items; an index into it is the number of the output slot."""
     row_slots: Int32s
     row_slot_offsets: Int32s
 
@@ -62,7 +62,7 @@ def split_into_items(
 def _node_items(
     plan: SharingPlan, num_chunks: NDArray[Any], step: int, block_size: int, rows_per_item: int
 ) -> tuple[Int32s, Int32s]:
-    """The items of all nodes, and where in node_rows the rows of each begin."""
+    """Items of all nodes, and the offset in `node_rows` of each item's rows."""
     num_splits = -(-plan.node_tokens // step)
     node = np.repeat(np.arange(len(plan.node_tokens)), num_chunks * num_splits)
     chunk, split = np.divmod(
@@ -79,7 +79,7 @@ def _node_items(
 
 
 def _suffix_items(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[Int32s, Int32s]:
-    """The items of all suffixes, and the row of each. The last of a row has no end of its own."""
+    """Items of all suffixes, and the row of each. The last item of a row ends at `OPEN_END`."""
     num_splits = np.maximum(-(-suffix_tokens // step), 1)
     row = np.repeat(np.arange(len(suffix_tokens)), num_splits)
     split = _positions_within(num_splits)
@@ -91,7 +91,7 @@ def _suffix_items(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[
 
 
 def _node_starts(plan: SharingPlan) -> NDArray[Any]:
-    """Where each node begins: what the nodes before it, of any one of its rows, hold together."""
+    """Start position of each node: the tokens of the preceding nodes of any of its rows."""
     node = np.repeat(np.arange(len(plan.node_tokens)), np.diff(plan.node_row_offsets))
     by_row = np.argsort(plan.node_rows, kind="stable")
     tokens = plan.node_tokens[node[by_row]]

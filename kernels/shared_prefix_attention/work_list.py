@@ -1,8 +1,8 @@
-"""A plan cut into items of about the same size, in buffers whose size and place never change.
+"""Work list of the GPU kernel: a tiled plan in device buffers with fixed addresses and sizes.
 
-A CUDA graph replays with the pointers that it was captured with, so everything that the kernels
-read lies in one tensor made once, for the most that a step can need. `fill` writes a plan into it
-without waiting for the device: the copy comes from pinned memory, in stream order.
+A CUDA graph replays with the pointers that it was captured with. All kernel inputs are therefore in
+one tensor that is allocated once, for the largest step. `fill` writes a plan into it without a
+device synchronization: the copy is from pinned memory, in stream order.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kernels.shared_prefix_attention.tiling import ITEM_FIELDS, WorkItems, split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShape:
-    """What a model's layers, the scheduler's bounds and the GPU make of the buffers."""
+    """Buffer sizes, derived from the model, the scheduler's limits and the GPU."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,7 +35,7 @@ class WorkShape:
 
     @property
     def queries_per_item(self) -> int:
-        """Rows of the matrix product, a power of two; at least one row's queries fit in."""
+        """Rows of the matrix product, a power of two that fits the queries of at least one row."""
         one_row = self.max_query_tokens * self.ratio
         return max(64 if self.max_rows > 8 else 16, 1 << (one_row - 1).bit_length())
 
@@ -45,12 +45,12 @@ class WorkShape:
 
     @property
     def target_items(self) -> int:
-        """Of one KV head: several for each multiprocessor, so that they end at the same time."""
+        """Items per KV head: several per multiprocessor, so that they finish at the same time."""
         return max(1, 4 * self.num_processors // self.num_kv_heads)
 
     @property
     def max_items(self) -> int:
-        """Every row's suffix, nodes of two rows each over some depth, and what splitting adds."""
+        """Capacity: a suffix per row, nodes of two rows each at some depth, and added splits."""
         return 3 * self.max_rows + 2 * self.target_items
 
     @property
@@ -71,27 +71,30 @@ class WorkShape:
 
 
 class WorkList:
-    """Owns the buffers of one attention group; filled before a step, read by all of its layers."""
+    """Buffers of one attention group, filled before a step and read by all its layers."""
 
     def __init__(self, shape: WorkShape, device: torch.device) -> None:
         self.shape = shape
         self._bounds = [0, *accumulate(shape.sizes.values())]
         size = self._bounds[-1]
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
-        # In turn, so that a plan can be written while the one before is still being copied.
+        # Double-buffered, so that a plan can be written while the previous one is being copied.
         self._on_host = [_StagingBuffer(size, device) for _ in range(2)]
         slots = (shape.max_slots, shape.max_query_tokens, shape.num_heads)
         self.outputs = torch.empty(*slots, shape.head_size, dtype=torch.float32, device=device)
         self.lses = torch.empty(slots, dtype=torch.float32, device=device)
 
     def __getitem__(self, name: str) -> Tensor:
-        """One list of `WorkShape.sizes` on the device."""
+        """Device tensor of one list in `WorkShape.sizes`."""
         i = list(self.shape.sizes).index(name)
         return self._on_device[self._bounds[i] : self._bounds[i + 1]]
 
     def fill(self, plan: SharingPlan, suffix_tokens: Int32s) -> bool:
-        """Whether the plan fits. `suffix_tokens` of each row say no more than how finely to cut:
-        what a suffix grows by later is read as well."""
+        """Write a plan to the device; returns False if it does not fit.
+
+        `suffix_tokens` only determines the number of splits per row. Tokens that a suffix gains
+        later are read as well.
+        """
         cut = split_into_items(
             plan,
             suffix_tokens,
@@ -121,7 +124,7 @@ class WorkList:
 
 
 class _StagingBuffer:
-    """Pinned memory of one plan, and when its last copy was done."""
+    """Pinned host buffer of one plan, with the event of its last copy."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -130,7 +133,7 @@ class _StagingBuffer:
 
     def send(self, lists: list[Int32s], bounds: list[int], to: Tensor) -> None:
         if self._copied is not None:
-            self._copied.synchronize()  # of the plan before the last one: long done
+            self._copied.synchronize()  # the copy before the last one, so it rarely blocks
         memory = self._memory.numpy()
         for values, begin in zip(lists, bounds, strict=False):
             memory[begin : begin + len(values)] = values
