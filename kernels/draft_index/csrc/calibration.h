@@ -1,5 +1,5 @@
-// How likely a drafted token is to be accepted, learnt from what came of earlier drafts;
-// calibration.py says it slowly.
+// Acceptance probability of drafted tokens, estimated from the outcomes of earlier drafts.
+// calibration.py is the reference.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -46,12 +46,12 @@ class Calibration {
     for (const int bound : bounds) number += value >= bound;
     return number;
   }
-  // Of split votes by their share, of unanimous ones by their number.
+  // Bin of an agreement: split votes by their share, unanimous votes by their number.
   static int agreement(int agreeing, int total) {
     if (agreeing < total) return 2 * agreeing < total ? 0 : 4 * agreeing < 3 * total ? 1 : 2;
     return 3 + over({2, 3, 5, 9}, total);
   }
-  // Halved when full: the past fades.
+  // Counts are halved when full, so that old outcomes lose weight.
   static void count(uint32_t& tried, uint32_t& came, bool success, uint32_t full) {
     came += success;
     if (++tried == full) tried /= 2, came /= 2;

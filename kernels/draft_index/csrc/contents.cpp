@@ -1,4 +1,4 @@
-// A store to arrays and back.
+// Conversion of a store to arrays and back.
 #include "contents.h"
 
 #include <algorithm>
@@ -56,7 +56,7 @@ void Store::write(const Contents& contents) const {
   std::copy(calibration_.coarse_came, calibration_.coarse_came + kCoarseCells, at.coarse_came);
 }
 
-// Into a store in which nothing has happened. The oldest text is of version 0 again.
+// The store must be empty. Versions are renumbered so that the oldest text has version 0.
 void Store::read(const Sizes& sizes, const Contents& contents) {
   Contents at = contents;
   for (int64_t i = 0; i < sizes.texts; i++) version_ = std::max(version_, int64_t(at.text_ages[i]));

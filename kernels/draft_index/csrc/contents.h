@@ -1,4 +1,4 @@
-// What is saved of a store, as arrays; saved.py has the file.
+// Saved contents of a store, as arrays; file_format.py defines the file.
 #pragma once
 #include <cstdint>
 

@@ -1,7 +1,7 @@
-// What store.py calls.
+// C interface of the library, called by store.py.
 #include "store.h"
 
-// All that the library shows.
+// The exported symbols.
 #pragma GCC visibility push(default)
 extern "C" {
 

@@ -4,7 +4,7 @@ Log::Log(const Rules& rules)
     : capacity_(uint64_t(rules.log_tokens)),
       mask_(capacity_ - 1),
       order_(uint64_t(rules.all_order)),
-      // Pages that are never written take no memory.
+      // calloc: pages that are never written take no memory.
       tokens_(static_cast<int32_t*>(std::calloc(capacity_, 4))),
       older_(static_cast<uint32_t*>(std::calloc(capacity_, 4))),
       owner_(static_cast<uint32_t*>(std::calloc(capacity_, 4))),
@@ -30,7 +30,7 @@ void Log::append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t v
   const uint64_t begin = head_;
   texts_.push_back({prompt, version, begin, begin + count});
   const uint32_t owner = first_text_ + uint32_t(texts_.size() - 1);
-  constexpr size_t kAhead = 16;  // entries are far apart, and asked for before they are needed
+  constexpr size_t kAhead = 16;  // prefetch distance: table entries are scattered in memory
   for (size_t i = 0; i < count; i++, head_++) {
     if (i + kAhead < count && i + kAhead >= order_)
       table_.prefetch(hash_of(tokens + i + kAhead, int(order_)));

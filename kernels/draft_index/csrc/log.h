@@ -1,8 +1,8 @@
-// The latest finished responses to any prompt, the end of the prompt before each, in a ring.
+// Ring buffer of the latest finished responses to any prompt, each preceded by its prompt's end.
 //
-// A token's address only ever grows; what is older than the ring is long cannot be read any more,
-// and whoever follows a chain of places ends there. The table of places is renewed whenever the ring
-// has gone round, and the one before it is asked as well: together they know all that can be read.
+// Addresses of tokens increase monotonically. Tokens older than the capacity of the ring are
+// overwritten, and chains of places end there. The table of places is replaced each time the ring
+// has wrapped around; lookups also search the previous table, so the two cover the whole ring.
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -28,7 +28,7 @@ class Log {
   const std::deque<Logged>& texts() const { return texts_; }
 
   int32_t token(uint64_t address) const { return tokens_[address & mask_]; }
-  // Where the place is that was put in so many bits; 0 if it can be read no more.
+  // Address of a place, of which 32 bits are stored; 0 if it has been overwritten.
   uint64_t address(uint32_t place) const {
     const uint64_t address = head_ - uint32_t(uint32_t(head_) - place);
     return place && address >= tail() + order_ ? address : 0;
@@ -40,7 +40,7 @@ class Log {
   }
 
  private:
-  static constexpr uint64_t kFirst = 1;  // place 0 is none
+  static constexpr uint64_t kFirst = 1;  // 0 means no place
 
   const uint64_t capacity_, mask_, order_;
   uint64_t head_ = kFirst, renewed_ = kFirst;

@@ -1,4 +1,4 @@
-// All that is known of one prompt: its own text, the responses to it, and the places in them.
+// Record of one prompt: its tokens, the responses to it, and an n-gram index of both.
 #pragma once
 #include <list>
 #include <memory>
@@ -8,18 +8,18 @@
 #include "table.h"
 
 struct Text {
-  // A response begins with the end of its prompt, so that its first tokens have a context.
+  // A response starts with the last tokens of its prompt, as context of its first tokens.
   std::vector<int32_t> tokens;
-  // Of the place before each token, for each order: the place before it with that context.
+  // For each token and order: the previous place with the same context. Chains of places.
   std::vector<uint32_t> older;
   uint64_t group = 0;
   int64_t version = 0;
   uint32_t index = 0;
-  int32_t num_tail = 0;  // so many tokens are the prompt's
+  int32_t num_tail = 0;  // number of leading tokens that belong to the prompt
   bool dead = false;
 };
 
-// How much all records hold: what the budget is about.
+// Totals over all records, which are charged against the memory budget.
 struct Totals {
   int64_t records = 0, texts = 0, tokens = 0;
   int64_t charge(const Rules& rules) const {
@@ -27,7 +27,7 @@ struct Totals {
   }
 };
 
-// A place is a position in a text, in 32 bits.
+// A place is a text index and a token position in that text, packed into 32 bits.
 constexpr int kPositionBits = 21;
 constexpr uint32_t kPositionMask = (1u << kPositionBits) - 1;
 
@@ -44,16 +44,16 @@ class Record {
 
   Text& prompt() { return *texts[0]; }
 
-  // A text with these tokens, of which only those after the tail are places yet.
+  // Adds a text with these tokens and indexes the tokens after its first `num_tail`.
   Text& add(const int32_t* tokens, size_t count, int num_tail);
   void append(Text& text, const int32_t* tokens, size_t count);
   Text& add_response(uint64_t group, int64_t version);
-  // It is found no more; its room is won back when half of the record is of this kind.
+  // Removes a text from lookups. Memory is reclaimed once half of the record's tokens are dead.
   void drop(Text& text);
   void forget_finished();
   void rebuild();
 
-  // The latest place behind the last of so many tokens.
+  // Latest place after the n-gram of the given order that ends at `end`.
   uint32_t latest(const int32_t* end, int64_t length, int order) const {
     if (length < rules_.orders[order]) return 0;
     return tables_[order].find(hash_of(end, rules_.orders[order]));
@@ -66,15 +66,15 @@ class Record {
 
   const uint64_t key;
   std::vector<std::unique_ptr<Text>> texts;
-  std::vector<Text*> finished;  // the oldest first
+  std::vector<Text*> finished;  // oldest first
   int running = 0;
-  std::list<Record*>::iterator used;  // where it stands in the order of use
+  std::list<Record*>::iterator used;  // position in the store's LRU list
 
  private:
   void index(Text& text, size_t begin);
 
   const Rules& rules_;
   Totals& totals_;
-  Table tables_[kOrders];  // apart: a chain of places is of one order
+  Table tables_[kOrders];  // one per order, as a chain of places is of one order
   int64_t num_tokens_ = 0, num_dead_ = 0;
 };

@@ -1,4 +1,4 @@
-// The figures of rules.py, field by field as store.py hands them over.
+// Parameters of params.py; the `Rules` structure in library.py mirrors this one.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,7 @@ struct Rules {
   int64_t max_bytes;
   int64_t log_tokens;  // a power of two
   int32_t longest;
-  int32_t scopes;  // a bit for each
+  int32_t scopes;  // bit mask
   int32_t orders[kOrders];
   int32_t looks, places, enough;
   int32_t skip_below, skip_places;
@@ -25,5 +25,5 @@ struct Rules {
   }
 };
 
-// Who else may be the source of a token; Scope in drafted.py.
+// Source of a drafted token; Scope in interface.py.
 enum Scope : uint8_t { kSelf = 0, kSiblings = 1, kPrompt = 2, kAll = 3 };

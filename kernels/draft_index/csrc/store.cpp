@@ -83,7 +83,7 @@ void Store::append(Row& row, const int32_t* tokens, int count) {
   row.record->append(*row.text, tokens, size_t(count));
 }
 
-// Whether there is more of it to compare with what comes later.
+// Scores a pending draft against new tokens. False once it was wrong or is fully compared.
 bool Store::still_right(Pending& pending, const int32_t* tokens, int count) {
   for (int i = 0; i < count; i++) {
     const int at = pending.position++;
@@ -100,7 +100,7 @@ void Store::draft(Row& row, int limit, const Step& step, size_t index) {
   Elected elected[kLongestDraft];
   const int length = votes.elect(limit, elected);
   step.lengths[index] = length;
-  // One that was made here before and saw no token yet is replaced.
+  // A previous draft that was not compared with any token yet is replaced.
   if (!row.pending.empty() && !row.pending.back().position) row.pending.pop_back();
   if (!length) return;
   row.pending.emplace_back();
@@ -131,7 +131,7 @@ Record& Store::record_of(uint64_t key, const int32_t* prompt, int32_t length) {
   return *held;
 }
 
-// First prompts that nothing runs for, then what has finished of the others.
+// Evicts prompts without running requests first, then finished responses of the others.
 void Store::evict() {
   while (charge() > rules_.max_bytes) {
     const auto idle = std::find_if(used_.begin(), used_.end(), [](Record* one) { return !one->running; });

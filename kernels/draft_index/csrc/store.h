@@ -1,4 +1,4 @@
-// The draft store; reference.py says slowly what each call does. For one thread.
+// The draft store. Not thread-safe. tests/kernels/draft_index/reference.py is the reference.
 #pragma once
 #include <list>
 #include <memory>
@@ -11,7 +11,7 @@
 #include "record.h"
 #include "votes.h"
 
-// What a call answers instead of a slot or zero; store.py says it in words.
+// Error codes, returned instead of a slot or zero; store.py has the messages.
 enum Refusal : int32_t {
   kUnknownSlot = -1,
   kSlotTwice = -2,
@@ -19,16 +19,16 @@ enum Refusal : int32_t {
   kTooManyTexts = -4,
 };
 
-// One step, as store.py hands it over.
+// Arguments of one step; the `Step` structure in library.py mirrors this one.
 struct Step {
   const int32_t *slots, *counts, *tokens, *limits;
   int32_t* lengths;  // [rows]
-  int32_t* drafts;   // [rows, longest], as is all below
+  int32_t* drafts;   // [rows, longest], like all arrays below
   uint8_t* scope;
   int16_t *matched, *agreeing, *total;
   float* probability;
   int32_t num_rows;
-  int32_t refused;  // the row that was
+  int32_t refused;  // row that caused an error
 };
 
 class Store {
@@ -42,7 +42,7 @@ class Store {
 
   int64_t charge() const { return rules_.log_tokens * rules_.log_token_bytes + totals_.charge(rules_); }
   int64_t num_tokens() const { return totals_.tokens; }
-  // What is really allocated, without what running rows wait for.
+  // Allocated bytes, without the pending drafts of running rows.
   int64_t bytes() const;
   const Calibration& calibration() const { return calibration_; }
 
@@ -51,7 +51,7 @@ class Store {
   void read(const Sizes& sizes, const Contents& contents);
 
  private:
-  // A draft that is being compared with what comes.
+  // A draft that is compared with the tokens that are generated.
   struct Pending {
     int32_t tokens[kLongestDraft];
     uint16_t cells[kLongestDraft];
@@ -59,7 +59,7 @@ class Store {
     int16_t length, position;
   };
   struct Row {
-    Record* record = nullptr;  // null: nobody holds the slot
+    Record* record = nullptr;  // null: the slot is free
     Text* text = nullptr;
     std::vector<Pending> pending;
     uint64_t stepped = 0;
@@ -80,7 +80,7 @@ class Store {
   uint64_t steps_ = 0;
   Totals totals_;
   std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
-  std::list<Record*> used_;  // the longest unused first
+  std::list<Record*> used_;  // least recently used first
   std::vector<Row> rows_;
   std::vector<int32_t> free_;
   Log log_;

@@ -1,12 +1,12 @@
-// From a context, as a hash, to the latest place behind it. Zero is no place.
+// Hash table from the hash of a context to the latest place after it. Zero means no place.
 //
-// Contexts whose hashes are alike share an entry: whoever follows it compares the tokens.
+// Contexts with equal hashes share an entry, so callers must compare the tokens.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
 #include <utility>
 
-// Of the `order` tokens before `end`.
+// Hash of the `order` tokens before `end`.
 inline uint32_t hash_of(const int32_t* end, int order) {
   uint64_t hash = 0;
   for (int i = 1; i <= order; i++) {
@@ -19,7 +19,7 @@ inline uint32_t hash_of(const int32_t* end, int order) {
 class Table {
  public:
   Table() = default;
-  // At least twice as many entries as contexts will come.
+  // `entries` is a power of two, at least twice the expected number of contexts.
   explicit Table(uint64_t entries) { make(entries); }
   ~Table() { std::free(entries_); }
   Table(const Table&) = delete;
@@ -33,7 +33,7 @@ class Table {
 
   uint32_t find(uint32_t hash) const { return used_ ? at(hash).head : 0; }
 
-  // Puts a place there and returns the one that was.
+  // Stores a place and returns the previous one.
   uint32_t replace(uint32_t hash, uint32_t head) {
     if (4 * (used_ + 1) > 3 * size_) grow();
     Entry& entry = at(hash);
@@ -53,7 +53,7 @@ class Table {
     uint32_t hash, head;
   };
 
-  // The entry of this hash, or the free one where it would be.
+  // Entry of this hash, or the free entry at which it would be inserted.
   Entry& at(uint32_t hash) const {
     uint64_t at = hash >> shift_;
     while (entries_[at].head && entries_[at].hash != hash) at = (at + 1) & (size_ - 1);

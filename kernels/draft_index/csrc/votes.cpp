@@ -5,7 +5,7 @@
 
 namespace {
 
-// How many tokens before both ends are alike.
+// Length of the common suffix.
 int common_end(const int32_t* one, int64_t one_length, const int32_t* other, int64_t other_length) {
   const int most = int(std::min<int64_t>({one_length, other_length, kLongestMatch}));
   int matched = 0;
@@ -13,7 +13,7 @@ int common_end(const int32_t* one, int64_t one_length, const int32_t* other, int
   return matched;
 }
 
-// By what a vote is multiplied when another response says it so many tokens earlier or later.
+// Factor on the vote of another response, by the distance of the positions in tokens.
 int64_t nearness(int64_t apart) {
   const int bits = apart > 1 ? 64 - __builtin_clzll(uint64_t(apart - 1)) : 0;
   return 8 >> std::min(3, std::max(0, bits - 1) / 2);
@@ -41,13 +41,14 @@ void Votes::look(const Record& record, const Text& text, int order, int longer) 
     const Text& other = record.text_of(place);
     const uint32_t end = place & kPositionMask;
     const int matched = common_end(other.tokens.data() + end, end, here, length);
-    if (matched < rules_.orders[order]) continue;  // another context with the same hash
+    if (matched < rules_.orders[order]) continue;  // hash collision
     looks++;
     if (!other.dead && matched < longer) add(record, text, other, end, matched);
   }
 }
 
-// The last token may be where this text differs from another one, which goes on alike.
+// Looks up the context before the last token: that token may be a mismatch with a text that
+// continues in the same way afterwards.
 void Votes::look_behind_a_slip(const Record& record, const Text& text) {
   const auto length = int64_t(text.tokens.size()) - 1;
   const int32_t* here = text.tokens.data() + length;
@@ -126,7 +127,7 @@ int Votes::elect(int limit, Elected* draft) {
       if (at == num_tokens) tokens[num_tokens] = places_[i].vote, weights[num_tokens++] = 0;
       weights[at] += places_[i].weight;
     }
-    // Of equals the first.
+    // max_element returns the first of equal weights.
     const int32_t token = tokens[std::max_element(weights, weights + num_tokens) - weights];
     num_places_ = int(std::remove_if(places_, places_ + total,
                                      [&](const Place& place) { return place.vote != token; }) -

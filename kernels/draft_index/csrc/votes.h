@@ -1,6 +1,7 @@
-// A draft out of the places that resemble where a request has come to; reference_votes.py says it
-// slowly. Each place votes for the token that came after it. The heaviest token is drafted, the
-// places that voted for it stay, and vote on what comes next.
+// Drafting by a vote of the places whose contexts match the end of a request's tokens.
+// tests/kernels/draft_index/reference_votes.py is the reference. Each place votes for the token
+// that follows it. The token with the largest total weight is drafted. The places that voted for it
+// remain, and vote on the next token.
 #pragma once
 #include "log.h"
 #include "record.h"
@@ -16,20 +17,20 @@ class Votes {
   Votes(const Rules& rules, const Log& log, int64_t version)
       : rules_(rules), log_(log), version_(version) {}
 
-  // Finds the places for a text of a record.
+  // Finds the matching places for a text of a record.
   void gather(const Record& record, const Text& text);
-  // At most `limit` tokens; returns how many.
+  // Drafts at most `limit` tokens; returns their number.
   int elect(int limit, Elected* draft);
 
  private:
   struct Place {
-    const int32_t* after;  // in a record
-    uint64_t address;      // in the log, where `after` is null
-    int64_t length;        // of what came after it
+    const int32_t* after;  // following tokens, if the place is in a record
+    uint64_t address;      // address in the log, if `after` is null
+    int64_t length;        // number of following tokens
     int64_t weight;
     int16_t matched;
     uint8_t scope;
-    bool own;  // past its end come the drafted tokens themselves
+    bool own;  // in the text itself: the drafted tokens continue it
     int32_t vote;
   };
 
@@ -45,6 +46,6 @@ class Votes {
   const Log& log_;
   const int64_t version_;
   int num_places_ = 0;
-  int longest_ = 0;  // match of a place
+  int longest_ = 0;  // longest match of a place in a record
   Place places_[kMostPlaces];
 };

@@ -1,4 +1,4 @@
-// Attention over vLLM's packed `vec` cache, tile by tile, written once for all instruction sets.
+// Tiled attention over vLLM's packed `vec` cache, generic over the instruction set.
 #pragma once
 #include "gather.h"
 #include "softmax.h"
@@ -18,7 +18,7 @@ class Attend {
       : size_(size), block_size_(block_size), weigh_(size, block_size, factor, packed),
         gather_(size, packed + packed_bytes(size) / 2) {}
 
-  // The next tile is asked for by as many passes over this one as there are, and then at an even pace.
+  // Prefetching the next tile is spread evenly over the passes over this one.
   void run(const Tile<Element>& tile, const Gathered<F>& all, const Tile<Element>* ahead) {
     Prefetch prefetch;
     if (ahead) list(*ahead, prefetch);

@@ -1,4 +1,4 @@
-// For processors with AVX2 and FMA. bfloat16 is widened to float as it is packed.
+// Variant for AVX2 and FMA. bfloat16 is converted to float when it is packed.
 #include <immintrin.h>
 
 #include <cstring>
@@ -26,9 +26,9 @@ struct Avx2 {
     store(all, x);
     return ((all[0] + all[4]) + (all[1] + all[5])) + ((all[2] + all[6]) + (all[3] + all[7]));
   }
-  // 2^x by a shift of the exponent and a polynomial, within 1e-7 of it. Exactly 1 at 0.
+  // 2^x by an exponent shift and a polynomial; error at most 1e-7, exactly 1 at 0.
   static INLINE Vector exp2(Vector x) {
-    const Vector magic = set(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Vector magic = set(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
     x = max(x, set(-126.f));
     const Vector whole = add(x, magic), part = sub(x, sub(whole, magic));
     Vector p = fma(part, set(1.3264727e-3f), set(9.671513e-3f));
@@ -89,7 +89,7 @@ struct Bfloat16 : Floats<Avx2> {
   static void outputs(const float* from, float factor, Element* to, int size) {
     for (int d = 0; d < size; d++) to[d] = rounded(from[d] * factor);
   }
-  // To the nearest, ties to even.
+  // Round to nearest, ties to even.
   static Element rounded(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);

@@ -1,4 +1,4 @@
-// For processors with AVX-512 and its bfloat16 products.
+// Variant for AVX-512 with AVX512_BF16 dot products.
 #include <immintrin.h>
 
 #include <cstring>
@@ -21,7 +21,7 @@ struct Avx512 {
   static INLINE Vector max(Vector x, Vector y) { return _mm512_max_ps(x, y); }
   static INLINE Vector fma(Vector x, Vector y, Vector z) { return _mm512_fmadd_ps(x, y, z); }
   static INLINE float sum(Vector x) { return _mm512_reduce_add_ps(x); }
-  // 2^x by a polynomial of what is above the next lower whole number, within 3e-7 of it.
+  // 2^x by a polynomial of the fractional part x - floor(x); error at most 3e-7.
   static INLINE Vector exp2(Vector x) {
     const Vector part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
     Vector p = fma(part, set(1.8775767e-3f), set(8.9893397e-3f));
@@ -39,8 +39,9 @@ struct Avx512 {
   }
 };
 
-// Powers of 2 are nearly straight between whole exponents, and so are bfloat16's bits as numbers: by how
-// much the straight line is too high, in quarters of their last place, at each of its places.
+// Correction table for 2^x in bfloat16. Read as an integer, the bits of a bfloat16 are a piecewise
+// linear approximation of a scaled and biased log2. So 2^x is the linear value minus a correction,
+// which is tabulated at the 128 values of the mantissa, in quarters of a ulp.
 struct Bends {
   alignas(64) uint8_t at[128];
 
@@ -52,9 +53,9 @@ struct Bends {
 };
 constexpr Bends kBends;
 
-// Pairs of neighbours along the summed dimension, 16 pairs to an operand. Interleaving two rows of 32
-// leaves them out of order, [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]: narrowing two vectors of
-// weights to one puts tokens back in theirs, and dimensions are put back as the output is written.
+// An operand has 16 pairs of neighbours along the summed dimension. Interleaving two rows of 32
+// permutes the pairs to [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]. Narrowing two vectors
+// of weights to one restores the order of tokens; `outputs` restores the order of dimensions.
 struct Bfloat16 : Avx512 {
   using Element = uint16_t;
   using Weight = uint16_t;
@@ -87,7 +88,7 @@ struct Bfloat16 : Avx512 {
     const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
     return kept(x, tokens, low - 4 * half, high - 4 * half);
   }
-  // Exponents are counted in quarters of the last place, from that of the smallest number.
+  // Exponents are in quarters of a bfloat16 ulp, 512 per power of two, with bfloat16's bias of 127.
   static constexpr int kOne = 127 * 512;
   static float unit(float factor) { return factor * 512; }
   static float top(float base) { return kOne + 1.5f - base * 512; }
@@ -96,10 +97,10 @@ struct Bfloat16 : Avx512 {
   static INLINE bool is_above(Highest x) {
     return _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(short(kOne + 2)));
   }
-  // The sum is that of the rounded weights, by which the outputs are divided: they weigh what they weigh.
+  // Outputs are divided by the sum of the rounded weights, so the weights used add up to one.
   static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
                            Highest& highest) {
-    // What is below the smallest number becomes nothing here.
+    // packus saturates negative values to zero: weights that are too small become 0.
     const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], unit, top)),
                                              _mm512_cvtps_epi32(fma(scores[1], unit, top)));
     const __m512i* const bends = reinterpret_cast<const __m512i*>(kBends.at);

@@ -1,11 +1,11 @@
-// One decode step of one layer, as cpu.py hands it over (the ctypes structure there mirrors this one).
+// Arguments of one layer in a decode step; the `KernelCall` structure in library.py mirrors `Call`.
 #pragma once
 #include <cstdint>
 
 enum Element : int32_t { kBfloat16 = 0, kFloat32 = 1 };
 enum Isa : int32_t { kAvx2 = 1, kAvx512Bfloat16 = 2 };
 
-// Strides count elements. T tokens, R rows, Hq query heads, D head size.
+// Strides are in elements. T tokens, R rows, Hq query heads, D head size.
 struct Call {
   const void* query;  // [T, Hq, D]
   int64_t query_stride;

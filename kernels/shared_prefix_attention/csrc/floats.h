@@ -1,4 +1,4 @@
-// Products of floats, and weights as floats: what is the same for vectors of any width.
+// Products and weights in float, for vectors of any width.
 #pragma once
 #include <cmath>
 

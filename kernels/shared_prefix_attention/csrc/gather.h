@@ -1,4 +1,4 @@
-// From weights and values to outputs.
+// Weighted sum of values.
 #pragma once
 #include "pass.h"
 
@@ -26,8 +26,9 @@ class Gather {
   }
 
  private:
-  // Values are packed in pairs of vectors, whatever the number of columns that a pass takes at once.
-  // Not inlined, as the products of the scores. The only pass over a tile asks for the next one here too.
+  // Values are packed in pairs of vectors, for any number C of columns that a pass handles at once.
+  // Not inlined, for the same reason as Weigh::weigh_all. If a tile has only one pass (kCache), it
+  // prefetches the next tile here as well.
   template <int M, int C, Source kSource>
   __attribute__((noinline)) void gather(const Pass<F>& pass, const Weight* weights, const float* decay,
                                         int column) {
@@ -47,7 +48,7 @@ class Gather {
       UNROLL for (int i = 0; i < kAsked; i++) lines[i] = pass.prefetch->take(kSubSteps);
       const Element* from = tile.values[sub / kSub] + column;
       const int low = tile.low - sub, high = tile.high - sub;
-      // Memory outside of the run may hold anything, and nothing times that is not nothing.
+      // Memory outside [low, high) may contain NaN or infinity, and 0 * NaN is not 0.
       const auto row = [=](int token) {
         return token >= low && token < high ? from + token * size : zeros;
       };

@@ -1,4 +1,5 @@
-// What cpu.py calls. Compiled for any x86-64: it runs before the processor has been looked at.
+// C interface of the library, called by cpu.py. Compiled for baseline x86-64, because it runs
+// before the CPU features are checked.
 #include <sched.h>
 
 #include <cstdlib>
@@ -9,7 +10,7 @@
 
 namespace {
 
-// Grows, and is freed when its thread ends.
+// Growing buffer, freed when its thread ends.
 class Memory {
  public:
   ~Memory() { std::free(at_); }
@@ -36,20 +37,20 @@ char* kept_memory(size_t bytes) {
 }
 
 void wait_a_little(int times) {
-  // With more threads than processors, the one that is waited for may need this one's.
+  // With more threads than cores, the awaited thread may need this thread's core.
   if (times < 1000)
     __builtin_ia32_pause();
   else
     sched_yield();
 }
 
-// All that the library shows.
+// The exported symbols.
 #pragma GCC visibility push(default)
 extern "C" {
 
 int coppice_shared_prefix_version() { return 1; }
 
-// The best instruction set of this processor and its operating system; 0: none that will do.
+// Best instruction set that the CPU and the operating system support; 0 if none is sufficient.
 int coppice_shared_prefix_isa() {
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

@@ -1,10 +1,10 @@
-// A pass: up to a handful of queries, whose sums fit into registers, over one tile.
+// A pass: attention of a few queries, whose accumulators fit in registers, over one tile.
 //
-// A Format says how: Element as it lies in the cache, Weight as queries and probabilities are multiplied
-// with it, Vector of kWidth floats, Operand of a product that takes kStep elements of the summed
-// dimension at a time. Keys lie transposed, [head_size][block_size], so an operand holds many tokens;
-// values lie [block_size][head_size], so an operand holds many dimensions. The first queries that pass
-// over a tile pack it into operands, and those after them read it packed.
+// The template parameter F (format) defines: Element, the type in the cache; Weight, the type of
+// queries and probabilities in products; Vector of kWidth floats; Operand of a product over kStep
+// elements of the summed dimension. Keys are stored transposed, [head_size][block_size], so an
+// operand has several tokens. Values are stored [block_size][head_size], so an operand has several
+// dimensions. The first pass over a tile packs it into operands, which later passes read.
 #pragma once
 #include "prefetch.h"
 #include "tile.h"
@@ -14,30 +14,30 @@
 
 namespace {
 
-// The base of no score. Finite, because the difference of two infinities is none.
+// Base of a query without scores. Finite, because the difference of two infinities is NaN.
 constexpr float kNothing = -1e30f;
 
-// Queries lie this far apart whatever their size, up to 256: a loop over some of them needs one address.
+// Stride of queries for every head size up to 256. Constant, so that a loop needs one address only.
 constexpr int kQueryStride = 256 + 32;
 
-// What the queries of a unit have gathered so far, relative to 2 to the power of their bases.
+// Accumulators of a unit's queries, scaled by 2^-base.
 template <class F>
 struct Gathered {
   typename F::Weight* queries;  // [M, kQueryStride]
-  float* outputs;               // [M, size], in the order of the format's lanes
+  float* outputs;               // [M, size], in the lane order of the format
   float* bases;                 // [M]
-  float* sums;                  // [M, kWidth], a part of the sum in each
+  float* sums;                  // [M, kWidth], partial sums
 };
 
 template <class F>
 struct Pass {
   const Tile<typename F::Element>& tile;
   Gathered<F> to;
-  int query;  // the first one's place in the tile
+  int query;  // index of the first query in the tile
   Prefetch* prefetch;
 };
 
-// Where operands come from: packed by queries before these, or from the cache, and then packed or not.
+// Source of operands: packed by an earlier pass, or the cache with or without packing them.
 enum Source { kPacked, kPacking, kCache };
 
 }  // namespace

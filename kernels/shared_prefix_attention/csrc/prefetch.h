@@ -1,5 +1,5 @@
-// Cache lines of the tile after this one, asked for one by one between the products of this one: the
-// processor's own prefetcher stops at every page.
+// Software prefetch of the next tile, interleaved line by line with the products of this one: the
+// hardware prefetcher stops at page boundaries.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -19,8 +19,8 @@ class Prefetch {
     if (count > 0) lists_[num_++] = {static_cast<const char*>(at), stride, int(count)};
   }
 
-  // Up to so many lines that lie evenly. Asking for more than there are costs a little; where there are
-  // none left, the line asked for is always the same one, so that asking needs no branch.
+  // Takes up to `most` lines with a constant stride. Callers may prefetch more lines than were
+  // taken, at little cost. If none are left, the stride is zero, so that callers need no branch.
   Lines take(int most) {
     if (i_ == num_ || most == 0) return {reinterpret_cast<const char*>(this), 0};
     List& list = lists_[i_];
@@ -32,7 +32,7 @@ class Prefetch {
     return taken;
   }
 
-  // Into the second level: into the first one, it would push out what is being multiplied.
+  // Into L2: in L1 it would evict the operands in use.
   static inline __attribute__((always_inline)) void ask(Lines& lines) {
     __builtin_prefetch(lines.at, 0, 2);
     lines.at += lines.stride;

@@ -1,4 +1,4 @@
-// A thread's work with one instruction set, each compiled on its own with the flags for it.
+// Entry points of a thread's work. Each is compiled separately with its instruction-set flags.
 #pragma once
 struct Shared;
 

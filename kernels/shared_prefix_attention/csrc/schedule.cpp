@@ -4,13 +4,13 @@
 #include <cmath>
 
 namespace {
-// Costs count queries times tokens. Packing a token costs about as much as this many queries.
+// The unit of cost is one query times one token. Packing a token costs as much as kPacking queries.
 constexpr double kPacking = 12;
 constexpr double kLeastCost = 4096;
-// The heads' parts of a block lie side by side, and so do the page table's entries for them: rows alone
-// come in pieces so small that these are still at hand when the next head's turn comes.
+// The KV heads of a block are adjacent in memory, and so are their page-table entries. Pieces of
+// rows without a node are small enough that these entries are still cached for the next KV head.
 constexpr double kRowsCost = 4 * kLeastCost;
-// What the queries of a piece have gathered so far has to stay in the core's cache.
+// The accumulated outputs of a piece's queries must fit in the core's cache.
 constexpr int kMostFloats = 32 * 1024;
 constexpr int kFewestTokens = 256, kTile = 128;
 
@@ -52,7 +52,7 @@ void Schedule::find_nodes(const Call& call) {
   }
 }
 
-// Small enough pieces that all threads end at about the same time.
+// Limits the cost of a piece, so that all threads finish at about the same time.
 void Schedule::set_limit(const Call& call) {
   double total = 0;
   int num_units = 0;
@@ -101,7 +101,7 @@ void Schedule::add_node(const Call& call, int node) {
   }
 }
 
-// All but the last part of it, where the query's own tokens are, in pieces for other threads.
+// Splits a long suffix into pieces for other threads, except its end with the query's own tokens.
 void Schedule::add_long_suffix(const Call& call, int row) {
   const int begin = suffix_begins[row];
   const int seen_by_all = call.seq_lens[row] - call.query_tokens(row);
@@ -110,7 +110,7 @@ void Schedule::add_long_suffix(const Call& call, int row) {
   const int last = std::max<int>(kFewestTokens, (seen_by_all - begin) / std::ceil(cost / limit_));
   const int end = (seen_by_all - last) / kTile * kTile;
   if (end <= begin) return;
-  // The row's number stays where it is: rows_ does not grow any more.
+  // The pointer stays valid: rows_ does not grow any more.
   const int32_t* self = &*std::lower_bound(rows_.begin(), rows_.end(), row);
   const int32_t* blocks = call.block_table + row * call.block_table_stride;
   add_tokens(call, {blocks, 0, begin, end, self, 1, call.queries(row), kNoRow, 0});
@@ -124,7 +124,7 @@ void Schedule::add_tokens(const Call& call, const Piece& piece) {
   for (int begin = piece.begin; begin < piece.end;) {
     Piece part = piece;
     part.begin = begin;
-    // Cuts lie at whole tiles; what would be left after one, if small, stays with it.
+    // Cuts are at multiples of the tile size. A remainder smaller than a tile is not split off.
     const int end = (begin + step) / kTile * kTile;
     part.end = piece.end - end < kTile ? piece.end : end;
     add(call, part);
@@ -155,7 +155,7 @@ double Schedule::suffix_cost(const Call& call, int row) const {
   return cost_of(call.seq_lens[row] - suffix_begins[row], call.queries(row));
 }
 
-// How many of the rows, at least one, make a piece.
+// Number of rows, at least one, that fit in one piece.
 template <class Cost>
 int Schedule::fitting(const Call& call, const int32_t* rows, int num_rows, Cost cost) const {
   int queries = 0;

@@ -1,4 +1,4 @@
-// From keys to weights: what each token counts for each query of a pass, relative to the query's base.
+// Scores and unnormalized softmax weights of the tokens for each query, relative to its base.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -7,9 +7,9 @@
 
 namespace {
 
-// What scores are relative to is this far above the highest one, in exponents of 2, that was seen when it
-// was chosen, and at first this far above 0: floating point loses no precision by it, and what is gathered
-// need not be scaled until a score is higher, or all are lower than the least sum tells.
+// A base is kSlack, in powers of 2, above the highest score seen when it was chosen, and initially
+// kSlack above 0. That costs no floating-point precision. Accumulators are rescaled only if a score
+// exceeds the base, or if the sum over the first tile is below kLeastSum.
 constexpr float kSlack = 16, kLeastSum = 1 / 4294967296.f;
 
 template <class F>
@@ -25,8 +25,8 @@ class Weigh {
       : steps_(size / F::kStep), block_size_(block_size), factor_(factor),
         packed_(reinterpret_cast<Operand*>(packed)) {}
 
-  // The weights of the tile's tokens, and what the outputs so far are to be multiplied with.
-  // kAsked lines of the next tile are asked for in every two steps.
+  // Writes the weights of the tile's tokens, and the factors by which to scale the outputs so far.
+  // kAsked lines of the next tile are prefetched in every two steps.
   template <int M, Source kSource, int kAsked>
   void run(const Pass<F>& pass, Weight* weights, float* decay) {
     alignas(64) float sums[M * F::kWidth];
@@ -54,8 +54,8 @@ class Weigh {
     return below;
   }
 
-  // The functions with the products are not inlined and hold what they use in variables of their own:
-  // everything that a product needs has to stay in a register. Whether any score is above its base.
+  // Returns whether any score is above its base. Functions with products are not inlined and copy
+  // their inputs to local variables, so that the compiler holds all of them in registers.
   template <int M, Source kSource, int kAsked>
   __attribute__((noinline)) bool weigh_all(const Pass<F>& pass, Weight* weights, float* sums) {
     const Vector unit = F::set(F::unit(factor_));
@@ -75,7 +75,7 @@ class Weigh {
 
   template <int M, Source kSource, int kAsked>
   INLINE void score(const Pass<F>& pass, int token, Vector (&scores)[M][2]) {
-    // With few queries several sums side by side, or each product would wait for the one before.
+    // With few queries, several accumulators hide the latency of dependent products.
     constexpr int kSide = M <= 2 ? 2 : 1;
     const int steps = steps_, stride = block_size_;
     const Weight* queries = pass.to.queries;
@@ -128,7 +128,7 @@ class Weigh {
     }
   }
 
-  // Bases anew from the highest scores of this tile, and what is relative to them.
+  // Sets the bases from the highest scores of this tile, and rescales the sums.
   template <int M, Source kSource>
   __attribute__((noinline)) void rebase(const Pass<F>& pass, float* decay) {
     alignas(64) float highest[M][F::kWidth];
@@ -144,7 +144,7 @@ class Weigh {
       float& base = pass.to.bases[m];
       const float before = F::sum(F::load(sums)) >= kLeastSum ? base : kNothing;
       const float here = *std::max_element(highest[m], highest[m] + F::kWidth) * factor_;
-      base = here <= before ? before : here + kSlack;  // or no number, as a query that is none
+      base = here <= before ? before : here + kSlack;  // NaN if the query has NaN
       decay[m] = std::exp2(before - base);
       F::store(sums, F::mul(F::load(sums), F::set(decay[m])));
     }

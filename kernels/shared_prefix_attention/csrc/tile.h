@@ -1,23 +1,23 @@
-// A run of a row's or a node's positions, short enough that it stays packed in a core's cache.
+// A tile: a range of a row's or a node's positions, whose packed KV fits in a core's cache.
 #pragma once
 #include <cstdint>
 
 namespace {
 
-// 128 was the fastest, or level, at every shape but the shortest.
+// Measured: 128 was the fastest, or equally fast, for all shapes but the shortest.
 constexpr int kTile = 128;
-// A part that lies within one block: vLLM's block sizes for CPUs are its multiples.
+// Part of a tile that is within one block: vLLM's CPU block sizes are multiples of it.
 constexpr int kSub = 32;
 
 template <class Element>
 struct Tile {
   const Element* keys[kTile / kSub];
   const Element* values[kTile / kSub];
-  int tokens;             // whole parts, of which positions [low, high) count
+  int tokens;             // a multiple of kSub, of which positions [low, high) are valid
   int low, high;
-  int query, num_queries;  // of the unit's
-  int causal_heads;        // 0: all queries see all; else: so many heads to a token of the row, and
-  int end;                 // the row's last token sees this many positions, each before it one less
+  int query, num_queries;  // range of the unit's queries
+  int causal_heads;        // 0: no mask; else causal mask, with this many heads per query token
+  int end;                 // positions visible to the row's last token; one less per earlier token
 
   int seen_by(int query_in_tile) const {
     if (!causal_heads) return kTile;

@@ -1,4 +1,4 @@
-// A thread's share of a step: takes units, a piece for one KV head each, until none is left.
+// Worker loop of a thread: takes units until none is left. A unit is a piece for one KV head.
 #pragma once
 #include <atomic>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "schedule.h"
 
-// What the threads of one call have in common.
+// State that the threads of one call share.
 struct Shared {
   const Call& call;
   const Schedule& schedule;
@@ -16,11 +16,12 @@ struct Shared {
   std::atomic<char>* done;  // by unit
 };
 
-// Memory of this thread that stays with it from call to call, aligned to cache lines.
+// Thread-local buffer that is reused from call to call, aligned to pages.
 char* kept_memory(size_t bytes);
 void wait_a_little(int times);
 
-// Everything below is compiled for one instruction set after another: none may stand in for another's.
+// Anonymous namespace: the code is compiled once per instruction set, and the linker must not merge
+// the copies.
 namespace {
 
 template <class F>
@@ -50,7 +51,7 @@ class Worker {
       begin(unit);
       int following = -1;
       for (size_t i = 0; i < now.size(); i++) {
-        // Taken one tile early: its first tile is on its way when its turn comes.
+        // The next unit is taken one tile early, so that its first tile can be prefetched.
         if (i + 1 == now.size()) following = take(later);
         const Tile<Element>* ahead = i + 1 < now.size() ? &now[i + 1] : later.data();
         attend_.run(now[i], all_, i + 1 == now.size() && later.empty() ? nullptr : ahead);
@@ -74,7 +75,7 @@ class Worker {
     return kept_memory(Attend<F>::packed_bytes(size_) + most_queries() * each);
   }
 
-  // What a unit reads, in order: the piece's tokens, then the suffixes of the rows that finish in it.
+  // Takes a unit and lists its tiles: the piece's tokens, then suffixes of rows finishing in it.
   int take(Tiles& tiles) {
     const int unit = shared_.next.fetch_add(1, std::memory_order_relaxed);
     tiles.clear();
