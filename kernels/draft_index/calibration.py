@@ -44,6 +44,8 @@ def coarse_cell(cell: int) -> int:
 
 
 class Calibration:
+    """Acceptance counts by cell and coarse cell, with the reliability of the predictions."""
+
     def __init__(self) -> None:
         self.tried = np.zeros(NUM_CELLS, np.uint32)
         self.accepted = np.zeros(NUM_CELLS, np.uint32)

@@ -74,7 +74,7 @@ class Store(Protocol):
         """
 
     def end(self, slot: int, *, keep: bool) -> None:
-        """End a request: its response is indexed as finished, or deleted unless `keep`."""
+        """End a request. With `keep` its response is stored as finished, otherwise deleted."""
 
     def age(self) -> None:
         """Age all stored texts by one weights version."""

@@ -21,7 +21,7 @@ from kernels.draft_index.reliability import NUM_BINS, Reliability
 
 
 def is_built() -> bool:
-    """True if the library was built for this version; an install without a compiler has none."""
+    """Return True if the library was built for this version; that requires a compiler."""
     return library() is not None
 
 

@@ -66,7 +66,7 @@ class KernelCall(ctypes.Structure):
 
 
 def is_built() -> bool:
-    """True if the library was built for this version; an install without a compiler has none."""
+    """Return True if the library was built for this version; that requires a compiler."""
     return library() is not None
 
 

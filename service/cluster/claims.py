@@ -1,4 +1,4 @@
-"""Idempotency-key claims of this replica, and their synchronisation with the cluster registry.
+"""Idempotency-key claims of this replica, and their synchronization with the cluster registry.
 
 Releases, and all claims after a registry reset, are sent with the heartbeats. A key can be claimed
 or released again while its previous state is being sent.

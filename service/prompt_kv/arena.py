@@ -37,7 +37,7 @@ class Arena:
     """Owner of the arena file, which `create` makes and `close` unlinks.
 
     The file stays locked while it is owned. A server that starts later in the same directory can
-    therefore recognise the unlocked file of a killed server and remove it.
+    therefore recognize the unlocked file of a killed server and remove it.
     """
 
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:

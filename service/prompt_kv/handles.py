@@ -77,7 +77,7 @@ class Handles:
         return self._leases.remaining_seconds(handle.id) or 0.0
 
     def has_begun(self, handle: Handle) -> bool:
-        """True once the lease has started; before that the handle is held."""
+        """Return True once the lease has started; before that the handle is held."""
         return self._leases.has_begun(handle.id)
 
     def expiry_key(self, handle: Handle) -> tuple[bool, float]:

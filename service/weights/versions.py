@@ -1,4 +1,4 @@
-"""Table of weights versions: their states, the active one, and checks of a rollout's `Policy`.
+"""Table of weights versions: states, active version, version requirements of rollouts (`Policy`).
 
 A version has its publisher's label and an integer sequence, which orders versions identically on
 every replica. Exactly one version is active. No file or engine access.
@@ -133,7 +133,7 @@ class Versions:
         self._versions.pop(label, None)
 
     def admit(self, policy: Policy | None) -> str | None:
-        """Check a rollout's version policy against the active version.
+        """Check the version requirement of a rollout against the active version.
 
         Returns the label that the rollout is bound to, or None. Raises if it may not run now.
         """

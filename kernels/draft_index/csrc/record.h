@@ -10,7 +10,7 @@
 struct Text {
   // A response starts with the last tokens of its prompt, as context of its first tokens.
   std::vector<int32_t> tokens;
-  // For each token and order: the previous place with the same context. Chains of places.
+  // Per token and order, the previous place with the same context: chains of places.
   std::vector<uint32_t> older;
   uint64_t group = 0;
   int64_t version = 0;

@@ -16,7 +16,7 @@ struct Shared {
   std::atomic<char>* done;  // by unit
 };
 
-// Thread-local buffer that is reused from call to call, aligned to pages.
+// Thread-local buffer that is reused from call to call, page-aligned.
 char* kept_memory(size_t bytes);
 void wait_a_little(int times);
 

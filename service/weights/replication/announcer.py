@@ -12,7 +12,7 @@ from service.weights.versions import Version, Versions
 
 
 class Announcer:
-    """Publishes and withdraws versions, and repeats this after failures or a registry reset."""
+    """Publisher of this replica's versions, which retries failures and handles registry resets."""
 
     def __init__(self, fleet: ClusterMembership, versions: Versions) -> None:
         self._fleet = fleet
@@ -40,11 +40,11 @@ class Announcer:
         return True
 
     def predates_announcement(self, view: ClusterView, label: str) -> bool:
-        """True if the view may have been requested before this replica announced the version."""
+        """Return True if the view may have been requested before this replica's announcement."""
         return view.view_number <= self._announced_at.get(label, -1)
 
     def is_withdrawn(self, view: ClusterView, label: str) -> bool:
-        """True if the version was deleted here, although the view may still contain it."""
+        """Return True if the version was deleted here, although the view may still contain it."""
         return label in self._pending_withdrawals or view.view_number <= self._withdrawn_at.get(
             label, -1
         )

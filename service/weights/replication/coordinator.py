@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class ActivationCoordinator:
+    """Coordinator of activations that are requested from this replica."""
+
     def __init__(
         self,
         fleet: ClusterMembership,

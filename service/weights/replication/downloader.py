@@ -38,7 +38,7 @@ class DownloadFailed(Exception):
 
 
 class WeightsDownloader:
-    """Downloads versions from shared paths and peers.
+    """Downloader of versions from shared directories and peers.
 
     `on_fetched` is called with the method by which each version was fetched, or "failed".
     """
@@ -61,8 +61,8 @@ class WeightsDownloader:
     async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
         """Download and stage a version.
 
-        After DownloadFailed only complete files of a sharded version remain; the next attempt
-        reuses them.
+        After DownloadFailed only the complete files of a sharded version remain, to which the next
+        attempt adds the others.
         """
         try:
             _check(manifest, self._max_file_bytes)

@@ -231,7 +231,7 @@ class Follower:
             self.on_target_applied(target)
 
     def _is_newer_target(self, target: ActivationTarget) -> bool:
-        """True if the target has not been applied here.
+        """Return True if the target has not been applied here.
 
         Two replicas can set targets with the same epoch while partitioned. The registry's target
         wins, and the replica that set the other one applies it.

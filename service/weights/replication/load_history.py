@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadHistory:
-    """Records failures in `replica_status`. `on_change` is called so that they are published."""
+    """Record of failures, also written to `replica_status`; `on_change` publishes the status."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class LoadHistory:
         self._retry_at: dict[str, float] = {}
 
     def is_due(self, label: str) -> bool:
-        """True unless the version failed within the last `RETRY_SECONDS`."""
+        """Return True unless the version failed within the last `RETRY_SECONDS`."""
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def failed(self, label: str, reason: str) -> None:

@@ -44,12 +44,12 @@ def same_files(manifest: Manifest, path: Path) -> bool:
 
 
 def is_published(version: Version) -> bool:
-    """False for the weights that the engine started with, and for incomplete versions."""
+    """Return False for the weights that the engine started with and for incomplete versions."""
     return version.state != "incomplete" and (version.owned or version.sequence > 0)
 
 
 def was_withdrawn(version: Version, view: ClusterView) -> bool:
-    """True if an announced version is no longer published, or is published with other files."""
+    """Return True if an announced version is unpublished, or published with other files."""
     if version.state == "active" or not version.announced:
         return False
     vanished = version.state != "superseded" and version.label not in view.manifests
@@ -57,7 +57,7 @@ def was_withdrawn(version: Version, view: ClusterView) -> bool:
 
 
 def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
-    """True if the registry has other files under the version's label.
+    """Return True if the registry has other files under the version's label.
 
     Always False for versions in shared directories, which `same_files` compares.
     """

@@ -144,7 +144,7 @@ class WeightReplication:
         )
 
     def _versions_behind(self, replica: Replica) -> int:
-        """Sequence of the activation target minus that of the replica's active version."""
+        """Sequence of the target minus that of the replica's active version, at least zero."""
         view = self._fleet.view
         if view.target is None:
             return 0
