@@ -53,12 +53,12 @@ async def _windows(rollouts: AsyncRollouts, seconds: float, offset: float) -> As
     while time.monotonic() - began < seconds:
         await asyncio.sleep(WINDOW_SECONDS)
         now = await rollouts.drafter()
-        drafter_server, accepted = _since(before, now)
-        if drafter_server:
+        num_drafted, accepted = _since(before, now)
+        if num_drafted:
             point = Point(
                 seconds=time.monotonic() - began + offset,
-                acceptance=accepted / drafter_server,
-                drafts=drafter_server,
+                acceptance=accepted / num_drafted,
+                drafts=num_drafted,
                 drafter=now.serving,
             )
             print(point, flush=True)
@@ -68,12 +68,12 @@ async def _windows(rollouts: AsyncRollouts, seconds: float, offset: float) -> As
 
 def _since(before: DrafterAnswer, now: DrafterAnswer) -> tuple[int, int]:
     known = {(p.drafter, p.weights): (p.first_drafted, p.first_accepted) for p in before.acceptance}
-    drafter_server = accepted = 0
+    num_drafted = accepted = 0
     for pair in now.acceptance:
         was = known.get((pair.drafter, pair.weights), (0, 0))
-        drafter_server += pair.first_drafted - was[0]
+        num_drafted += pair.first_drafted - was[0]
         accepted += pair.first_accepted - was[1]
-    return drafter_server, accepted
+    return num_drafted, accepted
 
 
 def recovery(with_it: Curve, without: Curve) -> Record:

@@ -74,9 +74,9 @@ def planning_row(what: str, tree: Tree) -> Row:
     positions = np.full(tree.num_rows, tree.length - 1, np.int32)
     anew: list[float] = []
     same: list[float] = []
-    load_measured = Planner(BLOCK)
+    reused_planner = Planner(BLOCK)
     for _ in range(500):
-        for planner, times in ((Planner(BLOCK), anew), (load_measured, same)):
+        for planner, times in ((Planner(BLOCK), anew), (reused_planner, same)):
             began = time.thread_time()
             planner.plan(table, positions)
             times.append(1e6 * (time.thread_time() - began))
@@ -97,13 +97,13 @@ def measure(part: str, *, alone: bool, seconds: float, rounds: int) -> None:
         settings = speculated if part == "speculated" else {}
         engine = Engine(model, Path(folder), alone=alone, **settings)
         measured = {}
-        load_measured = measured_file(alone)
-        load_measured.mkdir(parents=True, exist_ok=True)
+        results = measured_file(alone)
+        results.mkdir(parents=True, exist_ok=True)
         for case in PARTS[part]:
             steps = engine.measure(case, seconds=seconds, rounds=rounds)
             print(steps.row(case.name, case.goal), flush=True)
             measured[case.name] = asdict(steps)
-            (load_measured / f"{part}.json").write_text(json.dumps(measured))
+            (results / f"{part}.json").write_text(json.dumps(measured))
         engine.close()
 
 

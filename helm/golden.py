@@ -22,8 +22,8 @@ def _chart() -> helm_python.Chart:
 
 def templates(values: dict[str, Any], *, name: str = "rl", namespace: str = "rl") -> dict[str, str]:
     """Rendered text by template. Raises HelmError if the schema or the chart rejects the values."""
-    render: dict[str, str] = _chart().render(values, name=name, namespace=namespace)
-    return render
+    texts: dict[str, str] = _chart().render(values, name=name, namespace=namespace)
+    return texts
 
 
 def render(example: Path) -> str:

@@ -78,9 +78,9 @@ def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, pla
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
     from engine.patches import graph_candidates
 
-    make_plan = Plan.from_json(plan)
-    graph_candidates.install_plan(make_plan)
-    engine = _Engine(_llm(model, drafter, limits, make_plan))
+    graph_plan = Plan.from_json(plan)
+    graph_candidates.install_plan(graph_plan)
+    engine = _Engine(_llm(model, drafter, limits, graph_plan))
     pipe.send("ready")
     while True:
         try:

@@ -125,18 +125,18 @@ class KvLoadParams:
 
 
 def to_params(slot: ExportSlot | None, load: KvLoad | None = None) -> dict[str, Any]:
-    """The sample parameters that the two `from_params` parse."""
-    from_params: dict[str, Any] = {}
+    """The sample parameters that the two `params` parse."""
+    params: dict[str, Any] = {}
     if slot is not None:
-        from_params[EXPORT_PARAM] = _slot_to_dict(slot)
+        params[EXPORT_PARAM] = _slot_to_dict(slot)
     if load is not None:
-        from_params[LOAD_PARAM] = {
+        params[LOAD_PARAM] = {
             "chain": load.chain,
             "num_requests": load.num_requests,
             "exact_tokens": load.exact_tokens,
             "pieces": [_piece_to_dict(piece) for piece in load.pieces],
         }
-    return from_params
+    return params
 
 
 def _slot_to_dict(slot: ExportSlot) -> dict[str, Any]:
@@ -156,16 +156,16 @@ def _piece_to_dict(piece: LoadPiece) -> dict[str, Any]:
         "num_tokens": piece.num_tokens,
         "start": piece.start,
         "shift": piece.shift,
-        "observations": [_observed_to_dict(observations) for observations in piece.observations],
+        "observations": [_observed_to_dict(observed) for observed in piece.observations],
     }
 
 
-def _observed_to_dict(observations: ObservedKv) -> dict[str, Any]:
+def _observed_to_dict(observed: ObservedKv) -> dict[str, Any]:
     return {
-        "real": _slot_to_dict(observations.real),
-        "token_offset": observations.token_offset,
-        "shift": observations.shift,
-        "base": None if observations.base is None else _slot_to_dict(observations.base),
-        "base_token_offset": observations.base_token_offset,
-        "weight": observations.weight,
+        "real": _slot_to_dict(observed.real),
+        "token_offset": observed.token_offset,
+        "shift": observed.shift,
+        "base": None if observed.base is None else _slot_to_dict(observed.base),
+        "base_token_offset": observed.base_token_offset,
+        "weight": observed.weight,
     }

@@ -107,12 +107,12 @@ def _shape(desc: Any) -> GraphShape | None:
 
 
 def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
-    make_plan, there = set(plan.shapes), {_shape(desc) for desc in descs}
-    if make_plan != there:
-        missing = ", ".join(sorted(map(str, make_plan - there))) or "none"
-        more = ", ".join(sorted(map(str, there - make_plan))) or "none"
+    planned, there = set(plan.shapes), {_shape(desc) for desc in descs}
+    if planned != there:
+        missing = ", ".join(sorted(map(str, planned - there))) or "none"
+        more = ", ".join(sorted(map(str, there - planned))) or "none"
         raise GraphPlanMismatch(
-            f"{len(make_plan)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
+            f"{len(planned)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
             f"not planned: {more} (samples x tokens each). graphs.lengths has to name the draft "
             "lengths that the engine is started with; without graphs.budget_bytes vLLM decides"
         )
@@ -166,7 +166,7 @@ def _filtering(plan: Plan, init: Callable[[Any], None]) -> Callable[[Any], None]
 
 def _checking(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(capture)
-    def set_plan(self: Any, *args: Any, **named: Any) -> None:
+    def checked_capture(self: Any, *args: Any, **named: Any) -> None:
         from torch import accelerator
 
         if self._max_full_descs_to_capture is not None:  # vLLM profiles two graphs first
@@ -177,7 +177,7 @@ def _checking(plan: Plan, capture: Callable[..., None]) -> Callable[..., None]:
         accelerator.synchronize()
         check_captured(self, plan, before - accelerator.get_memory_info()[0])
 
-    return set_plan
+    return checked_capture
 
 
 def _counting(dispatch: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ def find_leftovers(folder: Path = SHM_DIR) -> list[Path]:
     if not candidates:
         return []
     in_use = set(files_in_use())
-    return [file for file, file_id in candidates.items() if file_id not in in_use]
+    return [file for file, identity in candidates.items() if identity not in in_use]
 
 
 def _candidates(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

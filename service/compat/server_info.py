@@ -22,14 +22,14 @@ INFO_RESPONSES = declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
 @allow_any_key
 async def server_info(request: Request, server: ReadyServer) -> Response:
     info = server.engine.info
-    server_info = {
+    content = {
         "vllm_config": vllm_config(info),
         **_sglang(info),
         **_single_node(request),
         "weight_version": server.versions.active.label,
         "version": __version__,
     }
-    return Response(to_json(server_info), media_type="application/json")
+    return Response(to_json(content), media_type="application/json")
 
 
 def _sglang(info: EngineInfo) -> dict[str, Any]:

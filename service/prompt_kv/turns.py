@@ -27,14 +27,14 @@ class Turns:
             self._give_back(key)
 
     async def _take(self, key: str) -> None:
-        clamp_seconds = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(clamp_seconds)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(turn)
         self._hand_out()
         try:
-            await clamp_seconds
+            await turn
         except asyncio.CancelledError:
-            if clamp_seconds.cancelled():
-                self._forget(key, clamp_seconds)
+            if turn.cancelled():
+                self._forget(key, turn)
             else:
                 self._give_back(key)
             raise
@@ -50,13 +50,13 @@ class Turns:
         while self._num_free and self._waiting:
             key = min(self._waiting, key=lambda waiting: self._held[waiting])
             waiting = self._waiting.pop(key)
-            clamp_seconds = waiting.popleft()
+            turn = waiting.popleft()
             if waiting:
                 self._waiting[key] = waiting  # behind the other keys
-            if not clamp_seconds.done():
+            if not turn.done():
                 self._num_free -= 1
                 self._held[key] += 1
-                clamp_seconds.set_result(None)
+                turn.set_result(None)
 
     def _forget(self, key: str, clamp_seconds: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key)

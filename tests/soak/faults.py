@@ -57,8 +57,8 @@ def main() -> None:
         assert not left, left
     print(load.counts, load.violations[:5])
     assert not load.violations, f"{len(load.violations)} wrong answers"
-    find_wrong = model.find_wrong(load.reports)
-    assert not find_wrong, f"{len(find_wrong)} of {len(load.reports)}, such as {find_wrong[:3]}"
+    wrong = model.find_wrong(load.reports)
+    assert not wrong, f"{len(wrong)} of {len(load.reports)}, such as {wrong[:3]}"
     table = _table(model, load, injector, seconds)
     print(table)
     if options.report:

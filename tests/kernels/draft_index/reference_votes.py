@@ -126,19 +126,17 @@ def common_suffix_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i in range(most) if one[-1 - i] != other[-1 - i]), most)
 
 
-def vote_tokens(find_matches: list[Match], limit: int) -> Iterator[DraftedToken]:
+def vote_tokens(matches: list[Match], limit: int) -> Iterator[DraftedToken]:
     draft: list[int] = []
     while len(draft) < limit:
-        votes = [
-            (place, token) for place in find_matches if (token := place.vote(draft)) is not None
-        ]
+        votes = [(place, token) for place in matches if (token := place.vote(draft)) is not None]
         if not votes:
             return
         weights: dict[int, int] = {}
         for place, token in votes:
             weights[token] = weights.get(token, 0) + place.weight
         best_token = max(weights, key=weights.__getitem__)  # of equals the first
-        find_matches = [place for place, token in votes if token == best_token]
-        best = max(find_matches, key=lambda place: place.weight)
-        yield DraftedToken(best_token, best.scope, best.match_length, len(find_matches), len(votes))
+        matches = [place for place, token in votes if token == best_token]
+        best = max(matches, key=lambda place: place.weight)
+        yield DraftedToken(best_token, best.scope, best.match_length, len(matches), len(votes))
         draft.append(best_token)
