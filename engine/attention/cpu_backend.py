@@ -204,9 +204,7 @@ class SharedPrefixImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             stock(layer, query, key, value, kv_cache, step, output, *scales, **named_scales)
             return output
         if step.tail is not None:
-            unshared_tail = slice(step.grouping.num_tokens, step.num_actual_tokens)
-            stock(
-                layer, query[unshared_tail], key, value, kv_cache, step.tail, output[unshared_tail]
-            )
+            tail_tokens = slice(step.grouping.num_tokens, step.num_actual_tokens)
+            stock(layer, query[tail_tokens], key, value, kv_cache, step.tail, output[tail_tokens])
         step.decode_step.layer(query=query, cache=kv_cache, scale=self.scale, out=output)
         return output

@@ -70,7 +70,7 @@ async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: 
         if number > 1 and time.monotonic() - began > PROFILE_SECONDS:
             break
         await _run(llm, batch, number, num_tokens(max_draft_tokens))
-    log.info("what steps cost was measured in %.1f s", time.monotonic() - began)
+    log.info("step costs measured in %.1f s", time.monotonic() - began)
 
 
 async def _run(llm: AsyncLLM, batch: ProfileBatch, number: int, tokens: int) -> None:

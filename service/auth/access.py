@@ -72,7 +72,7 @@ async def authorize(request: Request) -> ApiKey:
     """
     access = declared_access(request.scope["endpoint"])
     if access is None:
-        log.error("a route declares no access: nobody may use it")
+        log.error("route without an access rule: every request is refused")
         raise Forbidden()
     _check_browser(request, access)
     key = ANONYMOUS if access.public else _authenticate(request)

@@ -54,9 +54,9 @@ class Keyring:
         try:
             self._entries = read_keys(file)
         except SettingsError as error:
-            log.error("the keys stay as they were: %s", error)
+            log.error("the keys file cannot be used, the previous keys stay valid: %s", error)
         else:
-            log.info("keys read anew", extra={"keys": [entry.name for entry in self._entries]})
+            log.info("keys reloaded", extra={"keys": [entry.name for entry in self._entries]})
 
 
 def _signature(file: Path) -> _Signature:

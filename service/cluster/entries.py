@@ -27,7 +27,7 @@ def parse_entry(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
     try:
         return kind.validate_json(entry)
     except ValidationError:
-        log.warning("an entry of the directory cannot be read and is left out")
+        log.warning("an entry of the cluster registry cannot be read and is ignored")
         return None
 
 

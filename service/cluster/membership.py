@@ -231,7 +231,7 @@ class ClusterMembership:
                 await self._heartbeat()
         except Exception:
             log.exception("a heartbeat failed")
-            self._on_unavailable("a fault of ours")
+            self._on_unavailable("internal error")
 
     def _delay_seconds(self) -> float:
         """Seconds to the next heartbeat: exponential backoff with jitter after failures."""
@@ -259,7 +259,7 @@ class ClusterMembership:
         if reconnected:
             self._connected_since = now
             self._claims.on_registry_reset()
-            log.info("the directory knows us", extra={"replicas": len(view.replicas)})
+            log.info("registered with the cluster", extra={"replicas": len(view.replicas)})
         self._last_contact_at = now
         self._num_failures = 0
         self._view = view
@@ -271,6 +271,6 @@ class ClusterMembership:
 
     def _on_unavailable(self, reason: str) -> None:
         if not self._num_failures:
-            log.warning("the directory does not answer: %s", reason)
+            log.warning("the cluster registry does not respond: %s", reason)
         self._num_failures += 1
         self._connected_since = None

@@ -37,7 +37,7 @@ class RedisRegistry:
     """`ClusterRegistry` in Redis. Connects on the first call."""
 
     def __init__(self, settings: DirectorySettings) -> None:
-        assert settings.redis_url is not None, "without Redis the directory is embedded"
+        assert settings.redis_url is not None, "redis_url is required"
         self._timeout_seconds = settings.call_seconds
         self._prefix = "{" + settings.key_prefix + "}:"
         self._redis = Redis(connection_pool=_connection_pool(settings.redis_url, settings))

@@ -25,5 +25,5 @@ def to_service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceErro
             return EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS)
         case RequestRefused():
             return InvalidRequest(str(first))
-    log.error("unforeseen failure", exc_info=failures)
+    log.error("unexpected error", exc_info=failures)
     return Internal()

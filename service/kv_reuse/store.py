@@ -70,7 +70,7 @@ class SegmentCache:
             self.reason = info.kv_reason or "unsupported_cache"
             return
         if info.kv_format.not_movable is not None:
-            log.warning("segments cannot be moved: %s", info.kv_format.not_movable)
+            log.warning("spans cannot be spliced: %s", info.kv_format.not_movable)
             self.reason = "not_movable"
             return
         self._arena = Arena.create(

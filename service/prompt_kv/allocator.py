@@ -38,7 +38,7 @@ class ExtentAllocator:
         Returns None if no free extent is large enough. Because of fragmentation that can happen
         even if `free_bytes` is sufficient.
         """
-        assert num_bytes > 0, "nothing needs no room"
+        assert num_bytes > 0, "num_bytes must be positive"
         wanted = round_up_to_pages(num_bytes)
         for index, gap in enumerate(self._free):
             if gap.num_bytes >= wanted:

@@ -70,7 +70,7 @@ class Arena:
             path.unlink()
             return None
         if num_bytes < _round_down_to_pages(wanted_bytes):
-            log.warning("prompt KV has %d bytes of shared memory, not all it may have", num_bytes)
+            log.warning("prompt KV has only %d bytes of shared memory", num_bytes)
         return cls(path, file, num_bytes)
 
     def close(self) -> None:

@@ -240,7 +240,7 @@ class ExportManager:
             log.warning("the engine is gone in the middle of an export")
             self._fail_internally(pending)
         except Exception:
-            log.exception("an export broke")
+            log.exception("export failed")
             self._fail_internally(pending)
 
     def _fail_internally(self, pending: PendingWrite) -> None:

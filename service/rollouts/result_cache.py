@@ -58,7 +58,9 @@ class ResultCache:
     def check(self) -> None:
         """Assert that the byte count matches the cached rollouts and is within the limit."""
         held = sum(rollout.num_bytes for _, rollout in self._rollouts.values())
-        assert held == self._num_bytes <= self._max_bytes, "the books do not balance"
+        assert held == self._num_bytes <= self._max_bytes, (
+            "the sizes of cached results do not add up"
+        )
 
     def _drop(self, rollout_id: str) -> None:
         _, rollout = self._rollouts.pop(rollout_id)

@@ -32,11 +32,13 @@ class Budget:
         self._reserved += tokens
 
     def release(self, reserved: int, *, used: int) -> None:
-        assert 0 <= used <= reserved, "a path outgrew what it held"
+        assert 0 <= used <= reserved, "a path used more tokens than it had reserved"
         self._reserved -= reserved
         self._remaining += reserved - used
         self._used += used
 
     def check(self) -> None:
-        assert self._remaining + self._reserved + self._used == self._total, "tokens are lost"
+        assert self._remaining + self._reserved + self._used == self._total, (
+            "the token budget does not add up"
+        )
         assert self._remaining >= 0 and self._reserved >= 0

@@ -159,7 +159,7 @@ def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     for clock.now in (1.0, 2.0, 3.0):
         assert keyring.find(secret) is not None
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "the keys stay as they were" in record.message
+    assert "the previous keys stay valid" in record.message
     assert "hunter2" not in caplog.text
     renewed = write_keys(file, a="kv")["a"]
     clock.now = 4.0

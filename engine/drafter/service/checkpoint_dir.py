@@ -117,7 +117,7 @@ def _lock_dir(directory: Path, name: str) -> tuple[BinaryIO, Path, bool]:
         return lock, path, False
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
     lock = _try_lock(path)
-    assert lock is not None, "nobody else knows of it"
+    assert lock is not None, "the lock of a new directory is free"
     return lock, path, True
 
 

@@ -68,7 +68,7 @@ class Drafter:
                 await asyncio.sleep(POLL_SECONDS)
                 await self._poll()
         except Exception:
-            log.exception("drafters are not compared any more, nor trained")
+            log.exception("drafters are neither compared nor trained any more")
             await self.close()
 
     def on_ping(self, snapshot: Snapshot | None, num_running: int) -> None:

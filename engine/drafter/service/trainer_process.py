@@ -62,7 +62,7 @@ class TrainerProcess:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        self._supervisor_task = asyncio.create_task(self._supervise(), name="drafter-tutor")
+        self._supervisor_task = asyncio.create_task(self._supervise(), name="drafter-trainer")
 
     async def stop(self) -> None:
         """Stop the process after its current step; it saves a checkpoint."""
@@ -128,7 +128,7 @@ class TrainerProcess:
         self._failed = True
 
     async def _read_messages(self, process: Process) -> None:
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "stdout is a pipe"
         async for line in process.stdout:
             message = decode_line(line)
             if isinstance(message, Published):

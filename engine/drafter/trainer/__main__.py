@@ -12,7 +12,9 @@ PUBLISH_INTERVAL_SECONDS: Final = 10.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a drafter on what it is told.")
+    parser = argparse.ArgumentParser(
+        description="Trains a drafter on the responses that it receives on stdin."
+    )
     parser.add_argument("--drafter", type=Path, required=True, help="the model to start from")
     parser.add_argument("--folder", type=Path, required=True, help="where it leaves what it makes")
     parser.add_argument("--trained", choices=("all", "layers"), required=True)

@@ -102,7 +102,9 @@ class ActivationCoordinator:
         try:
             current_target = await self._fleet.registry.target(target)
         except RegistryUnavailable:
-            log.warning("%s is not ordered yet: the directory does not answer", label)
+            log.warning(
+                "%s is not announced to the cluster yet: the registry does not respond", label
+            )
             return target
         if current_target != target:
             raise VersionConflict(f"{current_target.version!r} was activated by others meanwhile")

@@ -125,8 +125,8 @@ class Fetcher:
         try:
             failure = await self._download(manifest)
         except Exception:
-            log.exception("bringing %s failed", manifest.version)
-            failure = "a fault of ours"
+            log.exception("fetching %s failed", manifest.version)
+            failure = "internal error"
         if failure is None:
             self._load_history.on_success(manifest.version)
             self._on_staged()

@@ -111,7 +111,7 @@ class Follower:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._catch_up()
-        log.error("serving %s: nothing newer could be had", self._versions.active.label)
+        log.error("serving %s: no newer version could be fetched", self._versions.active.label)
 
     async def _catch_up(self) -> None:
         while True:
@@ -127,7 +127,7 @@ class Follower:
         try:
             await self._step(view)
         except Exception:
-            log.exception("a look at the fleet's weights failed")
+            log.exception("following the cluster's weights failed")
             await asyncio.sleep(ERROR_PAUSE_SECONDS)
 
     async def _step(self, view: ClusterView) -> None:
@@ -215,7 +215,7 @@ class Follower:
         ):
             return
         if version is None or version.state == "incomplete":
-            self._load_history.failed(target.version, "nobody has told of its files")
+            self._load_history.failed(target.version, "no replica has announced its files")
             return
         if is_published(version) and (
             not version.announced or conflicts_with_manifest(version, view)

@@ -31,7 +31,7 @@ class LoadHistory:
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def failed(self, label: str, reason: str) -> None:
-        log.warning("%s is not served here: %s", label, reason)
+        log.warning("cannot serve %s: %s", label, reason)
         self._replica_status.failed, self._replica_status.error = label, reason
         self._retry_at[label] = self._clock() + RETRY_SECONDS
         self._on_change()
