@@ -1,4 +1,4 @@
-"""Directories as PEFT saves adapters, of which the fake engine reads nothing but the rank."""
+"""LoRA adapter directories as PEFT saves them. The fake engine reads only their rank."""
 
 import json
 from pathlib import Path

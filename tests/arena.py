@@ -1,4 +1,4 @@
-"""A file for exports, as the service owns one: preallocated, with a canary around every slot."""
+"""An export arena as the service owns one: preallocated, with canary bytes around every slot."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class TestArena:
-    """Slots follow each other; `check` says that nothing between them was touched."""
+    """A bump allocator of export slots; `check` asserts that no byte between slots was written."""
 
     __test__ = False
 
@@ -47,12 +47,12 @@ class TestArena:
         return [ExportStatus(int(status)) for status in stored]
 
     def data(self, slot: ExportSlot) -> npt.NDArray[np.uint8]:
-        """The slot's bytes as they are now."""
+        """A copy of the slot's current bytes."""
         end = slot.offset + self.num_bytes(slot.num_tokens)
         return np.array(self.bytes[slot.offset : end])
 
     def first_tokens(self, slot: ExportSlot, num_tokens: int) -> npt.NDArray[np.uint8]:
-        """Of every layer and head, as [.., tokens, bytes]."""
+        """The first `num_tokens` tokens of every layer and head, as [.., tokens, bytes]."""
         size = self.form.head_dim * ITEM_BYTES[self.form.dtype]
         return self.data(slot).reshape(-1, slot.num_tokens, size)[:, :num_tokens]
 

@@ -1,4 +1,4 @@
-"""Which test files are read for `-m`, and which of their tests begin first."""
+"""Collection of test files by `-m` expression, and the order in which tests start."""
 
 import os
 import re
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from engine.runtime import gc_freeze
 
-# How long an example takes says how busy the machine is. The same examples every time: a change is
-# not to fail for what it did not touch. `make soak` draws others.
+# No deadline: an example's duration depends on the load of the machine. Examples are the same in
+# every run, so that a change cannot fail on code it did not touch. `make soak` draws others.
 settings.register_profile(
     "unhurried",
     deadline=None,
@@ -26,7 +26,7 @@ _OF_THE_FILE = re.compile(r"^pytestmark = (\[.*?\]|.*?)$", re.MULTILINE | re.DOT
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What cannot be asked for is not read: to import vLLM for tests left out takes seconds."""
+    """Skips files without a matching mark: importing vLLM for deselected tests takes seconds."""
     asked: str = config.option.markexpr
     if not asked or collection_path.suffix != ".py":
         return None
@@ -43,12 +43,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes first, lest it ends alone while another process has nothing to do."""
+    """Runs tests marked `long` first, so that none runs last while other workers are idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def _sets_of_marks(text: str) -> Iterator[set[str]]:
-    """All that a test of this file may have: the file's own, and any of those that it names."""
+    """Mark sets that a test of this file may have: the module's plus a subset of those named."""
     own = {name for marks in _OF_THE_FILE.findall(text) for name in _NAMED.findall(marks)}
     others = sorted(set(_NAMED.findall(text)) - own)
     for count in range(len(others) + 1):
@@ -57,7 +57,7 @@ def _sets_of_marks(text: str) -> Iterator[set[str]]:
 
 
 def _matches(asked: str, marks: set[str]) -> bool:
-    """`asked` is names, `and`, `or`, `not` and brackets: Python that means the same."""
+    """Evaluates a mark expression: names, `and`, `or`, `not` and brackets are valid Python."""
     names = {name: name in marks for name in re.findall(r"\w+", asked)}
     words = {"and", "or", "not"}
     return bool(eval(asked, {}, {n: v for n, v in names.items() if n not in words}))

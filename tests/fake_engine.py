@@ -1,8 +1,8 @@
-"""An engine without a model, for tests of the HTTP layer; it obeys the real one's contract tests.
+"""Engine without a model, for tests of the HTTP layer. It passes the real engine's contract tests.
 
-Time stands still in it: a sample's tokens appear when the test calls `step`, or at once if the
-engine is made with `instant=True`. Token i of a sample is its prompt's length plus i. A prompt is
-computed, and exported, in a sample's first step.
+It has no clock: a sample's tokens appear when the test calls `step`, or at once if the engine is
+made with `instant=True`. Token i of a sample is the length of its prompt plus i. A prompt is
+prefilled, and exported, in a sample's first step.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Running:
 
 
 class FakeEngine:
-    """Its public attributes make it misbehave; `calls` and `loaded` say what was asked of it."""
+    """Public attributes inject faults; `calls` and `loaded` record the engine calls received."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class FakeEngine:
         self.die()
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Without a special token of its own."""
+        """UTF-8 bytes as token IDs; no special token is added."""
         return list(text.encode())
 
     def encode_chat(self, chat_request: ChatRequest) -> list[int]:
@@ -241,7 +241,7 @@ class FakeEngine:
         return [[], *(_place(token, score, num_top_logprobs) for token, score in places)]
 
     def step(self, num_tokens: int = 1) -> None:
-        """Samples so many more tokens for everyone, up to each one's limit."""
+        """Samples `num_tokens` tokens for every running sample, up to its limit."""
         if self.paused:
             return
         for sample in list(self.running.values()):
@@ -310,7 +310,7 @@ class FakeEngine:
         path.unlink()
 
     def check_adapter(self, path: Path) -> AdapterInfo:
-        """Whatever is in the file; its config's `refused` says why it does not fit."""
+        """Accepts any file content; `refused` in the adapter's config is the refusal's reason."""
         config = json.loads((path / "adapter_config.json").read_bytes())
         if "refused" in config:
             raise CheckpointRefused(config["refused"])
@@ -336,7 +336,10 @@ class FakeEngine:
         self.running.clear()
 
     def _compute_prompt(self, sample: Running) -> None:
-        """`export_status` is what becomes of every export: bytes for COMMITTED only."""
+        """Prefills the prompt.
+
+        `export_status` is every export's outcome; only COMMITTED writes bytes.
+        """
         if not sample.computed:
             self._load(sample)
             self._export(sample.request)
@@ -350,7 +353,7 @@ class FakeEngine:
             self.written[request.export.name] = self.version
 
     def _load(self, sample: Running) -> None:
-        """Behind what the chain has left under this version, what the version has written."""
+        """Extends the chain's cached prefix by pieces whose sources this version has written."""
         load, length = sample.request.load, len(sample.request.prompt_token_ids)
         if load is None:
             return
@@ -394,7 +397,7 @@ def _places(places: range, num_top_logprobs: int) -> list[TopLogprobs] | None:
 
 
 def _place(token: int, logprob: float, num_top_logprobs: int) -> TopLogprobs:
-    """The token and those after it, itself the likeliest."""
+    """The token and the ones after it; the token itself has the highest probability."""
     others = range(num_top_logprobs)
     return [
         TokenLogprob(token, logprob, 1),

@@ -1,4 +1,4 @@
-"""What the fake engine exports: bytes that tell token, place and weights version."""
+"""KV exports of the fake engine: bytes that encode token, position and weights version."""
 
 import zlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
 
 
 def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportStatus) -> None:
-    """Bytes only where they are committed; a slot that leaves the file gets none."""
+    """Writes bytes only for a COMMITTED status, and none for a slot outside the file."""
     data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
     with slot.arena.open("r+b") as file:
         size = file.seek(0, 2)

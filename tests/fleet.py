@@ -1,4 +1,4 @@
-"""Several servers in one event loop, over one directory."""
+"""Several servers in one event loop that share one cluster registry."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +19,10 @@ async def fleet(
     shared: Callable[[], ClusterRegistry | None],
     **sections: dict[str, Any],
 ) -> AsyncIterator[list[Served]]:
-    """`shared` makes each replica's; None: what the settings say. Each sees all the others."""
+    """Replicas that all see each other.
+
+    `shared` makes each replica's registry; None: the one from the settings.
+    """
     async with AsyncExitStack() as stack:
         replicas = [
             await stack.enter_async_context(
@@ -33,7 +36,7 @@ async def fleet(
 
 
 async def sees(served: Served, num_replicas: int) -> None:
-    """However often the directory is too slow for an answer meanwhile."""
+    """Waits until the replica sees this many. Retries while the registry is too slow to answer."""
     async with asyncio.timeout(30):
         while True:
             with suppress(RegistryUnavailable):

@@ -1,4 +1,4 @@
-"""The process that a server under test has its arena read from, and what it takes to have one."""
+"""The NIXL agent process of a server under test, and the requirements to run one."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def agent_process() -> psutil.Process:
-    """Of the server in this process."""
+    """The agent process of the server in this process."""
     (found,) = (
         child
         for child in psutil.Process().children()

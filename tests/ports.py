@@ -1,10 +1,11 @@
-"""A port to be listened at later."""
+"""A free TCP port to listen on later."""
 
 import random
 import socket
 from contextlib import suppress
 
-# The kernel gives others away, from 32768 on: one of those could be anybody's before it is bound.
+# Below 32768, where the kernel's ephemeral range starts: it could assign a port from there to any
+# process before the test binds it.
 _BELOW_THE_KERNELS = range(15000, 32000)
 
 

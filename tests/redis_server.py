@@ -1,6 +1,6 @@
-"""A real Redis of a test's own, which can be killed, paused, emptied and started again.
+"""A real Redis server per test, which can be killed, paused, flushed and restarted.
 
-It keeps nothing on disk: restarted, it is empty.
+It persists nothing on disk: after a restart it is empty.
 """
 
 import shutil
@@ -21,7 +21,7 @@ START_SECONDS = 20.0
 
 
 class RedisServer:
-    """On one port for all of its lives. `lines`: more of its configuration."""
+    """Keeps its port across restarts. `lines` are appended to its configuration."""
 
     def __init__(self, folder: Path, lines: Sequence[str] = ()) -> None:
         self.port = free_port()
@@ -53,7 +53,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Resets every connection at once."""
+        """Kills the process, which resets every connection at once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -64,7 +64,7 @@ class RedisServer:
         self.start()
 
     def pause(self) -> None:
-        """It still takes connections and never answers."""
+        """Stops the process: it still accepts connections and never answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -81,7 +81,7 @@ class RedisServer:
             return sorted(map(str, redis.scan_iter("*")))
 
     def put(self, key: str, entries: Mapping[str, str] | str) -> None:
-        """As somebody else would write them."""
+        """Writes the key as a foreign client would."""
         with Redis(port=self.port) as redis:
             if isinstance(entries, str):
                 redis.set(key, entries)

@@ -22,13 +22,16 @@ from service.server import Server
 from tests.contract.recorded import Recorded
 
 START_SECONDS = 120.0
-READY_SECONDS = 600.0  # a real engine beside others
+READY_SECONDS = 600.0  # a real engine on a busy machine
 
-TLS = httpx.create_ssl_context()  # a client takes 30 ms to make one of its own
+TLS = httpx.create_ssl_context()  # creating a TLS context takes 30 ms per client
 
 
 class PromptListener(SignalFreeServer):
-    """uvicorn looks ten times a second whether to end; a thousand tests would sleep for minutes."""
+    """A uvicorn server that stops without polling.
+
+    uvicorn polls its stop flag ten times per second; over a thousand tests that adds up to minutes.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -52,7 +55,7 @@ class PromptListener(SignalFreeServer):
 
 @dataclass(frozen=True)
 class Served:
-    """`http` speaks to the server; `server` is the thing itself, `connections` who is connected."""
+    """A running server with its client `http`, its `server` object and its open `connections`."""
 
     http: httpx.AsyncClient
     server: Server

@@ -1,4 +1,4 @@
-"""What documents say of tests and of dependencies is so."""
+"""Consistency of the documentation with tests and dependencies."""
 
 import importlib.util
 import re
@@ -16,7 +16,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_every_test_that_the_threat_model_names_is_there() -> None:
+def test_tests_named_by_the_threat_model_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text())
     assert len(named) > 15
     for file, function in named:
@@ -24,15 +24,15 @@ def test_every_test_that_the_threat_model_names_is_there() -> None:
         assert not function or re.search(rf"^(async )?def {function}\(", text, re.MULTILINE), file
 
 
-def test_every_class_of_advisories_names_its_test() -> None:
+def test_every_advisory_class_names_its_test() -> None:
     section = (ROOT / "SECURITY.md").read_text().partition("## What has gone wrong elsewhere")[2]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 10
     assert all(row.rstrip(" |").rpartition("| ")[2].startswith("`tests/") for row in rows)
 
 
-def test_the_report_of_dependencies_is_of_the_lock() -> None:
-    """Licences are what the installed metadata says; packages and versions the lock's."""
+def test_dependency_report_matches_the_lock_file() -> None:
+    """Licences come from the installed metadata, packages and versions from the lock file."""
     rows = re.findall(
         r"^\| ([\w.-]+) \| (\S+) \| .+ \|$",
         (ROOT / "docs" / "dependencies.md").read_text(),

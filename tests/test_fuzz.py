@@ -1,6 +1,6 @@
-"""Every parser of bytes that somebody else wrote, over bytes that nobody would write.
+"""Fuzzing of every parser of untrusted bytes.
 
-Each may refuse in its own words and do nothing else. Requests' bodies are tried through the whole
+Each parser may raise its own error and nothing else. Request bodies are fuzzed through the whole
 app (tests/service/test_schemathesis.py, tests/soak/malformed.py).
 """
 
@@ -66,7 +66,7 @@ def file_of(header: bytes, body: bytes, length: int | None = None) -> bytes:
 
 @quick
 @given(header=HEADER, body=st.binary(max_size=64))
-def test_a_checkpoint_of_any_header_is_refused_or_lies_inside_its_file(
+def test_checkpoint_with_random_header_is_refused_or_within_its_file(
     tmp_path: Path, header: dict[str, Any], body: bytes
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_any_header_is_refused_or_lies_inside_its_file(
     body=st.binary(max_size=16),
 )
 @example(header=b"[" * 64, length=64, body=b"")
-def test_a_checkpoint_of_any_bytes_is_refused(
+def test_checkpoint_of_random_bytes_is_refused(
     tmp_path: Path, header: bytes, length: int, body: bytes
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_any_bytes_is_refused(
 
 @quick
 @given(index=JSON)
-def test_a_shards_index_of_any_json_is_refused(tmp_path: Path, index: Any) -> None:
+def test_shard_index_of_random_json_is_refused(tmp_path: Path, index: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointRefused):
         read_checkpoint(tmp_path)
@@ -106,7 +106,7 @@ def test_a_shards_index_of_any_json_is_refused(tmp_path: Path, index: Any) -> No
 
 @quick
 @given(chunks=st.lists(st.binary(max_size=40) | st.just(RECORD) | st.just(b"\n"), max_size=12))
-def test_a_stream_of_any_bytes_is_records_or_a_bad_answer(chunks: list[bytes]) -> None:
+def test_stream_of_random_bytes_yields_records_or_bad_answer(chunks: list[bytes]) -> None:
     reader = NdjsonReader()
     try:
         records = [record for chunk in chunks for record in reader.feed(chunk)]
@@ -117,7 +117,7 @@ def test_a_stream_of_any_bytes_is_records_or_a_bad_answer(chunks: list[bytes]) -
 
 @quick
 @given(line=JSON)
-def test_a_line_of_any_json_is_a_record_or_a_bad_answer(line: Any) -> None:
+def test_line_of_random_json_is_a_record_or_a_bad_answer(line: Any) -> None:
     try:
         list(NdjsonReader().feed(json.dumps(line).encode() + b"\n"))
     except BadAnswer:
@@ -126,7 +126,7 @@ def test_a_line_of_any_json_is_a_record_or_a_bad_answer(line: Any) -> None:
 
 @quick
 @given(place=st.integers(0, len(PACKED) - 1), byte=st.integers(0, 255))
-def test_a_packed_answer_with_a_byte_changed_is_whole_or_refused(place: int, byte: int) -> None:
+def test_packed_answer_with_one_byte_changed_is_valid_or_refused(place: int, byte: int) -> None:
     try:
         packed = unpack(PACKED[:place] + bytes([byte]) + PACKED[place + 1 :])
     except ValueError:
@@ -136,7 +136,7 @@ def test_a_packed_answer_with_a_byte_changed_is_whole_or_refused(place: int, byt
 
 @quick
 @given(header=HEADER, body=st.binary(max_size=64))
-def test_a_packed_answer_of_any_header_is_refused(header: dict[str, Any], body: bytes) -> None:
+def test_packed_answer_with_random_header_is_refused(header: dict[str, Any], body: bytes) -> None:
     with pytest.raises(ValueError):
         unpack(file_of(json.dumps(header).encode(), body))
 
@@ -145,7 +145,7 @@ def test_a_packed_answer_of_any_header_is_refused(header: dict[str, Any], body: 
 @given(st.text(alphabet=st.characters(max_codepoint=255), max_size=60))
 @example("Basic " + "=" * 9)
 @example("Basic /////w==")
-def test_any_credentials_are_a_key_or_none(value: str) -> None:
+def test_random_credentials_are_a_key_or_none(value: str) -> None:
     for scheme in ("", "Bearer ", "Basic "):
         key = key_from_headers(
             Headers(raw=[(b"authorization", (scheme + value).encode("latin-1"))])
@@ -155,7 +155,7 @@ def test_any_credentials_are_a_key_or_none(value: str) -> None:
 
 @quick
 @given(st.binary(max_size=80) | JSON.map(lambda tree: json.dumps(tree).encode()))
-def test_a_file_of_keys_of_any_bytes_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_key_file_of_random_bytes_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "keys.yaml"
     file.write_bytes(content)
     with pytest.raises(SettingsError):

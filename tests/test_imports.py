@@ -1,4 +1,4 @@
-"""What importing a part of the server pulls in, and what it must not stand in the way of."""
+"""Modules that an import of the server's packages loads, and names that they must not shadow."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def imported(statement: str, *paths: Path) -> set[str]:
-    """Names of the modules that a fresh interpreter holds after a statement."""
+    """Names of the modules loaded in a fresh interpreter after a statement."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     ran = subprocess.run(
         [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
@@ -38,7 +38,7 @@ def imported(statement: str, *paths: Path) -> set[str]:
         "engine.errors",
     ],
 )
-def test_the_service_imports_neither_torch_nor_vllm(module: str) -> None:
+def test_service_imports_neither_torch_nor_vllm(module: str) -> None:
     modules = imported(f"import {module}", ROOT, ROOT / "client")
     assert module in modules
     assert modules.isdisjoint({"torch", "vllm", "transformers"})
@@ -50,8 +50,8 @@ def test_settings_and_commands_need_no_http_server(module: str) -> None:
     assert modules.isdisjoint({"fastapi", "uvicorn"})
 
 
-def test_processes_of_the_engine_import_nothing_of_the_service() -> None:
-    """multiprocessing imports in them what the service began with."""
+def test_engine_processes_import_no_service_module() -> None:
+    """multiprocessing imports the parent's main module in its children."""
     modules = imported("import service.__main__", ROOT, ROOT / "client")
     assert {name for name in modules if name.partition(".")[0] == "service"} == {
         "service",
@@ -60,16 +60,16 @@ def test_processes_of_the_engine_import_nothing_of_the_service() -> None:
     }
 
 
-def test_the_client_imports_nothing_of_the_server() -> None:
+def test_client_imports_no_server_module() -> None:
     modules = imported("import coppice", ROOT / "client")
     assert modules.isdisjoint({"torch", "vllm", "transformers", "fastapi", "service", "engine"})
 
 
-def test_transformers_can_be_imported_beside_our_kernels() -> None:
-    """transformers looks for another project's package of that name."""
+def test_transformers_imports_beside_the_kernels_package() -> None:
+    """transformers probes for another project's package named `kernels`."""
     modules = imported("import kernels, transformers", ROOT)
     assert {"kernels", "transformers"} <= modules
 
 
-def test_the_kernels_package_is_empty() -> None:
+def test_kernels_package_init_is_empty() -> None:
     assert (ROOT / "kernels" / "__init__.py").read_bytes() == b""

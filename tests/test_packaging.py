@@ -1,4 +1,4 @@
-"""Both distributions build, hold what they should, and work away from the checkout."""
+"""Both distributions build, contain the expected files, and work outside the checkout."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path, **environ: str) -> str:
 
 
 def copied(tmp_path: Path, source: Path) -> Path:
-    """A build leaves files beside its sources, and takes stale ones in."""
+    """A copy of the sources: a build writes files beside them and picks up stale ones."""
     stale = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
     return Path(shutil.copytree(source, tmp_path / "source", ignore=stale))
 
@@ -64,7 +64,7 @@ def compiles() -> bool:
 
 
 def hasty(tmp_path: Path) -> Path:
-    """A compiler for what is looked at only: the optimiser takes most of a build's time."""
+    """A compiler without optimisation, which takes most of a build's time. Nothing is executed."""
     compiler = tmp_path / "hasty-c++"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
     compiler.chmod(0o755)
@@ -77,10 +77,11 @@ def contents(wheel: Path) -> set[str]:
 
 
 def environment(directory: Path) -> Path:
-    """A bare environment that sees our dependencies, but not our own editable installs."""
+    """A bare environment with this project's dependencies, but without its editable installs."""
     venv.create(directory, with_pip=False)
     [packages] = directory.glob("lib/python*/site-packages")
-    # What a .pth file names is searched, but the .pth files there, our editable installs, are not.
+    # Directories named in a .pth file are added to sys.path, but the .pth files in those
+    # directories (the editable installs) are not processed.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return directory
 
@@ -95,13 +96,13 @@ def install(wheel: Path, directory: Path) -> Path:
     return python
 
 
-def test_the_client_wheel_holds_the_client_alone(client_wheel: Path) -> None:
+def test_client_wheel_contains_only_the_client(client_wheel: Path) -> None:
     names = contents(client_wheel)
     assert {"coppice/__init__.py", "coppice/py.typed", "coppice/wire/rollouts.py"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"coppice", "coppice_client"}
 
 
-def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
+def test_server_wheel_contains_packages_type_markers_and_seedling(
     server_wheel: Path,
 ) -> None:
     names = contents(server_wheel)
@@ -121,7 +122,7 @@ def test_the_server_wheel_holds_the_packages_their_types_and_the_seedling(
 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
-def test_the_server_wheel_holds_what_is_compiled_for_every_python(server_wheel: Path) -> None:
+def test_server_wheel_contains_compiled_libraries_and_is_tagged_py3(server_wheel: Path) -> None:
     libraries = {
         "kernels/shared_prefix_attention/libshared_prefix_attention.so",
         "kernels/draft_index/libdraft_index.so",
@@ -132,7 +133,7 @@ def test_the_server_wheel_holds_what_is_compiled_for_every_python(server_wheel: 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_an_image_is_built_from_makes_the_whole_wheel(file: Path, tmp_path: Path) -> None:
+def test_files_copied_into_an_image_build_the_complete_wheel(file: Path, tmp_path: Path) -> None:
     source = tmp_path / "image"
     for places in (rest.split() for name, rest in stages(file)[0] if name == "COPY"):
         for place in places[:-1]:
@@ -151,23 +152,21 @@ def test_what_an_image_is_built_from_makes_the_whole_wheel(file: Path, tmp_path:
 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
-def test_the_compiled_kernel_is_found_outside_the_checkout(
-    server_wheel: Path, tmp_path: Path
-) -> None:
+def test_compiled_kernel_is_found_outside_the_checkout(server_wheel: Path, tmp_path: Path) -> None:
     python = install(server_wheel, tmp_path / "env")
     script = "from kernels.shared_prefix_attention import cpu; print(cpu.LIBRARY, cpu.built())"
     where, built = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(where).is_relative_to(tmp_path) and built == "True"
 
 
-def test_without_a_compiler_the_server_wheel_is_built_all_the_same(tmp_path: Path) -> None:
+def test_server_wheel_builds_without_a_compiler(tmp_path: Path) -> None:
     environ = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
     wheel = built(tmp_path, ROOT, **environ)
     assert "service/cli.py" in contents(wheel)
     assert not [name for name in contents(wheel) if name.endswith(".so")]
 
 
-def test_the_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Path) -> None:
+def test_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Path) -> None:
     python = install(client_wheel, tmp_path / "env")
     where = run(
         python, "-c", "import coppice, coppice.wire.rollouts; print(coppice.__file__)", cwd=tmp_path
@@ -175,7 +174,7 @@ def test_the_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Pat
     assert Path(where.strip()).is_relative_to(tmp_path)
 
 
-def test_the_server_works_outside_the_checkout(
+def test_server_works_outside_the_checkout(
     client_wheel: Path, server_wheel: Path, tmp_path: Path
 ) -> None:
     python = install(server_wheel, tmp_path / "env")

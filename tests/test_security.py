@@ -1,4 +1,4 @@
-"""What is never done, looked for in the source and in what comes out of a server."""
+"""Forbidden constructs in the sources, and leaks of prompts and paths in a server's output."""
 
 import ast
 import asyncio
@@ -25,7 +25,7 @@ SOURCES = [
 CANARY = "canary-5d1f"
 SHORT = {"sampling": {"max_tokens": 4}}
 
-# Bytes that a stranger chose must not become code: formats are JSON, YAML's safe part, safetensors.
+# Untrusted bytes must not become code: formats are JSON, YAML's safe subset and safetensors.
 MODULES = {
     "_pickle", "cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "pickle", "shelve",
 }  # fmt: skip
@@ -84,7 +84,7 @@ def test_nothing_turns_bytes_into_code(file: Path) -> None:
         "reduction.ForkingPickler(x)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(code: str) -> None:
+def test_search_finds_forbidden_constructs(code: str) -> None:
     assert list(faults(ast.parse(code)))
 
 
@@ -92,16 +92,16 @@ def test_the_search_finds_what_it_looks_for(code: str) -> None:
     "code",
     ["import json", "yaml.safe_load(x)", "run(x, shell=False)", "np.load(allow_pickle=False)"],
 )
-def test_the_search_lets_the_rest_be(code: str) -> None:
+def test_search_accepts_safe_constructs(code: str) -> None:
     assert not list(faults(ast.parse(code)))
 
 
-# Nothing of a prompt in logs and problems
+# No prompt text in logs and problem documents
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Every record as the JSON that would be written, tracebacks and extra fields included."""
+    """Every log record as the JSON that would be written, with tracebacks and extra fields."""
     lines: list[str] = []
     formatter = JsonFormatter()
 
@@ -117,7 +117,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def prompts() -> list[Any]:
-    """The canary in every place that a prompt, a response or a name may have."""
+    """Requests with the canary in every field that can hold a prompt, a response or a name."""
     text, long = {"text": CANARY}, {"text": CANARY * 200}
     messages = {"messages": [{"role": "user", "content": CANARY}]}
     return [
@@ -141,7 +141,7 @@ async def post(served: Served, asked: Any, path: str = "/v1/rollouts") -> httpx.
     return await served.http.post(path, content=json.dumps(asked))
 
 
-async def test_no_prompt_is_in_a_log_or_in_a_problem(tmp_path: Path, logged: list[str]) -> None:
+async def test_prompt_text_is_in_no_log_and_no_problem(tmp_path: Path, logged: list[str]) -> None:
     problems = []
     async with serving(FakeEngine(), tmp_path) as served:
         for asked in prompts():
@@ -159,7 +159,7 @@ async def test_no_prompt_is_in_a_log_or_in_a_problem(tmp_path: Path, logged: lis
 
 
 class Clumsy(FakeEngine):
-    """Fails at every prompt."""
+    """Fails to encode every prompt."""
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise RuntimeError("cannot encode this")
@@ -171,8 +171,8 @@ class Dying(FakeEngine):
         return await super().submit(samples)
 
 
-@pytest.mark.parametrize("engine", [Clumsy, Dying], ids=["clumsy", "dying"])
-async def test_no_failure_of_the_engine_brings_a_prompt_to_light(
+@pytest.mark.parametrize("engine", [Clumsy, Dying], ids=["failing", "dying"])
+async def test_engine_failure_reveals_no_prompt(
     tmp_path: Path, logged: list[str], engine: type[FakeEngine]
 ) -> None:
     async with serving(engine(), tmp_path) as served:
@@ -196,7 +196,7 @@ async def test_problems_name_no_file_and_no_address(tmp_path: Path) -> None:
         assert not any(part in text for part in ("/etc", str(tmp_path), "0x", ".py"))
 
 
-# Nothing is served but what is declared
+# Only documented routes are served
 
 
 async def test_nothing_is_served_but_the_contract(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs that tests run beside ours: from `scripts/tools.sh`, or the system's own."""
+"""External programs for tests: from `scripts/tools.sh`, or installed on the system."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def tool(name: str) -> str:
 
 
 def tool_environment() -> dict[str, str]:
-    """What was unpacked finds the libraries that were unpacked with it."""
+    """The environment in which unpacked programs find the libraries unpacked with them."""
     folders = [str(path) for path in (_TOOLS / "lib").glob("*-linux-gnu")]
     known = os.environ.get("LD_LIBRARY_PATH")
     return os.environ | {"LD_LIBRARY_PATH": ":".join([*folders, *([known] if known else [])])}

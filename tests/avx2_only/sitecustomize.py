@@ -1,9 +1,9 @@
-"""This processor as one that has AVX2 and no AVX-512, as far as software asks before it computes.
+"""Makes this processor appear to have AVX2 and no AVX-512 to software that queries CPU features.
 
-Python imports this file at its start wherever its folder is on PYTHONPATH, also in processes that
-the engine starts. oneDNN, MKL, ATen and our own kernel read variables; vLLM, which chooses its
-compiled extension by torch's answer, is given another one. It shows which code runs and how it
-rounds, not how fast an older processor is.
+Python imports this file at start-up if its folder is on PYTHONPATH, also in processes that the
+engine starts. oneDNN, MKL, ATen and the kernels of this repository read variables; vLLM, which
+selects its compiled extension by torch's capabilities, gets modified ones. This shows which code
+runs and how it rounds, not the speed of an older processor.
 """
 
 import os

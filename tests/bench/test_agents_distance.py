@@ -1,4 +1,4 @@
-"""Placed prompts against computed ones, on turns of agents who hear each other."""
+"""Spliced prompts against prefilled ones, on turns of agents that read each other's answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def one_by_one(model: Any, prompt: list[int], noise: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_an_answer_is_what_would_come_token_by_token_whatever_its_draft(
+def test_answer_equals_step_by_step_decoding_whatever_its_draft(
     hearing: AgentEvaluation, asked: list[Case], scale: float
 ) -> None:
     model, prompt = hearing.model, joined(asked[0].parts)
@@ -66,7 +66,7 @@ def test_an_answer_is_what_would_come_token_by_token_whatever_its_draft(
         assert said(model, computed, asked[0], scale, draft) == expected
 
 
-def test_what_is_computed_whole_is_the_computed_prompt(
+def test_fully_recomputed_prompt_equals_the_prefilled_one(
     hearing: AgentEvaluation, asked: list[Case]
 ) -> None:
     ways = assembly_modes(hearing.model, [0, 512], 16)
@@ -82,11 +82,11 @@ def test_what_is_computed_whole_is_the_computed_prompt(
         assert whole == computed
 
 
-def test_the_same_turns_are_asked_every_time(hearing: AgentEvaluation, asked: list[Case]) -> None:
+def test_turns_are_deterministic(hearing: AgentEvaluation, asked: list[Case]) -> None:
     assert hearing.asked(SHAPE, 2) == asked
 
 
-def test_rows_tell_each_way_beside_the_computed_one(
+def test_rows_compare_each_mode_with_the_prefilled_prompt(
     hearing: AgentEvaluation, asked: list[Case]
 ) -> None:
     rows = agents_rows([hearing.scores(asked[:1], assembly_modes(hearing.model, [0], 16))])
@@ -103,7 +103,7 @@ def test_rows_tell_each_way_beside_the_computed_one(
     ]
 
 
-def test_a_change_within_a_point_is_met_only_if_its_whole_interval_is() -> None:
+def test_verdict_is_clear_only_if_the_whole_interval_meets_the_goal() -> None:
     right = [1.0] * 120
     assert change(right, right).verdict(1.0) == "met"
     assert change(right, [0.0] * 30 + [1.0] * 90).verdict(1.0) == "missed"

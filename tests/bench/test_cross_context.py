@@ -1,4 +1,4 @@
-"""Of which prompts a goal is met or missed, by hand."""
+"""Prompts over which the goals of the cross-context benchmark are evaluated, by hand."""
 
 from bench.cross_context import PREDICT, Arm, Shape, shapes_of, splice_modes, time_rows
 from bench.harness.record import Row
@@ -25,14 +25,14 @@ def rows_of(way: str, measured: Arm) -> list[Row]:
     return time_rows(shape, {"computed": arm([1.0] * 20), way: measured}, 4)
 
 
-def test_what_is_predicted_has_the_goals_of_what_is_placed_over_all_prompts() -> None:
+def test_prediction_has_the_goals_of_splicing_over_all_prompts() -> None:
     [way], few = PREDICT, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
     for name in (way, splice_modes(4)):
         verdicts = [row.verdict for row in rows_of(name, few) if row.goal]
         assert verdicts == ["missed", "missed", "missed"]
 
 
-def test_no_goal_is_met_by_prompts_that_were_chosen() -> None:
+def test_selected_prompts_meet_no_goal() -> None:
     few = arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
     chosen = [row for row in rows_of("anchors", few) if "what is predicted" in row.what]
     assert len(chosen) == 2 and chosen[0].value.startswith("10.00 ")
@@ -45,19 +45,19 @@ def told(values: list[float]) -> tuple[Row, Row]:
     return all_prompts, predicted
 
 
-def test_a_few_predicted_prompts_meet_no_goal() -> None:
+def test_too_few_predicted_prompts_give_no_verdict() -> None:
     assert [told([0.01] * num)[1].verdict for num in (0, 1, FEWEST - 1)] == ["", "", ""]
     assert [told([value] * FEWEST)[1].verdict for value in (0.01, 0.1)] == ["met", "missed"]
 
 
-def test_computed_prompts_are_not_off_and_belong_to_the_mean() -> None:
+def test_prefilled_prompts_count_as_zero_in_the_mean() -> None:
     [all_prompts, predicted] = told([0.24] * 12)
     assert all_prompts.value.startswith("0.0600 nats") and "25 %" in all_prompts.value
     assert predicted.value.startswith("0.2400 nats") and "12 of 48" in predicted.value
     assert not all_prompts.goal
 
 
-def test_new_segments_of_what_is_predicted_count_as_computed() -> None:
+def test_new_spans_of_a_predicted_prompt_count_as_prefilled() -> None:
     parts = [
         PromptSpan(token_ids=[1] * 10),
         PromptSpan(token_ids=[2] * 20, name="a"),

@@ -1,6 +1,6 @@
-"""What the benchmark of the graph pool would run on a GPU, as far as that can be said without one.
+"""The CUDA graph pool benchmark, as far as it can be checked without a GPU.
 
-The committed trace is a real one, and the goals of bytes and hits hold on it by the models.
+The committed trace is a real one; the goals for bytes and hits are checked on it with the models.
 """
 
 from pathlib import Path
@@ -31,12 +31,12 @@ from engine.cudagraphs.shape_trace import read_trace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_exits_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     bench([])
     assert capsys.readouterr().out == "no GPU: not run\n"
 
 
-def test_on_the_recorded_trace_the_plan_meets_its_goals_by_the_models(tmp_path: Path) -> None:
+def test_plan_meets_its_modelled_goals_on_the_recorded_trace(tmp_path: Path) -> None:
     trace, memory = (
         read_trace(TRACE),
         estimate_memory(write_model(tmp_path / "model", dict(LLAMA_8B))),
@@ -52,14 +52,14 @@ def test_on_the_recorded_trace_the_plan_meets_its_goals_by_the_models(tmp_path: 
     assert (1 + judged.padding) / (1 + theirs.padding) <= 1.01
 
 
-def test_the_recorded_trace_has_every_length_and_a_long_tail() -> None:
+def test_recorded_trace_has_every_length_and_a_long_tail() -> None:
     trace = read_trace(TRACE)
     steps = decode_steps(trace, 10**6)
     assert {shape.query_len for shape, _ in steps} >= set(capture_limits(trace).lengths.query_lens)
     assert {shape.samples for shape, _ in steps} >= {1, 2, 3, 64}
 
 
-def test_a_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
+def test_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
     def limits(text: str) -> CaptureLimits:
         return CaptureLimits(
             lengths=DraftLengthTiers.parse(text), max_sequences=64, max_batched_tokens=2048
@@ -70,7 +70,7 @@ def test_a_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
         schedule(limits("8:1,4 0"))
 
 
-def test_the_table_says_what_was_met() -> None:
+def test_table_reports_the_goals_met() -> None:
     full = Captured(num_graphs=100, measured_bytes=1000, hits=50, misses=0)
     ours = Captured(num_graphs=30, measured_bytes=350, hits=97, misses=3)
     estimates = plans(read_trace(TRACE), estimate_memory(Path("examples/seedling/model")))

@@ -1,7 +1,7 @@
-"""The page of benchmarks is what the records say."""
+"""The benchmark page matches the records."""
 
 from bench.harness.report import PAGE, page
 
 
-def test_the_page_is_written_from_the_records() -> None:
+def test_page_is_generated_from_the_records() -> None:
     assert PAGE.read_text() == page()

@@ -1,4 +1,4 @@
-"""What the benchmark of speculation forces on its arms, keeps of them and foretells."""
+"""The speculation benchmark: teacher forcing, records and estimates."""
 
 import json
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Sampled:
 
 
 class Runner:
-    """Of two rows, the first of which has said one token."""
+    """Two rows, the first of which has generated one token."""
 
     def __init__(self) -> None:
         self.input_batch = SimpleNamespace(
@@ -56,21 +56,21 @@ def sampled(forced: TeacherForced, *drafts: list[int]) -> list[list[int]]:
     return rows
 
 
-def test_a_row_says_what_was_drafted_rightly_and_one_token_more(forced: TeacherForced) -> None:
+def test_row_generates_its_correct_drafts_and_one_more_token(forced: TeacherForced) -> None:
     assert sampled(forced, [6, 7, 1], [5]) == [[6, 7, 8, -1], [5, 6, -1, -1]]
     assert forced.sample(None, None).sampled_token_ids.tolist() == [[6], [5]]
 
 
-def test_a_text_ends_where_it_ends(forced: TeacherForced) -> None:
+def test_text_ends_where_it_ends(forced: TeacherForced) -> None:
     assert sampled(forced, [6, 7, 8], []) == [[6, 7, 8, -1], [5, -1, -1, -1]]
 
 
-def test_rows_without_a_text_say_what_they_like(forced: TeacherForced) -> None:
+def test_rows_without_a_text_are_not_forced(forced: TeacherForced) -> None:
     forced.texts = {}
     assert sampled(forced, [], []) == [[99], [99]]
 
 
-def test_the_oracle_sends_what_is_right_and_a_fixed_length_what_it_is_told(
+def test_oracle_drafts_correct_tokens_and_fixed_length_its_number(
     forced: TeacherForced,
 ) -> None:
     drafted = Drafts.alike(2, 3, 0.5)
@@ -91,7 +91,7 @@ def one_round(seed: int, *names: str) -> Round:
     return Round(seed=seed, surprise=1.8, arms=arms, steps=cells([run(0.5)]))
 
 
-def test_a_record_grows_by_rounds_and_a_round_of_the_same_arms_is_replaced(tmp_path: Path) -> None:
+def test_record_grows_by_rounds_and_repeated_rounds_are_replaced(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     rounds: list[Round] = []
     for new in (one_round(1, "off", "ours"), one_round(2, "off", "ours"), one_round(1, "off")):
@@ -103,7 +103,7 @@ def test_a_record_grows_by_rounds_and_a_round_of_the_same_arms_is_replaced(tmp_p
     assert rounds[-1].steps == [Step(running=8, context=84, verified=8, seconds=0.5)]
 
 
-def test_arms_are_compared_in_the_rounds_that_they_shared() -> None:
+def test_arms_are_compared_in_common_rounds() -> None:
     rows = workload_rows([one_round(1, "off", "ours"), one_round(2, "off", "ours", "ngram")])
     summary = {row.what: row.value for row in rows}
     assert summary["text"] == "0.100 nats a token"
@@ -112,7 +112,7 @@ def test_arms_are_compared_in_the_rounds_that_they_shared() -> None:
 
 
 @pytest.mark.skipif(not store.is_built(), reason="the draft store was not built: no C++ compiler")
-def test_what_is_foretold_is_a_round_at_a_time_and_the_oracles_the_least() -> None:
+def test_estimates_are_per_round_with_the_oracle_as_the_bound() -> None:
     steps = [
         Step(running=rows, context=40 * rows, verified=rows * more, seconds=1 + rows * more / 50)
         for rows in (1, 2, 4)

@@ -1,4 +1,4 @@
-"""The replay of recorded rollouts: no token is lost, and nobody knows what is not said yet."""
+"""The replay of recorded rollouts loses no token and uses no future token."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ TEXT = tuple(range(5, 45))
 
 
 def trace() -> Trace:
-    """A part of what was recorded at temperature 1."""
+    """A part of the recording at temperature 1."""
     replay_all = Trace.load(TRACES / "seedling-1.0.npz")
     return Trace(
         model=replay_all.model,
@@ -44,7 +44,7 @@ def replayed(controller: Controller, *, is_oracle: bool = False, running: int = 
     return replayer
 
 
-def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_trace_round_trips(tmp_path: Path) -> None:
     trace().save(tmp_path / "trace.npz")
     assert Trace.load(tmp_path / "trace.npz") == trace()
 
@@ -53,7 +53,9 @@ def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     "controller", [Fixed(0), Fixed(3), Fixed(16), ThresholdPolicy(0.5)], ids=str
 )
 @pytest.mark.parametrize("running", [5, 64])
-def test_every_token_comes_once_whatever_was_drafted(controller: Controller, running: int) -> None:
+def test_every_token_is_generated_once_whatever_was_drafted(
+    controller: Controller, running: int
+) -> None:
     result = replayed(controller, running=running).result
     assert result.emitted == trace().num_tokens - trace().num_responses
     assert result.passes <= result.emitted
@@ -63,46 +65,46 @@ def test_without_drafts_every_pass_gives_one_token() -> None:
     assert replayed(Fixed(0)).result.accepted_length == 1
 
 
-def test_no_fixed_length_is_faster_than_who_knows_what_will_be_accepted() -> None:
-    """Of the same drafts; how far siblings have come by then differs a little."""
+def test_no_fixed_length_is_faster_than_the_oracle() -> None:
+    """With the same drafts; the progress of siblings differs slightly."""
     oracle = replayed(Fixed(16), is_oracle=True).result.seconds
     assert all(replayed(Fixed(length)).result.seconds > oracle for length in LENGTHS)
 
 
-def test_siblings_that_say_the_same_at_the_same_time_are_no_help() -> None:
+def test_identical_simultaneous_siblings_do_not_help() -> None:
     replayer = Replay(drafter=StoreDrafter(), controller=Fixed(16))
     replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
     assert replayer.result.accepted_length == 1
 
 
-def test_in_waves_the_later_ones_follow_the_earlier() -> None:
+def test_later_waves_follow_earlier_ones() -> None:
     replayer = Replay(drafter=StoreDrafter(), controller=Fixed(16), max_running=1)
     replayer.epoch(0, [Group(prompt=(1, 2), responses=(TEXT,) * 4)])
     assert replayer.result.accepted_length > 3
 
 
-def test_finished_siblings_lengthen_what_is_accepted() -> None:
+def test_finished_siblings_lengthen_accepted_drafts() -> None:
     lengths = [
         replay_with_finished(trace(), StoreDrafter, number).accepted_length for number in (0, 3, 15)
     ]
     assert lengths[0] * 1.2 < lengths[1] and lengths[1] * 1.2 < lengths[2]
 
 
-def test_n_grams_are_followed_from_where_they_were_first() -> None:
+def test_n_grams_are_followed_from_their_first_occurrence() -> None:
     drafter = NgramDrafter()
     text = [1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4]
     assert drafter.draft(text, 3) == [9, 2, 3]
     assert drafter.draft([1, 2, 3], 3) == []
 
 
-def test_matching_ends_with_the_shorter() -> None:
+def test_matching_ends_with_the_shorter_text() -> None:
     assert common_prefix_length([1, 2, 3], (1, 2)) == 2
     assert common_prefix_length([1, 5], (1, 2, 3)) == 1
     assert common_prefix_length([], (1,)) == 0
 
 
-def test_the_engines_own_controller_rules_a_replay() -> None:
-    """Where drafts cost next to nothing it does nearly as well as the longest drafts."""
+def test_controller_of_the_engine_runs_in_a_replay() -> None:
+    """If drafts are almost free, it performs nearly as well as the longest drafts."""
     steps = [
         Step(running=rows, context=100 * rows, verified=rows * more, seconds=1 + rows * more / 500)
         for rows in (1, 4, 16, 64)

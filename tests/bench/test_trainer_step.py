@@ -1,4 +1,4 @@
-"""The arms of the trainer's benchmark compute the same, and its table says what was measured."""
+"""The arms of the trainer benchmark compute the same, and its table reports the measurements."""
 
 from functools import partial
 
@@ -12,13 +12,13 @@ from bench.training.grid import DTYPES, SHAPES, VOCABULARIES, Cell
 TEXT = "1000/100x8,float32,512"
 
 
-def test_a_cell_is_read_from_what_it_is_written_as() -> None:
+def test_cell_is_parsed_from_its_notation() -> None:
     cell = Cell.of(TEXT)
     assert str(cell) == TEXT
     assert (cell.prompt_tokens, cell.response_tokens, cell.num_samples) == (1000, 100, 8)
 
 
-def test_goals_are_of_the_small_vocabulary_and_groups_of_eight() -> None:
+def test_goals_cover_the_small_vocabulary_and_groups_of_eight() -> None:
     with_goal = {
         f"{shape},{dtype}"
         for shape in SHAPES
@@ -38,7 +38,7 @@ def test_all_arms_have_the_same_gradient() -> None:
         assert (arms.gradient(other) - ours).norm() < 1e-5 * ours.norm()
 
 
-def test_the_table_says_what_met_its_goal() -> None:
+def test_table_reports_the_goals_met() -> None:
     seconds = {"ours": [2.0, 2.1], "naive": [10.0, 10.4], "public": [1.9, 2.0]}
     mib = {"naive": 500.0, "kept": 760.0, "recomputed": 640.0, "single": 540.0}
     mib |= {"injected": 651.0, "packed": 860.0}

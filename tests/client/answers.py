@@ -1,4 +1,4 @@
-"""What a server would say."""
+"""Answers of a server, as wire objects."""
 
 from coppice import (
     ActivationAnswer,

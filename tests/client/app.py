@@ -1,4 +1,4 @@
-"""A server that fits in a test: a callable that answers requests, and remembers them."""
+"""A minimal server: a callable that answers requests and records them."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
@@ -9,7 +9,7 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 
 class App:
-    """Give it to httpx.MockTransport, which has read the request's body by then."""
+    """For httpx.MockTransport, which has read the request's body by the time of the call."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
@@ -22,13 +22,13 @@ class App:
 
     @property
     def request(self) -> httpx.Request:
-        """The only one."""
+        """The only request; fails if there were several."""
         assert len(self.requests) == 1
         return self.requests[0]
 
 
 class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """Chunks of an answer, and whether the client has closed it."""
+    """Chunks of an answer, and a flag for the client having closed it."""
 
     def __init__(self, chunks: Iterable[bytes], error: httpx.HTTPError | None = None) -> None:
         self.chunks = list(chunks)

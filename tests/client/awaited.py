@@ -1,4 +1,4 @@
-"""An AsyncRollouts, or its handle, behind a blocking face: a test reads once and runs over both."""
+"""A blocking wrapper of AsyncRollouts and its handles, so that one test runs over both clients."""
 
 import asyncio
 import inspect
@@ -9,7 +9,7 @@ from coppice import AsyncPending, AsyncRollouts
 
 
 class Awaited:
-    """Runs every coroutine to its end on its own loop."""
+    """Runs every coroutine to completion on its own loop."""
 
     def __init__(self, client: AsyncRollouts | AsyncPending, runner: asyncio.Runner) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, as trainers leave them."""
+"""Checkpoints on disk, as trainers write them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def single(path: Path) -> Path:
 
 
 def sharded(folder: Path, num_shards: int = 3) -> list[Path]:
-    """The files to be sent, the index first; beside them lie some that are not."""
+    """The files to upload, the index first. The folder also has files that must not be sent."""
     shards = [
         folder / f"model-{number:05}-of-{num_shards:05}.safetensors"
         for number in range(1, num_shards + 1)

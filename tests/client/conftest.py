@@ -12,9 +12,9 @@ from tests.client.awaited import Awaited
 
 
 class Connect(Protocol):
-    """Makes a client of an app, or of a real server where there is none.
+    """Makes a client of an app, or of a real server if there is none.
 
-    It does not retry unless it is told to.
+    It does not retry by default.
     """
 
     def __call__(self, app: App | None = None, /, **options: Any) -> Rollouts: ...
@@ -22,7 +22,7 @@ class Connect(Protocol):
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Either client; what holds for one must hold for the other."""
+    """Either client: every test must hold for both."""
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
 

@@ -1,8 +1,8 @@
-"""A clock that jumps, and dice that always show the same."""
+"""A fake clock, with fixed random numbers."""
 
 
 class FakePace:
-    """Sleeping takes no time and moves the clock; `slept` is how long each sleep was."""
+    """Sleeping takes no time and advances the clock; `slept` has the duration of each sleep."""
 
     def __init__(self, share: float = 1.0) -> None:
         self.time = 1000.0

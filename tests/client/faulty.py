@@ -1,4 +1,4 @@
-"""A server on a real socket that keeps its contract and loses its connections."""
+"""A server on a real socket that follows the contract and loses its connections."""
 
 import socket
 import struct
@@ -19,8 +19,8 @@ _RESET = struct.pack("ii", 1, 0)
 class Faulty:
     """Starts a rollout for every new key, and for every request without one.
 
-    `cuts` are the bytes after which the next answers end, one for each; the others are whole. No
-    sample takes long here, so there are no progress records.
+    `cuts` are the numbers of bytes after which the next answers end, one per answer; the others are
+    complete. Samples take no time here, so there are no progress records.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Faulty:
             return rollout_id
 
     def forget(self) -> None:
-        """As a server does that was started anew."""
+        """Forgets all rollouts, as a restarted server does."""
         self._ids.clear()
 
 
@@ -56,7 +56,7 @@ def stream_records(rollout_id: str) -> list[Record]:
 
 
 def stream_bytes(rollout_id: str) -> bytes:
-    """A whole answer as it is on the wire."""
+    """A complete answer as sent on the wire."""
     return b"".join(stream_parts(rollout_id))
 
 
@@ -75,7 +75,7 @@ def _whole(status: str, content_type: str, body: bytes) -> bytes:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # http.server calls these by their names.
+    # http.server requires these names.
     server: "_Server"
 
     def do_POST(self) -> None:
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer[:cut])
         self.close_connection = True
         if cut % 2:
-            # A reset where the others end in good order.
+            # A reset, where the others close cleanly.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.connection.close()
 
@@ -129,7 +129,7 @@ class _Server(ThreadingHTTPServer):
     faulty: Faulty
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error here."""
+        """Ignores disconnected clients."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A server on a real socket, for what only a socket does."""
+"""A server on a real socket, for tests of socket behaviour."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ Script = Callable[[socket.socket], None]
 
 @contextmanager
 def serving(script: Script) -> Iterator[str]:
-    """The script talks to one connection, which is then closed; yields the server's address."""
+    """Runs the script on one connection, which is then closed; yields the server's address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -26,7 +26,7 @@ def serving(script: Script) -> Iterator[str]:
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """The body, which must be announced with its length."""
+    """The body, which must have a Content-Length."""
     head, body = read_head(connection)
     length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
     while len(body) < length:
@@ -35,7 +35,7 @@ def read_request(connection: socket.socket) -> bytes:
 
 
 def read_head(connection: socket.socket) -> tuple[str, bytes]:
-    """A request's head, and what came of its body with it."""
+    """The head of a request, and the part of its body received with it."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += connection.recv(65536)
@@ -44,7 +44,7 @@ def read_head(connection: socket.socket) -> tuple[str, bytes]:
 
 
 def send_chunks(connection: socket.socket, chunks: list[bytes]) -> None:
-    """The start of a stream; who wants it whole ends it with an empty chunk."""
+    """Sends the start of a chunked stream; an empty chunk ends it."""
     head = "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n"
     connection.sendall(head.encode() + b"\r\n")
     for chunk in chunks:

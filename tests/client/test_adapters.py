@@ -17,14 +17,14 @@ LOADED = AdapterAnswer(
 METADATA = "__metadata__"
 
 
-def test_an_adapter_is_named_by_its_directory(connect: Connect) -> None:
+def test_adapter_is_loaded_by_its_server_directory(connect: Connect) -> None:
     app = App(answering(LOADED, 201))
     assert connect(app).load_adapter("policy", Path("/adapters/7"), version="7") == LOADED
     assert app.request.url.path == "/v1/adapters/policy"
     assert json.loads(app.request.content) == {"path": "/adapters/7", "version": "7"}
 
 
-def test_an_adapter_is_sent_as_one_file_with_its_config(connect: Connect, tmp_path: Path) -> None:
+def test_adapter_is_uploaded_as_one_file_with_its_config(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(LOADED, 201))
     assert connect(app).publish_adapter("policy", "7", saved_adapter(tmp_path / "a")) == LOADED
     sent = app.request.content
@@ -45,14 +45,14 @@ def test_adapters_are_listed_and_unloaded(connect: Connect) -> None:
     assert (gone.request.method, gone.request.url.path) == ("DELETE", "/v1/adapters/policy")
 
 
-def test_what_is_not_there_and_what_has_no_place_are_told_apart(connect: Connect) -> None:
+def test_missing_adapter_and_full_capacity_are_distinct_errors(connect: Connect) -> None:
     with pytest.raises(NotFound):
         connect(App(refusing("adapter_not_found", 404))).unload_adapter("policy")
     with pytest.raises(AdaptersFull):
         connect(App(refusing("adapters_full", 503))).load_adapter("policy", "/a")
 
 
-def test_a_name_that_is_no_label_is_never_sent(connect: Connect) -> None:
+def test_invalid_adapter_name_is_never_sent(connect: Connect) -> None:
     app = App()
     with pytest.raises(ValueError):
         connect(app).load_adapter("a/b", "/a")

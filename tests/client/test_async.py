@@ -1,4 +1,4 @@
-"""What only an event loop can show."""
+"""Behaviour that only an event loop can show."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ async def test_leaving_the_loop_closes_the_connection() -> None:
         assert body.closed
 
 
-async def test_cancelling_a_rollout_closes_the_connection() -> None:
+async def test_cancelled_rollout_closes_the_connection() -> None:
     begun = asyncio.Event()
 
     class Silent(Body):
@@ -66,7 +66,7 @@ async def test_calls_overlap() -> None:
     assert [result.id for result in results] == ["r1"] * 8
 
 
-async def test_the_loop_turns_while_weights_are_written(tmp_path: Path) -> None:
+async def test_event_loop_runs_while_weights_are_written(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(bytes(64 * 2**20))
     turns = 0
 
@@ -83,7 +83,7 @@ async def test_the_loop_turns_while_weights_are_written(tmp_path: Path) -> None:
     assert turns > 16
 
 
-async def test_a_cancelled_upload_leaves_no_file(tmp_path: Path) -> None:
+async def test_cancelled_upload_leaves_no_file(tmp_path: Path) -> None:
     usual, tempfile.tempdir = tempfile.tempdir, str(tmp_path)
     try:
         async with client_of(App(answering(VERSION))) as client:
@@ -105,7 +105,7 @@ async def test_records_are_typed() -> None:
     assert [record.type for record in records][-1] == "end"
 
 
-async def test_the_blocking_client_works_inside_a_running_loop() -> None:
+async def test_blocking_client_works_inside_a_running_loop() -> None:
     body = Body(LINES)
     with Rollouts("http://coppice.test", transport=httpx.MockTransport(App(streaming(body)))) as it:
         for _ in it.stream(["hello"]):

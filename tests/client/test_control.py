@@ -23,7 +23,7 @@ STATUS = StatusAnswer(
 )
 
 
-def test_pausing_says_how(connect: Connect) -> None:
+def test_pause_sends_its_mode(connect: Connect) -> None:
     app = App(answering(PauseAnswer(paused=True)))
     assert connect(app).pause("wait", timeout=5).paused
     assert (app.request.method, app.request.url.path) == ("POST", "/v1/pause")
@@ -31,19 +31,19 @@ def test_pausing_says_how(connect: Connect) -> None:
     assert app.request.extensions["timeout"]["read"] == 5
 
 
-def test_resuming_answers_whether_it_is_paused(connect: Connect) -> None:
+def test_resume_returns_whether_the_server_is_paused(connect: Connect) -> None:
     app = App(answering(PauseAnswer(paused=False)))
     assert not connect(app).resume().paused
     assert (app.request.method, app.request.url.path) == ("POST", "/v1/resume")
 
 
-def test_the_status_is_read(connect: Connect) -> None:
+def test_status_is_parsed(connect: Connect) -> None:
     app = App(answering(STATUS))
     assert connect(app).status() == STATUS
     assert (app.request.method, app.request.url.path) == ("GET", "/v1/status")
 
 
-def test_a_server_that_comes_up_is_waited_for(connect: Connect) -> None:
+def test_client_waits_for_a_starting_server(connect: Connect) -> None:
     app = App(
         failing(httpx.ConnectError("refused")),
         lambda request: httpx.Response(502, text="no upstream"),
@@ -54,7 +54,7 @@ def test_a_server_that_comes_up_is_waited_for(connect: Connect) -> None:
     assert [request.url.path for request in app.requests] == ["/readyz"] * 4
 
 
-def test_a_server_that_does_not_come_up_is_given_up_with_the_reason(connect: Connect) -> None:
+def test_server_that_does_not_start_fails_with_the_reason(connect: Connect) -> None:
     app = App(refusing("not_ready", 503, detail="loading"))
     started = time.monotonic()
     with pytest.raises(TimedOut, match=r"not ready after 0\.2 s: .*loading") as caught:
@@ -63,13 +63,13 @@ def test_a_server_that_does_not_come_up_is_given_up_with_the_reason(connect: Con
     assert type(caught.value.__cause__).__name__ == "EngineUnavailable"
 
 
-def test_a_refusal_that_waiting_will_not_mend_is_raised(connect: Connect) -> None:
+def test_permanent_refusal_is_raised_at_once(connect: Connect) -> None:
     app = App(refusing("unauthorized", 401))
     with pytest.raises(Unauthorized):
         connect(app).wait_until_ready(30)
 
 
-def test_without_time_the_server_is_asked_once(connect: Connect) -> None:
+def test_zero_timeout_probes_the_server_once(connect: Connect) -> None:
     app = App(READY)
     connect(app).wait_until_ready(0)
     assert app.request.extensions["timeout"]["read"] <= 0.05

@@ -44,7 +44,7 @@ def test_credentials_in_the_url_are_unescaped(base_url: str, user: str, key: str
     assert (address.base_url, address.authorization) == ("http://h", basic(user, key))
 
 
-def test_the_key_is_in_no_repr_no_log_and_no_error(
+def test_key_is_in_no_repr_no_log_and_no_error(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoken: list[str] = []
@@ -80,7 +80,7 @@ def test_the_key_is_in_no_repr_no_log_and_no_error(
         {"api_key": ""},
     ],
 )
-def test_bad_credentials_are_refused_without_being_repeated(
+def test_invalid_credentials_are_refused_without_being_repeated(
     connect: Connect, options: dict[str, str]
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -89,7 +89,7 @@ def test_bad_credentials_are_refused_without_being_repeated(
     assert caught.value.__context__ is None
 
 
-def test_a_wrong_key_is_not_tried_again(connect: Connect) -> None:
+def test_rejected_key_is_not_retried(connect: Connect) -> None:
     app = App(refusing("unauthorized", 401))
     with pytest.raises(Unauthorized):
         connect(app, api_key=KEY, retry=Retry()).status()

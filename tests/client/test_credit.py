@@ -1,4 +1,4 @@
-"""Advantages of segments against what the papers' formulas say, worked out by hand."""
+"""Advantages of tree segments against the papers' formulas, computed by hand."""
 
 import math
 
@@ -19,14 +19,14 @@ from tests.client.trees import LEAVES, tree
 REWARDS = [1.0, 0.0, 3.0, 2.0, 4.0]
 
 
-def test_a_segments_reward_is_the_mean_of_its_leaves() -> None:
+def test_segment_reward_is_the_mean_of_its_leaves() -> None:
     fused = segment_rewards(tree(), REWARDS)
     assert fused == pytest.approx(
         {"a1": 1, "a2": 0, "b1": 3, "b2": 2, "b3": 4, "a": 0.5, "b": 3, None: 2}
     )
 
 
-def test_a_likelier_child_counts_for_more_if_that_is_wanted() -> None:
+def test_fusion_may_weight_children_by_probability() -> None:
     grown = tree()
     fused = segment_rewards(grown, REWARDS, fusion="probability")
     odds = [math.exp(float(grown.segment(name).logprobs.sum())) for name in ("a1", "a2")]
@@ -34,7 +34,7 @@ def test_a_likelier_child_counts_for_more_if_that_is_wanted() -> None:
     assert fused["b"] not in (3.0, fused["a"])
 
 
-def test_depthwise_normalises_among_the_segments_of_a_depth() -> None:
+def test_depthwise_normalizes_among_segments_of_a_depth() -> None:
     found = segment_advantages(tree(), REWARDS, "depthwise")
     assert [found["a"], found["b"]] == pytest.approx([-1, 1], abs=1e-6)
     leaves = np.array([found[leaf] for leaf in LEAVES])
@@ -42,26 +42,26 @@ def test_depthwise_normalises_among_the_segments_of_a_depth() -> None:
     assert leaves.std() == pytest.approx(1, abs=1e-6)
 
 
-def test_depthwise_is_nothing_where_nothing_can_be_compared() -> None:
+def test_depthwise_is_zero_without_siblings_to_compare() -> None:
     alone = tree({"a": (None, 3), "b": ("a", 2), "c": ("a", 2)}, ("b", "c"))
     assert segment_advantages(alone, [1.0, 1.0], "depthwise") == {"a": 0, "b": 0, "c": 0}
 
 
-def test_a_delta_is_what_a_segment_adds_to_its_parent() -> None:
+def test_parent_delta_is_the_gain_over_the_parent() -> None:
     found = segment_advantages(tree(), REWARDS, "parent_delta")
     assert found == pytest.approx(
         {"a": -1.5, "b": 1, "a1": 0.5, "a2": -0.5, "b1": 0, "b2": -1, "b3": 1}
     )
 
 
-def test_a_leaf_is_compared_with_every_group_that_it_is_in() -> None:
+def test_ancestor_mean_compares_a_leaf_with_all_its_groups() -> None:
     found = segment_advantages(tree(), REWARDS, "ancestor_mean")
     assert found["a1"] == pytest.approx(((1 - 2) + (1 - 0.5)) / 2)
     assert found["b3"] == pytest.approx(((4 - 2) + (4 - 3)) / 2)
     assert found["a"] == pytest.approx((found["a1"] + found["a2"]) / 2)
 
 
-def test_an_ancestor_of_one_leaf_is_no_group() -> None:
+def test_ancestor_of_one_leaf_is_not_a_group() -> None:
     chain = tree({"a": (None, 3), "b": ("a", 2), "c": (None, 2)}, ("b", "c"))
     assert segment_advantages(chain, [1.0, 0.0], "ancestor_mean")["b"] == pytest.approx(0.5)
 
@@ -80,7 +80,7 @@ def test_weights_count_a_segment_once_or_by_its_leaves() -> None:
     assert segment_weights(grown, "sqrt")["b"] == pytest.approx(math.sqrt(3))
 
 
-def test_leaves_that_share_much_are_worth_less() -> None:
+def test_leaves_with_long_shared_prefixes_count_less() -> None:
     apart = tree({"a": (None, 4), "b": (None, 4)}, ("a", "b"))
     assert effective_leaves(apart) == pytest.approx(2)
     shared = tree({"s": (None, 96), "a": ("s", 4), "b": ("s", 4)}, ("a", "b"))
@@ -88,28 +88,28 @@ def test_leaves_that_share_much_are_worth_less() -> None:
     assert 1 < effective_leaves(tree()) < 5
 
 
-def test_pruning_by_depth_leaves_whole_depths_out() -> None:
+def test_pruning_by_depth_drops_whole_depths() -> None:
     assert pruned_by_depth(tree(), {1}) == set(LEAVES)
 
 
-def test_pruning_by_width_keeps_the_better_half_of_each_fork_or_the_extremes() -> None:
+def test_pruning_by_width_keeps_the_better_half_or_the_extremes() -> None:
     assert pruned_by_width(tree(), REWARDS, "best_half") == {"a", "b", "a1", "b1", "b3"}
     assert pruned_by_width(tree(), REWARDS, "extremes") == {"a", "b", "a2", "b3"}
 
 
-def test_an_advantage_can_be_clipped() -> None:
+def test_advantage_can_be_clipped() -> None:
     found = segment_advantages(tree(), [0.0, 0.0, 0.0, 0.0, 100.0], "parent_delta", clip=5.0)
     assert max(map(abs, found.values())) == 5.0
 
 
-def test_rewards_must_be_as_many_as_leaves() -> None:
+def test_number_of_rewards_must_match_the_leaves() -> None:
     schemes: list[Scheme] = ["depthwise", "parent_delta", "ancestor_mean", "leaf_grpo"]
     for scheme in schemes:
         with pytest.raises(ValueError, match="3 rewards for 5 leaves"):
             segment_advantages(tree(), [1.0, 2.0, 3.0], scheme)
 
 
-def test_what_does_not_exist_is_said() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no such scheme: best"):
         segment_advantages(tree(), REWARDS, "best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no such fusion: sum"):

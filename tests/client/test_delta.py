@@ -1,4 +1,4 @@
-"""Deltas of weights files: bit for bit, whatever the bits are, and nothing that is none of them."""
+"""Deltas of weights files: exact for any bits, and refused if malformed."""
 
 import hashlib
 from pathlib import Path
@@ -54,7 +54,7 @@ def applied(folder: Path, delta: Path) -> bytes:
 
 
 def stepped(values: NDArray[np.float32], size: float) -> NDArray[np.float32]:
-    """As after a step of Adam's."""
+    """Values after a step of Adam."""
     moved = np.random.default_rng(1).uniform(-size, size, values.shape)
     return (values + moved).astype(np.float32)
 
@@ -69,14 +69,14 @@ def weights(num: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("item_bytes", [2, 4])
 @given(data=st.data())
-def test_any_bits_come_back_from_any_bits(item_bytes: int, data: st.DataObject) -> None:
+def test_any_bits_are_restored_from_any_base(item_bytes: int, data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 50))
     old, new = (data.draw(st.binary(min_size=n, max_size=n)) for n in [num * item_bytes] * 2)
     packed = encode_block(old, new, item_bytes)
     assert decode_block(old, packed, item_bytes).tobytes() == new
 
 
-def test_a_small_step_is_a_small_difference() -> None:
+def test_small_step_is_a_small_difference() -> None:
     before = weights(2**20)
     old, new = as_bfloat16_bits(before), as_bfloat16_bits(stepped(before, 1e-6))
     assert 0.001 < np.mean(old != new) < 0.05
@@ -84,7 +84,7 @@ def test_a_small_step_is_a_small_difference() -> None:
     assert len(packed) < 0.05 * old.nbytes
 
 
-def test_an_unpacked_block_is_never_longer_than_its_base() -> None:
+def test_encoded_block_is_at_most_as_long_as_its_base() -> None:
     packed = encode_block(bytes(2**22), bytes(2**22), 2)
     for wrong in (bytes(2**22 - 2), bytes(2**22 + 2)):
         with pytest.raises(DifferenceError, match="length"):
@@ -94,13 +94,13 @@ def test_an_unpacked_block_is_never_longer_than_its_base() -> None:
 @pytest.mark.parametrize(
     "cut", [lambda p: p[:-1], lambda p: p + b"x", lambda p: b"", lambda p: b"?"]
 )
-def test_a_damaged_block_is_refused(cut: Any) -> None:
+def test_damaged_block_is_refused(cut: Any) -> None:
     packed = encode_block(b"abcd", b"abce", 2)
     with pytest.raises(DifferenceError):
         decode_block(b"abcd", cut(packed), 2)
 
 
-def test_a_delta_leads_to_the_very_file(tmp_path: Path) -> None:
+def test_delta_restores_the_exact_file(tmp_path: Path) -> None:
     old: State = {
         "same": weights(100),
         "moved": weights(2**22).reshape(2**12, 2**10),
@@ -125,7 +125,7 @@ def test_a_delta_leads_to_the_very_file(tmp_path: Path) -> None:
     assert lineage_of(delta) == (sha256(tmp_path / "old"), sha256(tmp_path / "new"))
 
 
-def test_a_delta_without_changes_holds_no_tensor(tmp_path: Path) -> None:
+def test_delta_without_changes_has_no_tensor(tmp_path: Path) -> None:
     state: State = {"w": weights(10)}
     delta = delta_of(tmp_path, state, state)
     assert not read_safetensors_index(delta).tensors
@@ -135,7 +135,7 @@ def test_a_delta_without_changes_holds_no_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "new", [{"v": weights(4)}, {"w": weights(5)}, {"w": weights(4), "v": weights(4)}]
 )
-def test_files_of_other_tensors_have_no_delta(tmp_path: Path, new: State) -> None:
+def test_files_with_different_tensors_have_no_delta(tmp_path: Path, new: State) -> None:
     with pytest.raises(NotComparable):
         delta_of(tmp_path, {"w": weights(4)}, new)
 
@@ -157,13 +157,13 @@ BAD: dict[str, State] = {
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_what_does_not_fit_the_base_is_refused_by_name(tmp_path: Path, why: str) -> None:
+def test_delta_that_does_not_match_the_base_is_refused_by_name(tmp_path: Path, why: str) -> None:
     saved(tmp_path / "old", {"w": weights(4)})
     with pytest.raises(DeltaRefused, match=why):
         applied(tmp_path, crafted(tmp_path / "delta", BAD[why]))
 
 
-def test_what_is_no_delta_is_refused(tmp_path: Path) -> None:
+def test_invalid_delta_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn").write_bytes(b"torn")
     plain = saved(tmp_path / "plain", {"w": weights(4)})
     for path in (tmp_path / "torn", plain, crafted(tmp_path / "nameless", {})):
@@ -173,5 +173,5 @@ def test_what_is_no_delta_is_refused(tmp_path: Path) -> None:
         lineage_of(crafted(tmp_path / "x", {}, base_sha256="0" * 64, sha256="0" * 63))
 
 
-def test_blocks_are_of_the_size_that_the_format_says() -> None:
+def test_blocks_have_the_size_of_the_format() -> None:
     assert difference.BLOCK_BYTES == 4 * 2**20

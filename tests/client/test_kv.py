@@ -1,4 +1,4 @@
-"""Prompt KV as a trainer has it: over HTTP and shared memory, whole, resumed, refused, worth it."""
+"""Prompt KV in the client, over HTTP and shared memory: complete, resumed, refused, profitable."""
 
 import socket
 import threading
@@ -54,7 +54,7 @@ def fetched(handle: KvHandle, source: KvSource, **options: Any) -> PromptKV:
 
 
 @pytest.mark.parametrize("transport", ["http", "shm"])
-def test_both_transports_bring_the_same_bytes(tmp_path: Path, transport: str) -> None:
+def test_both_transports_return_the_same_bytes(tmp_path: Path, transport: str) -> None:
     with server(tmp_path) as url:
         handle, source = handle_from(url), KvSource(url, transports=[transport])
         with fetched(handle, source) as kv:
@@ -70,7 +70,7 @@ def test_both_transports_bring_the_same_bytes(tmp_path: Path, transport: str) ->
             source.layout(handle.handle)
 
 
-def test_shared_memory_is_preferred_and_what_is_not_here_comes_over_http(tmp_path: Path) -> None:
+def test_shared_memory_is_preferred_with_http_as_fallback(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle, source = handle_from(url), KvSource(url)
         assert fetched(handle, source).transport == "shm"
@@ -83,14 +83,14 @@ def test_shared_memory_is_preferred_and_what_is_not_here_comes_over_http(tmp_pat
             assert_right(kv)
 
 
-def test_mapped_memory_cannot_be_written(tmp_path: Path) -> None:
+def test_mapped_memory_is_read_only(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         keys, _ = fetched(handle_from(url), KvSource(url, transports=["shm"])).numpy(0)
         with pytest.raises(ValueError, match="read-only"):
             keys[0] = 0
 
 
-def test_a_buffer_is_filled_in_place(tmp_path: Path) -> None:
+def test_buffer_is_filled_in_place(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         buffer = np.zeros(handle.num_bytes + 100, np.uint8)
@@ -101,7 +101,7 @@ def test_a_buffer_is_filled_in_place(tmp_path: Path) -> None:
             PromptKV.fetch(handle, source, buffer=bytearray(100))
 
 
-def test_a_layer_is_there_before_the_last_has_come(tmp_path: Path) -> None:
+def test_layer_is_available_before_the_download_ends(tmp_path: Path) -> None:
     with server(tmp_path, max_bytes_per_second=1.5e6) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         kv = fetched(handle, source, wait=False)
@@ -110,7 +110,7 @@ def test_a_layer_is_there_before_the_last_has_come(tmp_path: Path) -> None:
         assert_right(kv)
 
 
-def test_whatever_ends_a_download_is_told_to_who_waits(
+def test_any_failure_of_a_download_is_raised_to_waiters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def odd(download: Download, room: memoryview) -> None:
@@ -127,7 +127,7 @@ def test_whatever_ends_a_download_is_told_to_who_waits(
 
 @contextmanager
 def cutting(url: str, *cuts: int) -> Iterator[str]:
-    """A proxy whose first connections end after so many bytes of an answer."""
+    """A proxy whose first connections end after these numbers of bytes of an answer."""
     host, port = url.removeprefix("http://").split(":")
     left = list(cuts)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -155,7 +155,7 @@ def cutting(url: str, *cuts: int) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(tmp_path: Path) -> None:
+def test_broken_download_is_resumed(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
         with cutting(url, 150, 1_000_000, 300_000, 2_000_000) as broken:
@@ -163,13 +163,13 @@ def test_a_broken_connection_is_taken_up_where_it_broke(tmp_path: Path) -> None:
             assert_right(fetched(handle, source))
 
 
-def test_a_download_that_is_longer_than_its_lease_renews_it(tmp_path: Path) -> None:
+def test_download_longer_than_its_lease_renews_it(tmp_path: Path) -> None:
     with server(tmp_path, max_bytes_per_second=2e6) as url:
         handle, source = handle_from(url, lease_seconds=1.0), KvSource(url, transports=["http"])
         assert_right(fetched(handle, source))
 
 
-def test_a_download_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> None:
+def test_temporarily_refused_download_is_retried(tmp_path: Path) -> None:
     with server(tmp_path, max_bytes_per_second=2e6, max_open_transfers=1) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         first = fetched(handle, source, wait=False)
@@ -177,7 +177,7 @@ def test_a_download_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> No
         assert_right(first)
 
 
-def test_a_connection_that_never_brings_a_byte_is_given_up(tmp_path: Path) -> None:
+def test_connection_that_never_sends_a_byte_is_given_up(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
         with cutting(url, *[1] * 9) as broken:
@@ -210,7 +210,7 @@ def test_every_refusal_means_recompute_and_is_counted(tmp_path: Path) -> None:
     }
 
 
-def test_another_version_than_asserted_is_a_conflict(tmp_path: Path) -> None:
+def test_version_other_than_asserted_is_a_conflict(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle, source = handle_from(url), KvSource(url)
         assert source.layout(handle.handle, version="v0").version == "v0"
@@ -219,7 +219,7 @@ def test_another_version_than_asserted_is_a_conflict(tmp_path: Path) -> None:
         assert 25 < source.renew(handle.handle, 30) <= 60
 
 
-def test_bytes_that_changed_under_a_reader_are_noticed(tmp_path: Path) -> None:
+def test_bytes_changed_during_a_read_are_detected(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
         kv = fetched(handle, KvSource(url, transports=["shm"]), wait=False)
@@ -248,7 +248,7 @@ def test_bytes_that_changed_under_a_reader_are_noticed(tmp_path: Path) -> None:
         b' "data_offsets": [8, 32]}, "v.0": {}}',
     ],
 )
-def test_a_broken_header_is_no_layout(header: bytes) -> None:
+def test_invalid_header_is_refused(header: bytes) -> None:
     handle = KvHandle(
         handle="h", version="v0", num_tokens=2, num_bytes=100, lease_seconds=1, locators=[]
     )
@@ -256,7 +256,7 @@ def test_a_broken_header_is_no_layout(header: bytes) -> None:
         layout_of(bytes(8) + header, handle)
 
 
-def test_fetching_is_worth_it_where_it_has_been_faster_than_computing(tmp_path: Path) -> None:
+def test_fetching_is_preferred_where_it_was_faster_than_prefill(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         assert source.worth_fetching(handle), "nothing is known yet"
@@ -271,6 +271,6 @@ def test_fetching_is_worth_it_where_it_has_been_faster_than_computing(tmp_path: 
         )
 
 
-def test_a_source_has_known_transports() -> None:
+def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="carrier-pigeon"):
         KvSource("http://x", transports=["carrier-pigeon"])

@@ -1,4 +1,4 @@
-"""One-sided reads of prompt KV: out of another process, refused, broken off, not what they were."""
+"""One-sided NIXL reads of prompt KV: from another process, refused, interrupted, corrupted."""
 
 import threading
 import time
@@ -16,13 +16,13 @@ WAYS = ["nixl", "http"]
 
 @pytest.fixture(autouse=True)
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that needs the owner's process for every read, and a network for none."""
+    """The UCX transport that needs the owner's process for every read, and no RDMA network."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
 
 
 def handle_with_nixl(url: str) -> KvHandle:
-    """From the moment on that there is an agent."""
+    """A handle, once the server has its agent."""
     found: list[KvHandle] = []
 
     def offered() -> bool:
@@ -36,7 +36,7 @@ def handle_with_nixl(url: str) -> KvHandle:
 @needs_nixl
 @pytest.mark.slow
 @pytest.mark.parametrize("transports", ["tcp", "all"])
-def test_the_bytes_are_those_of_the_other_transports(
+def test_bytes_equal_those_of_the_other_transports(
     tmp_path: Path, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
@@ -57,12 +57,12 @@ def test_the_bytes_are_those_of_the_other_transports(
 
 @needs_nixl
 @pytest.mark.slow
-def test_an_owner_killed_in_the_middle_of_a_read_is_done_without(tmp_path: Path) -> None:
+def test_owner_killed_during_a_read_falls_back(tmp_path: Path) -> None:
     with server(tmp_path, nixl=True) as url:
         handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
         assert fetched(handle, source).transport == "nixl"
         owner = agent_process()
-        owner.suspend()  # so that the read is under way for certain
+        owner.suspend()  # so that the read is certainly in progress
         killer = threading.Timer(0.5, owner.kill)
         killer.start()
         began = time.monotonic()
@@ -79,7 +79,7 @@ def test_an_owner_killed_in_the_middle_of_a_read_is_done_without(tmp_path: Path)
 
 @needs_nixl
 @pytest.mark.slow
-def test_an_owner_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_unresponsive_owner_is_given_up(tmp_path: Path) -> None:
     with server(tmp_path, nixl=True) as url:
         handle = handle_with_nixl(url)
         source = KvSource(url, transports=WAYS, timeout=3)
@@ -93,7 +93,7 @@ def test_an_owner_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
 
 @needs_nixl
 @pytest.mark.slow
-def test_what_is_not_what_was_sealed_is_not_taken(tmp_path: Path) -> None:
+def test_bytes_that_fail_the_checksum_are_refused(tmp_path: Path) -> None:
     with server(tmp_path, nixl=True) as url:
         handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
         shm, nixl, http = handle.locators
@@ -109,7 +109,7 @@ def test_what_is_not_what_was_sealed_is_not_taken(tmp_path: Path) -> None:
         assert source.counts == {"nixl_failed": 2, "http": 2, "KvLost": 1}
 
 
-def test_without_nixl_it_is_left_out_unless_it_is_asked_for(
+def test_without_nixl_the_transport_is_skipped_unless_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(source_module, "installed", lambda: False)

@@ -1,4 +1,4 @@
-"""Rollouts that run whether anybody listens or not."""
+"""Rollouts that run independently of the client's connection."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def server() -> Iterator[Faulty]:
         yield server
 
 
-def test_a_rollout_is_submitted_and_waited_for(connect: Connect) -> None:
+def test_rollout_is_submitted_and_awaited(connect: Connect) -> None:
     app = App(RUNNING, RUNNING, packing())
     pending = connect(app, clock=FakePace()).submit(["hello"], n=3, finish=Finish(samples=2))
     assert (pending.id, "'r1'" in repr(pending)) == ("r1", True)
@@ -52,11 +52,11 @@ def test_a_rollout_is_submitted_and_waited_for(connect: Connect) -> None:
     assert first.headers["Accept"] == MEDIA_TYPE
 
 
-def test_a_server_may_answer_without_packing(connect: Connect) -> None:
+def test_server_may_answer_without_packing(connect: Connect) -> None:
     assert_is_the_answer(connect(App(answering(ANSWER))).attach("r1").wait())
 
 
-def test_the_arrays_are_the_callers_own(connect: Connect) -> None:
+def test_arrays_are_owned_by_the_caller(connect: Connect) -> None:
     result = connect(App(packing())).attach("r1").wait()
     first, second = result.groups[0].samples
     assert first.token_ids.dtype == np.int64
@@ -66,16 +66,16 @@ def test_the_arrays_are_the_callers_own(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", pack(ANSWER)[:-4]])
-def test_what_is_not_packed_is_a_bad_answer(connect: Connect, body: bytes) -> None:
+def test_malformed_packed_answer_is_a_bad_answer(connect: Connect, body: bytes) -> None:
     with pytest.raises(BadAnswer):
         connect(App(packing(body))).attach("r1").wait()
 
 
-def test_a_submission_that_ended_at_once_is_one_all_the_same(connect: Connect) -> None:
+def test_submission_answered_at_once_returns_a_handle(connect: Connect) -> None:
     assert connect(App(answering(ANSWER))).submit(["hello"]).id == "r1"
 
 
-def test_submitting_again_starts_nothing_new(connect: Connect, server: Faulty) -> None:
+def test_resubmission_starts_nothing_new(connect: Connect, server: Faulty) -> None:
     server.cuts = [0, 10, 61]
     client = connect(base_url=server.url, retry=Retry(), clock=FakePace())
     assert client.submit(["hello"]).id == "r1"
@@ -115,7 +115,7 @@ def test_every_stream_begins_with_the_first_record(connect: Connect) -> None:
     assert list(pending.stream()) == list(pending.stream()) == RECORDS
 
 
-def test_a_wait_has_a_bound_and_may_be_begun_again(connect: Connect) -> None:
+def test_wait_has_a_timeout_and_may_be_repeated(connect: Connect) -> None:
     clock = FakePace()
 
     def hold(request: httpx.Request) -> httpx.Response:
@@ -132,7 +132,7 @@ def test_a_wait_has_a_bound_and_may_be_begun_again(connect: Connect) -> None:
     assert app.requests[-1].url.params["wait"] == "0"
 
 
-def test_a_wait_ends_in_time_where_nobody_answers(connect: Connect) -> None:
+def test_wait_ends_in_time_without_an_answer(connect: Connect) -> None:
     clock = FakePace()
     app = App(failing(httpx.ConnectError("refused")))
     with pytest.raises(ConnectionFailed):
@@ -140,34 +140,34 @@ def test_a_wait_ends_in_time_where_nobody_answers(connect: Connect) -> None:
     assert sum(clock.slept) <= 5
 
 
-def test_a_server_that_holds_nothing_back_is_not_asked_without_a_pause(connect: Connect) -> None:
+def test_server_without_long_polling_is_polled_with_pauses(connect: Connect) -> None:
     clock = FakePace()
     app = App(*[RUNNING] * 20, packing())
     connect(app, clock=clock).attach("r1").wait()
     assert clock.slept == [0.5] * 20
 
 
-def test_silence_is_expected_while_the_answer_is_held(connect: Connect) -> None:
+def test_silence_is_expected_during_a_long_poll(connect: Connect) -> None:
     app = App(packing())
     connect(app, timeout=5).attach("r1").wait()
     timeout = app.request.extensions["timeout"]
     assert (timeout["connect"], timeout["read"]) == (5, 35)
 
 
-def test_a_rollout_that_died_with_the_engine_is_told_at_once(connect: Connect) -> None:
+def test_rollout_lost_with_the_engine_is_reported_at_once(connect: Connect) -> None:
     app = App(refusing("engine_dead", 503))
     with pytest.raises(EngineUnavailable):
         connect(app, retry=Retry(), clock=FakePace()).attach("r1").wait()
     assert len(app.requests) == 1
 
 
-def test_a_rollout_that_is_forgotten_is_not_found(connect: Connect) -> None:
+def test_expired_rollout_is_not_found(connect: Connect) -> None:
     app = App(refusing("rollout_not_found", 404))
     with pytest.raises(NotFound):
         connect(app, retry=Retry()).attach("r1").wait()
 
 
-def test_a_handle_aborts(connect: Connect) -> None:
+def test_handle_aborts(connect: Connect) -> None:
     app = App(answering(ANSWER))
     assert_is_the_answer(connect(app).attach("r1").abort())
     assert (app.request.method, app.request.url.path) == ("DELETE", "/v1/rollouts/r1")

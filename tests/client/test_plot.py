@@ -1,4 +1,4 @@
-"""Pictures of trees: that there is one, and that it shows what it says."""
+"""Plots of trees: existence and content."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +12,7 @@ from tests.client.trees import tree
 REWARDS = [1.0, 0.0, 3.0, 2.0, 4.0]
 
 
-def test_a_picture_shows_every_leaf_with_its_end_and_its_reward(tmp_path: Path) -> None:
+def test_plot_shows_every_leaf_with_its_end_and_its_reward(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = plot_tree(tree(), REWARDS, tmp_path / "tree.svg", title="Compute 1+2.")
     axes = figure.axes[0]
@@ -23,14 +23,14 @@ def test_a_picture_shows_every_leaf_with_its_end_and_its_reward(tmp_path: Path) 
     assert ElementTree.parse(tmp_path / "tree.svg").getroot().tag.endswith("svg")
 
 
-def test_a_picture_needs_neither_rewards_nor_entropy(tmp_path: Path) -> None:
+def test_plot_needs_neither_rewards_nor_entropy(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = plot_tree(tree(), path=tmp_path / "tree.png")
     assert len(figure.axes) == 1, "no scale of rewards"
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_says_what_to_install() -> None:
+def test_without_matplotlib_it_names_the_package() -> None:
     done = run(
         "import sys, coppice\n"
         "sys.modules['matplotlib'] = None\n"

@@ -25,11 +25,11 @@ MESSAGES = [Message(role="system", content="Be brief."), Message(role="user", co
         (Prompt(text="hello"), Prompt(text="hello")),
     ],
 )
-def test_a_prompt_may_be_many_things(prompt: Any, expected: Prompt) -> None:
+def test_prompt_types_are_converted(prompt: Any, expected: Prompt) -> None:
     assert groups_of([prompt], n=8, seed=3) == [GroupRequest(prompt=expected, n=8, seed=3)]
 
 
-def test_a_tensor_of_token_ids_is_a_prompt() -> None:
+def test_tensor_of_token_ids_is_a_prompt() -> None:
     torch = pytest.importorskip("torch")
     assert groups_of([torch.tensor([1, 2])])[0].prompt == Prompt(token_ids=[1, 2])
 
@@ -47,7 +47,7 @@ def test_prompts_may_come_from_a_generator() -> None:
     assert [group.prompt.text for group in groups_of(prompts())] == ["a", "b"]
 
 
-def test_a_group_is_sent_as_it_is() -> None:
+def test_group_is_sent_unchanged() -> None:
     group = GroupRequest(prompt=Prompt(text="hello"), n=2, id="mine", seed=99)
     assert groups_of([group, "other"], n=8, seed=3) == [
         group,
@@ -59,19 +59,19 @@ def test_a_group_is_sent_as_it_is() -> None:
     "single",
     ["hello", b"hello", TURNS[0], MESSAGES[0], Prompt(text="x"), [1, 2, 3], TURNS, MESSAGES],
 )
-def test_a_single_prompt_is_refused_with_advice(single: Any) -> None:
+def test_single_prompt_is_refused_with_advice(single: Any) -> None:
     with pytest.raises(TypeError, match="put a single prompt into a list"):
         groups_of(single)
 
 
 @pytest.mark.parametrize("prompt", [None, 1.5, b"bytes", object()])
-def test_what_is_no_prompt_is_named_with_its_place(prompt: Any) -> None:
+def test_invalid_prompt_is_named_with_its_index(prompt: Any) -> None:
     with pytest.raises(TypeError, match=r"prompts\[1\] is "):
         groups_of(["fine", prompt])
 
 
 @pytest.mark.parametrize("prompt", [[1.0, 2.0], [1, "a"], [[1, 2]], np.array([0.5])])
-def test_token_ids_are_whole_numbers(prompt: Any) -> None:
+def test_token_ids_must_be_integers(prompt: Any) -> None:
     with pytest.raises(TypeError, match=r"prompts\[0\] holds "):
         groups_of([prompt])
 
@@ -79,6 +79,6 @@ def test_token_ids_are_whole_numbers(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt", ["", [], [-1], [2**31], [{"role": "user"}], [{"role": "user", "content": 1}]]
 )
-def test_a_prompt_out_of_bounds_is_a_value_error(prompt: Any) -> None:
+def test_prompt_out_of_bounds_is_a_value_error(prompt: Any) -> None:
     with pytest.raises(ValueError):
         groups_of([prompt])

@@ -9,7 +9,7 @@ WHOLE = b"".join(LINES)
 
 
 @given(st.lists(st.integers(0, len(WHOLE))))
-def test_records_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> None:
+def test_records_do_not_depend_on_chunk_boundaries(cuts: list[int]) -> None:
     borders = [0, *sorted(cuts), len(WHOLE)]
     reader = NdjsonReader()
     records: list[Record] = []
@@ -19,7 +19,7 @@ def test_records_do_not_depend_on_where_the_bytes_are_cut(cuts: list[int]) -> No
     assert records == RECORDS
 
 
-def test_empty_lines_and_records_of_newer_servers_are_passed_over() -> None:
+def test_empty_lines_and_unknown_records_are_skipped() -> None:
     reader = NdjsonReader()
     lines = [LINES[0], b"\n", b'{"type": "handle", "handle": "h1"}\r\n', LINES[-1]]
     assert list(reader.feed(b"".join(lines))) == [RECORDS[0], RECORDS[-1]]

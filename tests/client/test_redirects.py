@@ -1,4 +1,4 @@
-"""Where a client goes with its key when a replica sends it on, and where it does not."""
+"""Redirects between replicas: which ones a client follows with its key."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ THERE = "http://coppice.test:9000"
 
 
 def moved(to: str = THERE) -> Answer:
-    """To the same path."""
+    """A redirect to the same path on another host."""
     return lambda request: httpx.Response(
         307, headers={"location": to + request.url.raw_path.decode()}
     )
 
 
-def test_a_call_is_followed_with_its_key_and_its_query(connect: Connect) -> None:
+def test_redirect_keeps_key_and_query(connect: Connect) -> None:
     app = App(moved(), answering(ANSWER))
     client = connect(app, api_key="s3cret")
     assert client.attach("a" * 12 + ".b").wait().id == "r1"
@@ -39,7 +39,7 @@ def test_a_call_is_followed_with_its_key_and_its_query(connect: Connect) -> None
     assert second.headers["authorization"] == first.headers["authorization"] == "Bearer s3cret"
 
 
-def test_a_stream_is_followed_with_its_body_and_its_idempotency_key(connect: Connect) -> None:
+def test_redirected_stream_keeps_body_and_idempotency_key(connect: Connect) -> None:
     app = App(moved(), streaming(Body(LINES)))
     result = connect(app, retry=Retry()).rollout(["hello"])
     first, second = app.requests
@@ -48,7 +48,7 @@ def test_a_stream_is_followed_with_its_body_and_its_idempotency_key(connect: Con
     assert result.id == "r1"
 
 
-def test_a_file_is_sent_again_from_its_beginning(connect: Connect, tmp_path: Path) -> None:
+def test_redirected_upload_is_sent_from_its_beginning(connect: Connect, tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     save_file({"w": np.zeros(1000, np.float32)}, file)
     app = App(moved(), answering(VERSION, 201))
@@ -56,7 +56,7 @@ def test_a_file_is_sent_again_from_its_beginning(connect: Connect, tmp_path: Pat
     assert [request.content for request in app.requests] == [file.read_bytes()] * 2
 
 
-def test_what_breaks_there_begins_here_again(connect: Connect) -> None:
+def test_failure_after_a_redirect_retries_the_first_server(connect: Connect) -> None:
     body = Body(LINES[:3], httpx.ReadError(""))
     app = App(moved(), streaming(body), moved(), streaming(Body(LINES)))
     client = connect(app, retry=Retry(), clock=FakePace())
@@ -77,27 +77,27 @@ def test_what_breaks_there_begins_here_again(connect: Connect) -> None:
         "http://10.0.0.1",
     ],
 )
-def test_another_host_or_scheme_is_not_followed(connect: Connect, to: str) -> None:
+def test_untrusted_host_or_scheme_is_not_followed(connect: Connect, to: str) -> None:
     app = App(moved(to))
     with pytest.raises(Redirected):
         connect(app, api_key="s3cret", retry=Retry(), clock=FakePace()).abort("r")
     assert app.request.url.host == "coppice.test"
 
 
-def test_another_path_is_not_followed(connect: Connect) -> None:
+def test_other_path_is_not_followed(connect: Connect) -> None:
     app = App(lambda request: httpx.Response(307, headers={"location": f"{THERE}/v1/pause"}))
     with pytest.raises(Redirected):
         connect(app).abort("r")
     assert len(app.requests) == 1
 
 
-def test_a_redirect_without_an_address_is_none(connect: Connect) -> None:
+def test_redirect_without_a_location_is_a_bad_answer(connect: Connect) -> None:
     with pytest.raises(Redirected):
         connect(App(lambda request: httpx.Response(307))).abort("r")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nobody_is_sent_in_circles(connect: Connect, stream: bool) -> None:
+def test_redirect_loop_ends(connect: Connect, stream: bool) -> None:
     app = App(moved())
     client = connect(app, retry=Retry(), clock=FakePace())
     with pytest.raises(Redirected):
@@ -116,7 +116,7 @@ def test_nobody_is_sent_in_circles(connect: Connect, stream: bool) -> None:
         ("coppice.test", []),
     ],
 )
-def test_hosts_that_are_named_are_trusted(host: str, replicas: list[str]) -> None:
+def test_listed_hosts_are_trusted(host: str, replicas: list[str]) -> None:
     trust = RedirectPolicy("http://coppice.test:8000/gate", replicas)
     assert (
         trust.redirect_base_url(f"http://{host}:1/p/v1/x%20y?a=b", "/v1/x%20y")
@@ -133,7 +133,7 @@ def test_hosts_that_are_named_are_trusted(host: str, replicas: list[str]) -> Non
         ("b.test", ["a.test"]),
     ],
 )
-def test_hosts_that_are_not_named_are_not(host: str, replicas: list[str]) -> None:
+def test_unlisted_hosts_are_not_trusted(host: str, replicas: list[str]) -> None:
     with pytest.raises(Redirected) as caught:
         RedirectPolicy("http://coppice.test", replicas).redirect_base_url(
             f"http://{host}/v1/x", "/v1/x"
@@ -141,19 +141,19 @@ def test_hosts_that_are_not_named_are_not(host: str, replicas: list[str]) -> Non
     assert "replicas" in str(caught.value)
 
 
-def test_what_is_no_address_is_not_followed() -> None:
+def test_invalid_address_is_not_followed() -> None:
     with pytest.raises(Redirected):
         RedirectPolicy("http://coppice.test").redirect_base_url("http://[::1/v1/x", "/v1/x")
 
 
 @pytest.mark.parametrize("entry", ["", "*", "a.*.b", "http://a"])
-def test_what_names_no_host_is_refused(entry: str) -> None:
+def test_entry_without_a_host_is_refused(entry: str) -> None:
     with pytest.raises(ValueError, match="no host"):
         RedirectPolicy("http://coppice.test", [entry])
 
 
 class Front(BaseHTTPRequestHandler):
-    """A replica that has nothing: it sends everybody on."""
+    """A replica without data that redirects every request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -168,7 +168,7 @@ class Front(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = send_on
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: it is a test's."""
+        """Suppresses request logs."""
 
 
 class Fronts(ThreadingHTTPServer):
@@ -198,7 +198,7 @@ def test_prompt_kv_is_fetched_from_the_replica_that_has_it(tmp_path: Path) -> No
         assert source.counts == {"http": 1}
 
 
-def test_prompt_kv_is_recomputed_where_its_replica_is_not_trusted(tmp_path: Path) -> None:
+def test_prompt_kv_is_recomputed_if_its_replica_is_untrusted(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
         with sending_on("http://evil.test") as front:
@@ -207,7 +207,7 @@ def test_prompt_kv_is_recomputed_where_its_replica_is_not_trusted(tmp_path: Path
     assert source.counts == {"Redirected": 1}
 
 
-def test_a_rollout_is_come_back_to_through_any_replica(connect: Connect, tmp_path: Path) -> None:
+def test_pending_rollout_is_reachable_through_any_replica(connect: Connect, tmp_path: Path) -> None:
     with server(tmp_path) as url, sending_on(url) as front:
         pending = connect(base_url=front).submit(["hello"], max_tokens=3)
         assert list(pending.wait(30).groups[0].samples[0].token_ids) == [5, 6, 7]

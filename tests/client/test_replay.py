@@ -17,12 +17,12 @@ PROGRESS = ProgressRecord(samples=3, samples_done=1)
 
 
 def new_of(deduplicator: RecordDeduplicator, records: list[Record]) -> list[Record]:
-    """One connection's records that are new."""
+    """The new records of one connection."""
     deduplicator.on_reconnect()
     return [record for record in records if deduplicator.is_new(record)]
 
 
-def test_a_replay_repeats_nothing() -> None:
+def test_replay_yields_no_duplicates() -> None:
     deduplicator = RecordDeduplicator()
     assert new_of(deduplicator, [START, SAMPLE]) == [START, SAMPLE]
     assert new_of(deduplicator, [START]) == []
@@ -30,7 +30,7 @@ def test_a_replay_repeats_nothing() -> None:
     assert deduplicator.ended
 
 
-def test_a_groups_prompt_kv_and_that_of_each_segment_come_once() -> None:
+def test_kv_records_of_groups_and_segments_are_yielded_once() -> None:
     told: list[Record] = [
         KvRecord(group=0, segment=segment, kv_reason="arena_full")
         for segment in (None, "0.0", "0.1")
@@ -40,19 +40,19 @@ def test_a_groups_prompt_kv_and_that_of_each_segment_come_once() -> None:
     assert new_of(deduplicator, [START, *told]) == told[2:]
 
 
-def test_the_order_of_a_replay_may_be_another() -> None:
+def test_replay_may_have_another_order() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE, GROUP])
     assert new_of(deduplicator, [START, *REST[:1], GROUP, SAMPLE, *REST]) == REST
 
 
-def test_progress_counts_once_the_replay_has_caught_up() -> None:
+def test_progress_counts_after_the_replay_has_caught_up() -> None:
     deduplicator = RecordDeduplicator()
     assert new_of(deduplicator, [START, PROGRESS, SAMPLE]) == [START, PROGRESS, SAMPLE]
     assert new_of(deduplicator, [START, PROGRESS, SAMPLE, PROGRESS]) == [PROGRESS]
 
 
-def test_another_rollout_is_no_replay() -> None:
+def test_another_rollout_is_not_a_replay() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE])
     with pytest.raises(RolloutLost, match="r1 is forgotten; r2 began"):
@@ -60,7 +60,7 @@ def test_another_rollout_is_no_replay() -> None:
     assert deduplicator.rollout_id == "r2"
 
 
-def test_a_replay_without_what_was_delivered_is_none() -> None:
+def test_replay_without_delivered_records_is_refused() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE, GROUP])
     with pytest.raises(RolloutLost, match="without all of its records"):
@@ -68,7 +68,7 @@ def test_a_replay_without_what_was_delivered_is_none() -> None:
     assert not deduplicator.ended
 
 
-def test_a_replay_begins_with_the_rollouts_name() -> None:
+def test_replay_begins_with_the_start_record() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START])
     with pytest.raises(BadAnswer, match="first record"):

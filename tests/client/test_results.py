@@ -10,7 +10,7 @@ def test_every_token_has_a_version() -> None:
     assert sample_of(sample(0)).token_versions() == ["v1", "v2", "v2"]
 
 
-def test_a_result_survives_pickling() -> None:
+def test_result_survives_pickling() -> None:
     result = pickle.loads(pickle.dumps(result_of(ANSWER)))
     assert result.groups[0].samples[1].token_ids.tolist() == [5, 6, 8]
 

@@ -1,4 +1,4 @@
-"""Streams that break and go on, over real sockets."""
+"""Streams that break and resume, over real sockets."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def resuming(connect: Connect, server: Faulty) -> Rollouts:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_stream_cut_anywhere_yields_every_record_once(
+def test_stream_cut_anywhere_yields_every_record_once(
     connect: Connect, server: Faulty, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -52,7 +52,7 @@ def test_a_stream_cut_anywhere_yields_every_record_once(
     assert not server.deleted
 
 
-def test_a_rollout_cut_at_every_byte_is_whole_and_one(connect: Connect, server: Faulty) -> None:
+def test_rollout_cut_at_every_byte_is_complete_and_single(connect: Connect, server: Faulty) -> None:
     client = resuming(connect, server)
     for number, cut in enumerate(range(0, NUM_BYTES, 37), start=1):
         server.cuts = [cut]
@@ -61,15 +61,13 @@ def test_a_rollout_cut_at_every_byte_is_whole_and_one(connect: Connect, server: 
         assert [len(group.samples) for group in result.groups] == [2, 1]
 
 
-def test_something_new_begins_the_count_of_failures_anew(connect: Connect, server: Faulty) -> None:
+def test_progress_resets_the_failure_count(connect: Connect, server: Faulty) -> None:
     server.cuts = [border for border in BORDERS[1:-1] for _ in range(3)]
     client = connect(base_url=server.url, retry=Retry(attempts=4), clock=FakePace())
     assert list(client.stream(["hello"])) == stream_records("r1")
 
 
-def test_a_stream_that_brings_nothing_new_is_given_up_and_ended(
-    connect: Connect, server: Faulty
-) -> None:
+def test_stream_without_progress_is_given_up_and_aborted(connect: Connect, server: Faulty) -> None:
     server.cuts = [NUM_BYTES // 2] * 5
     client = connect(base_url=server.url, retry=Retry(attempts=4), clock=FakePace())
     came = []
@@ -81,16 +79,14 @@ def test_a_stream_that_brings_nothing_new_is_given_up_and_ended(
     assert server.deleted == ["/v1/rollouts/r1"]
 
 
-def test_a_server_that_forgot_the_rollout_does_not_pass_for_it(
-    connect: Connect, server: Faulty
-) -> None:
+def test_restarted_server_without_the_rollout_is_detected(connect: Connect, server: Faulty) -> None:
     server.cuts = [NUM_BYTES // 2]
     records = resuming(connect, server).stream(["hello"])
     assert next(records) == stream_records("r1")[0]
     server.forget()
     with pytest.raises(RolloutLost, match="r1 is forgotten; r2 began"):
         list(records)
-    # What began by mistake is ended.
+    # The rollout that was started by mistake is aborted.
     assert server.deleted == ["/v1/rollouts/r2"]
 
 
@@ -104,14 +100,14 @@ def test_without_retries_there_is_no_key_and_no_second_attempt(
     assert not server.deleted
 
 
-def test_leaving_early_ends_the_rollout(connect: Connect, server: Faulty) -> None:
+def test_leaving_early_aborts_the_rollout(connect: Connect, server: Faulty) -> None:
     records = resuming(connect, server).stream(["hello"])
     next(records)
     records.close()
     assert server.deleted == ["/v1/rollouts/r1"]
 
 
-def test_leaving_at_the_end_ends_nothing(connect: Connect, server: Faulty) -> None:
+def test_leaving_at_the_end_aborts_nothing(connect: Connect, server: Faulty) -> None:
     records = resuming(connect, server).stream(["hello"])
     while next(records).type != "end":
         pass
@@ -119,7 +115,7 @@ def test_leaving_at_the_end_ends_nothing(connect: Connect, server: Faulty) -> No
     assert not server.deleted
 
 
-def test_leaving_after_the_client_was_closed_is_quiet(server: Faulty) -> None:
+def test_leaving_after_the_client_was_closed_raises_nothing(server: Faulty) -> None:
     with Rollouts(server.url) as client:
         records = client.stream(["hello"])
         next(records)
@@ -127,7 +123,7 @@ def test_leaving_after_the_client_was_closed_is_quiet(server: Faulty) -> None:
     assert not server.deleted
 
 
-async def test_leaving_the_loop_ends_the_rollout(server: Faulty) -> None:
+async def test_leaving_the_async_loop_aborts_the_rollout(server: Faulty) -> None:
     async with AsyncRollouts(server.url) as client:
         async for _ in client.stream(["hello"]):
             break
@@ -138,7 +134,7 @@ async def test_leaving_the_loop_ends_the_rollout(server: Faulty) -> None:
     assert server.deleted == ["/v1/rollouts/r1"]
 
 
-async def test_a_cancelled_rollout_is_ended(server: Faulty) -> None:
+async def test_cancelled_rollout_is_aborted(server: Faulty) -> None:
     server.cuts = [NUM_BYTES // 2]
     waiting = asyncio.Event()
 
@@ -156,7 +152,7 @@ async def test_a_cancelled_rollout_is_ended(server: Faulty) -> None:
     assert server.deleted == ["/v1/rollouts/r1"]
 
 
-def test_an_interrupted_rollout_is_ended(server: Faulty) -> None:
+def test_interrupted_rollout_is_aborted(server: Faulty) -> None:
     server.cuts = [NUM_BYTES // 2]
 
     class Interrupted(FakePace):

@@ -1,4 +1,4 @@
-"""When a call is repeated, how often, and how long that may go on."""
+"""Retry conditions, attempt limits and deadlines."""
 
 import logging
 from pathlib import Path
@@ -41,7 +41,7 @@ def patient(connect: Connect, app: App, **options: Any) -> Rollouts:
 
 
 @pytest.mark.parametrize("code", PROBLEMS)
-def test_what_may_pass_is_tried_again_and_nothing_else(connect: Connect, code: str) -> None:
+def test_only_transient_problems_are_retried(connect: Connect, code: str) -> None:
     kind = PROBLEMS[code]
     app = App(refusing(code, kind.status), PAUSED)
     client = patient(connect, app)
@@ -57,45 +57,45 @@ def test_what_may_pass_is_tried_again_and_nothing_else(connect: Connect, code: s
     "failure",
     [LOST, UNREACHED, failing(httpx.ReadTimeout("")), failing(httpx.RemoteProtocolError(""))],
 )
-def test_a_lost_connection_is_tried_again(connect: Connect, failure: Answer) -> None:
+def test_lost_connection_is_retried(connect: Connect, failure: Answer) -> None:
     app = App(failure, failure, PAUSED)
     assert patient(connect, app).pause().paused
 
 
-def test_a_gateway_that_found_nobody_is_tried_again(connect: Connect) -> None:
+def test_gateway_error_is_retried(connect: Connect) -> None:
     app = App(lambda request: httpx.Response(504, text="gateway timeout"), PAUSED)
     assert patient(connect, app).pause().paused
 
 
-def test_another_server_is_not_tried_again(connect: Connect) -> None:
+def test_bad_answer_is_not_retried(connect: Connect) -> None:
     app = App(lambda request: httpx.Response(200, text="hello"))
     with pytest.raises(BadAnswer):
         patient(connect, app).pause()
     assert len(app.requests) == 1
 
 
-def test_waits_double_up_to_their_longest(connect: Connect) -> None:
+def test_waits_double_up_to_their_maximum(connect: Connect) -> None:
     clock = FakePace()
     with pytest.raises(Overloaded):
         patient(connect, App(BUSY), clock=clock).status()
     assert clock.slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
-def test_waits_are_a_random_share(connect: Connect) -> None:
+def test_waits_are_a_random_fraction(connect: Connect) -> None:
     clock = FakePace(share=0.25)
     with pytest.raises(Overloaded):
         patient(connect, App(BUSY), clock=clock, retry=Retry(attempts=3)).status()
     assert clock.slept == [0.125, 0.25]
 
 
-def test_the_server_says_when_to_come_back(connect: Connect) -> None:
+def test_retry_after_is_honoured(connect: Connect) -> None:
     clock = FakePace(share=0.5)
     app = App(refusing("quota_exceeded", 429, {"Retry-After": "9"}), PAUSED)
     assert patient(connect, app, clock=clock).pause().paused
     assert clock.slept == [9.25]
 
 
-def test_later_than_the_whole_time_is_not_waited_for(connect: Connect) -> None:
+def test_retry_after_beyond_the_deadline_is_not_awaited(connect: Connect) -> None:
     clock = FakePace()
     app = App(refusing("draining", 503, {"Retry-After": "301"}))
     with pytest.raises(EngineUnavailable):
@@ -112,7 +112,7 @@ def test_later_than_the_whole_time_is_not_waited_for(connect: Connect) -> None:
     took=st.floats(0, 30),
     retry_after=st.none() | st.integers(0, 60),
 )
-def test_attempts_and_their_time_are_bounded(
+def test_attempts_and_their_duration_are_bounded(
     attempts: int,
     base: float,
     longest: float,
@@ -142,7 +142,7 @@ def test_attempts_and_their_time_are_bounded(
     assert all(wait >= (retry_after or 0) for wait in clock.slept)
 
 
-def test_a_first_attempt_that_took_long_is_tried_again(connect: Connect) -> None:
+def test_slow_first_attempt_is_retried(connect: Connect) -> None:
     clock = FakePace()
 
     def slow(request: httpx.Request) -> httpx.Response:
@@ -152,7 +152,7 @@ def test_a_first_attempt_that_took_long_is_tried_again(connect: Connect) -> None
     assert patient(connect, App(slow, PAUSED), clock=clock).pause().paused
 
 
-def test_a_rollout_is_asked_for_again_with_its_key(connect: Connect) -> None:
+def test_rollout_is_retried_with_its_key(connect: Connect) -> None:
     app = App(BUSY, LOST, refusing("idempotency_in_progress", 409), streaming(Body(LINES)))
     client = patient(connect, app)
     assert client.rollout(["hello"]).id == "r1"
@@ -165,7 +165,7 @@ def test_a_rollout_is_asked_for_again_with_its_key(connect: Connect) -> None:
     assert app.requests[-1].headers["Idempotency-Key"] not in keys
 
 
-def test_a_rollout_that_failed_is_not_asked_for_again(connect: Connect) -> None:
+def test_failed_rollout_is_not_retried(connect: Connect) -> None:
     problem = Problem(type="urn:x", title="Dead", status=503, code="engine_dead")
     end = EndRecord(outcome="failed", usage=USAGE, problem=problem)
     lines = [record.model_dump_json().encode() + b"\n" for record in [RECORDS[0], end]]
@@ -175,21 +175,21 @@ def test_a_rollout_that_failed_is_not_asked_for_again(connect: Connect) -> None:
     assert len(app.requests) == 1
 
 
-def test_an_upload_is_read_again(connect: Connect, tmp_path: Path) -> None:
+def test_upload_is_read_again(connect: Connect, tmp_path: Path) -> None:
     path = single(tmp_path / "model.safetensors")
     app = App(LOST, BUSY, answering(VERSION, 201))
     assert patient(connect, app).upload_weights("v7", path) == VERSION
     assert [request.content for request in app.requests] == [path.read_bytes()] * 3
 
 
-def test_an_upload_of_a_state_dict_is_read_again(connect: Connect) -> None:
+def test_upload_of_a_state_dict_is_read_again(connect: Connect) -> None:
     app = App(LOST, answering(VERSION, 201))
     assert patient(connect, app).upload_weights("v7", {"w": np.ones(3)}) == VERSION
     first, second = (request.content for request in app.requests)
     assert first == second
 
 
-def test_an_activation_is_repeated(connect: Connect) -> None:
+def test_activation_is_retried(connect: Connect) -> None:
     app = App(LOST, answering(ACTIVATION))
     assert patient(connect, app).activate_weights("v7") == ACTIVATION
 
@@ -202,7 +202,7 @@ def test_an_activation_is_repeated(connect: Connect) -> None:
         ("delete_weights", {"version": "v7"}),
     ],
 )
-def test_what_may_not_happen_twice_is_repeated_only_if_it_did_not_happen(
+def test_non_idempotent_call_is_retried_only_if_it_was_not_executed(
     connect: Connect, name: str, arguments: dict[str, Any]
 ) -> None:
     app = App(LOST)
@@ -217,14 +217,14 @@ def test_what_may_not_happen_twice_is_repeated_only_if_it_did_not_happen(
     assert len(app.requests) == 4
 
 
-def test_waiting_for_readiness_has_its_own_bound(connect: Connect) -> None:
+def test_readiness_wait_has_its_own_timeout(connect: Connect) -> None:
     clock = FakePace()
     with pytest.raises(TimedOut, match="not ready after 10 s"):
         patient(connect, App(UNREACHED), clock=clock).wait_until_ready(10)
     assert sum(clock.slept) == pytest.approx(10)
 
 
-def test_what_is_tried_again_is_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_are_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="coppice"):
         patient(connect, App(BUSY, PAUSED)).pause()
     assert caplog.messages == ["overloaded (503): No; trying again in 0.5 s"]
@@ -240,11 +240,11 @@ def test_what_is_tried_again_is_logged(connect: Connect, caplog: pytest.LogCaptu
         {"total_seconds": float("nan")},
     ],
 )
-def test_bounds_that_are_none_are_refused(bounds: Any) -> None:
+def test_invalid_bounds_are_refused(bounds: Any) -> None:
     with pytest.raises(ValueError):
         Retry(**bounds)
 
 
-def test_no_wait_is_too_long_to_be_counted() -> None:
+def test_any_wait_can_be_counted() -> None:
     assert Retry(attempts=10**6).longest_wait(10**6) == 30.0
     assert not Retry.none().is_enabled

@@ -32,11 +32,11 @@ def assert_is_the_answer(result: RolloutResult) -> None:
     assert sample.logprobs.tolist() == [-0.5, -1.25, 0.0]
 
 
-def test_a_rollout_is_put_together_from_its_records(connect: Connect) -> None:
+def test_rollout_is_assembled_from_its_records(connect: Connect) -> None:
     assert_is_the_answer(connect(App(streaming(Body(LINES)))).rollout(["hello", [1, 2]], n=2))
 
 
-def test_everything_said_of_a_rollout_is_sent(connect: Connect) -> None:
+def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
     app = App(streaming(Body(LINES)))
     connect(app).rollout(
         ["hello", [1, 2]],
@@ -74,7 +74,7 @@ def test_everything_said_of_a_rollout_is_sent(connect: Connect) -> None:
     }
 
 
-def test_a_rollout_that_failed_is_raised_as_its_problem(connect: Connect) -> None:
+def test_failed_rollout_is_raised_as_its_problem(connect: Connect) -> None:
     problem = Problem(type="urn:x", title="Dead", status=503, code="engine_dead")
     end = EndRecord(outcome="failed", usage=USAGE, problem=problem)
     client = connect(App(streaming(stream_of([*RECORDS[:-1], end]))))
@@ -82,7 +82,7 @@ def test_a_rollout_that_failed_is_raised_as_its_problem(connect: Connect) -> Non
         client.rollout(["hello"])
 
 
-def test_a_rollout_that_came_in_part_is_a_result(connect: Connect) -> None:
+def test_partial_rollout_is_a_result(connect: Connect) -> None:
     end = EndRecord(outcome="partial", usage=USAGE)
     client = connect(App(streaming(stream_of([*RECORDS[:-1], end]))))
     assert client.rollout(["hello"]).outcome == "partial"
@@ -94,13 +94,13 @@ def test_samples_without_their_group_are_a_bad_answer(connect: Connect) -> None:
         client.rollout(["hello"])
 
 
-def test_a_stream_without_its_first_record_is_a_bad_answer(connect: Connect) -> None:
+def test_stream_without_its_start_record_is_a_bad_answer(connect: Connect) -> None:
     client = connect(App(streaming(stream_of(RECORDS[1:]))))
     with pytest.raises(BadAnswer):
         client.rollout(["hello"])
 
 
-def test_an_aborted_rollout_answers_its_tokens_so_far(connect: Connect) -> None:
+def test_aborted_rollout_returns_its_tokens_so_far(connect: Connect) -> None:
     app = App(answering(ANSWER))
     assert_is_the_answer(connect(app).abort("r/1 x"))
     assert app.request.method == "DELETE"
@@ -113,7 +113,7 @@ def test_progress_counts_samples(connect: Connect, capsys: pytest.CaptureFixture
     assert "3/3" in capsys.readouterr().err
 
 
-def test_without_being_asked_nothing_is_printed(
+def test_nothing_is_printed_by_default(
     connect: Connect, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connect(App(streaming(Body(LINES)))).rollout(["hello"], n=3)

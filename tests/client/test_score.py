@@ -34,7 +34,7 @@ def test_responses_are_scored_in_order(connect: Connect) -> None:
     }
 
 
-def test_wire_objects_are_sent_as_they_are(connect: Connect) -> None:
+def test_wire_objects_are_sent_unchanged(connect: Connect) -> None:
     app = App(answering(ScoreAnswer(items=[scored(1), scored(1)])))
     item = ScoreItem(prompt=Prompt(text="a"), responses=[[1]])
     connect(app).score([item, (GroupRequest(prompt=Prompt(text="b"), n=4), [[2]])])
@@ -56,7 +56,7 @@ def test_wire_objects_are_sent_as_they_are(connect: Connect) -> None:
         ([("hello", [[-1]])], ValueError, "responses"),
     ],
 )
-def test_what_cannot_be_scored_never_leaves(
+def test_invalid_score_request_is_never_sent(
     connect: Connect, items: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -64,8 +64,6 @@ def test_what_cannot_be_scored_never_leaves(
 
 
 @pytest.mark.parametrize("items", [[], [scored(2)], [scored(1, 1)], [scored(1), scored(1)]])
-def test_an_answer_of_another_shape_is_a_bad_answer(
-    connect: Connect, items: list[ScoredItem]
-) -> None:
+def test_answer_of_another_shape_is_a_bad_answer(connect: Connect, items: list[ScoredItem]) -> None:
     with pytest.raises(BadAnswer):
         connect(App(answering(ScoreAnswer(items=items)))).score([("hello", [[1]])])

@@ -12,19 +12,19 @@ from tests.client.conftest import Connect
 from tests.client.server import read_head, read_request, send_chunks, serving
 
 
-def test_nobody_there_is_a_failed_connection(connect: Connect) -> None:
+def test_refused_connection_is_a_connection_error(connect: Connect) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionFailed):
         connect(base_url=f"http://127.0.0.1:{port}").status()
 
 
-def test_a_server_that_hangs_up_is_a_failed_connection(connect: Connect) -> None:
+def test_closed_connection_is_a_connection_error(connect: Connect) -> None:
     with serving(lambda connection: None) as address, pytest.raises(ConnectionFailed):
         connect(base_url=address).status()
 
 
-def test_a_silent_server_times_out(connect: Connect) -> None:
+def test_silent_server_times_out(connect: Connect) -> None:
     done = threading.Event()
 
     def script(connection: socket.socket) -> None:
@@ -36,7 +36,7 @@ def test_a_silent_server_times_out(connect: Connect) -> None:
         done.set()
 
 
-def test_a_server_that_dies_in_a_stream_breaks_it(connect: Connect) -> None:
+def test_server_death_breaks_a_stream(connect: Connect) -> None:
     def script(connection: socket.socket) -> None:
         read_request(connection)
         send_chunks(connection, LINES[:3])
@@ -49,7 +49,7 @@ def test_a_server_that_dies_in_a_stream_breaks_it(connect: Connect) -> None:
             next(records)
 
 
-def test_the_server_sees_a_stream_closed_early(connect: Connect) -> None:
+def test_server_sees_a_stream_closed_early(connect: Connect) -> None:
     closed: list[bytes] = []
 
     def script(connection: socket.socket) -> None:
@@ -71,7 +71,7 @@ def checkpoint(path: Path, num_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def test_a_large_file_arrives_as_it_was(connect: Connect, tmp_path: Path) -> None:
+def test_large_file_arrives_unchanged(connect: Connect, tmp_path: Path) -> None:
     expected = checkpoint(tmp_path / "model.safetensors", 24 * 2**20)
     received: list[bytes] = []
 
@@ -86,7 +86,7 @@ def test_a_large_file_arrives_as_it_was(connect: Connect, tmp_path: Path) -> Non
     assert received == [expected]
 
 
-def test_a_refusal_is_heard_before_all_is_sent(connect: Connect, tmp_path: Path) -> None:
+def test_refusal_is_read_before_the_upload_ends(connect: Connect, tmp_path: Path) -> None:
     checkpoint(tmp_path / "model.safetensors", 24 * 2**20)
     body = '{"type": "x", "title": "No", "status": 507, "code": "weights_refused"}'
 

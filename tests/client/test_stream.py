@@ -12,13 +12,13 @@ BORDERS = [len(b"".join(LINES[:count])) for count in range(len(LINES))]
 INSIDES = [border + len(line) // 2 for border, line in zip(BORDERS, LINES, strict=True)]
 
 
-def test_a_stream_yields_its_records_in_order(connect: Connect) -> None:
+def test_stream_yields_its_records_in_order(connect: Connect) -> None:
     body = Body(LINES)
     assert list(connect(App(streaming(body))).stream(["hello"])) == RECORDS
     assert body.closed
 
 
-def test_a_stream_is_asked_for(connect: Connect) -> None:
+def test_stream_requests_ndjson(connect: Connect) -> None:
     app = App(streaming(Body(LINES)))
     list(connect(app).stream(["hello"], n=2))
     assert app.request.headers["Accept"] == "application/x-ndjson"
@@ -26,7 +26,7 @@ def test_a_stream_is_asked_for(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("length", [*BORDERS, *INSIDES, len(WHOLE) - 1])
-def test_a_cut_stream_yields_what_came_and_then_breaks(connect: Connect, length: int) -> None:
+def test_cut_stream_yields_its_records_and_then_breaks(connect: Connect, length: int) -> None:
     body = Body([WHOLE[:length]])
     came = []
     with pytest.raises(StreamBroken):
@@ -37,7 +37,7 @@ def test_a_cut_stream_yields_what_came_and_then_breaks(connect: Connect, length:
 
 
 @pytest.mark.parametrize("length", [*BORDERS, *INSIDES, len(WHOLE) - 1])
-def test_a_rollout_of_a_cut_stream_breaks(connect: Connect, length: int) -> None:
+def test_rollout_over_a_cut_stream_breaks(connect: Connect, length: int) -> None:
     with pytest.raises(StreamBroken):
         connect(App(streaming(Body([WHOLE[:length]])))).rollout(["hello"])
 
@@ -58,25 +58,25 @@ def test_leaving_the_loop_closes_the_connection(connect: Connect) -> None:
     assert body.closed
 
 
-def test_nothing_is_sent_before_the_first_record_is_wanted(connect: Connect) -> None:
+def test_nothing_is_sent_before_the_first_iteration(connect: Connect) -> None:
     app = App(streaming(Body(LINES)))
     connect(app).stream(["hello"]).close()
     assert not app.requests
 
 
-def test_a_wrong_argument_is_told_before_the_first_record_is_wanted(connect: Connect) -> None:
+def test_wrong_argument_is_reported_before_the_first_iteration(connect: Connect) -> None:
     with pytest.raises(TypeError, match="max_token"):
         connect(App()).stream(["hello"], max_token=5)  # type: ignore[call-arg]
 
 
-def test_what_follows_the_last_record_is_ignored(connect: Connect) -> None:
+def test_data_after_the_last_record_is_ignored(connect: Connect) -> None:
     body = Body([*LINES, LINES[0]])
     records = list(connect(App(streaming(body))).stream(["hello"]))
     assert isinstance(records[-1], EndRecord)
     assert len(records) == len(RECORDS)
 
 
-def test_a_line_that_is_no_record_is_a_bad_answer(connect: Connect) -> None:
+def test_invalid_line_is_a_bad_answer(connect: Connect) -> None:
     body = Body([LINES[0], b"<html>\n", *LINES[1:]])
     with pytest.raises(BadAnswer):
         list(connect(App(streaming(body))).stream(["hello"]))

@@ -17,7 +17,7 @@ def methods_of(client: type) -> set[str]:
     }
 
 
-def test_all_is_what_is_public_in_order() -> None:
+def test_all_lists_public_names_in_order() -> None:
     public = [
         name
         for name, value in vars(coppice).items()
@@ -26,19 +26,19 @@ def test_all_is_what_is_public_in_order() -> None:
     assert coppice.__all__ == sorted(public)
 
 
-def test_both_clients_do_the_same() -> None:
+def test_both_clients_have_the_same_methods() -> None:
     assert methods_of(Rollouts) - {"close"} == methods_of(AsyncRollouts) - {"aclose"}
 
 
 @pytest.mark.parametrize("name", sorted(methods_of(Rollouts) - {"close"}))
-def test_help_shows_the_same_arguments(name: str) -> None:
+def test_both_clients_have_the_same_arguments(name: str) -> None:
     blocking, awaited = getattr(Rollouts, name), getattr(AsyncRollouts, name)
     assert inspect.signature(blocking).parameters == inspect.signature(awaited).parameters
     assert blocking.__doc__ == awaited.__doc__
     assert blocking.__doc__
 
 
-def test_both_handles_do_the_same() -> None:
+def test_both_handles_have_the_same_methods() -> None:
     assert methods_of(Pending) == methods_of(AsyncPending)
     for name in methods_of(Pending):
         blocking, awaited = getattr(Pending, name), getattr(AsyncPending, name)
@@ -52,12 +52,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=path, capture_output=True, text=True, timeout=60)
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_import_loads_no_heavy_module() -> None:
     done = run(f"import sys, coppice; print([name for name in {HEAVY} if name in sys.modules])")
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_progress_without_tqdm_says_what_to_install() -> None:
+def test_progress_without_tqdm_names_the_package() -> None:
     done = run(
         "import sys, coppice\n"
         "sys.modules['tqdm'] = None\n"

@@ -21,7 +21,7 @@ CASES: list[tuple[httpx.RequestError, type[CoppiceError]]] = [
 
 
 @pytest.mark.parametrize(("raised", "expected"), CASES)
-def test_what_httpx_raises_becomes_ours(
+def test_httpx_errors_are_converted(
     connect: Connect, raised: httpx.RequestError, expected: type[CoppiceError]
 ) -> None:
     with pytest.raises(expected) as caught:
@@ -31,7 +31,7 @@ def test_what_httpx_raises_becomes_ours(
 
 
 @pytest.mark.parametrize(("raised", "expected"), CASES)
-def test_a_stream_that_cannot_begin_has_not_broken(
+def test_stream_that_cannot_begin_is_not_a_broken_stream(
     connect: Connect, raised: httpx.RequestError, expected: type[CoppiceError]
 ) -> None:
     with pytest.raises(expected):
@@ -39,9 +39,7 @@ def test_a_stream_that_cannot_begin_has_not_broken(
 
 
 @pytest.mark.parametrize("raised", [httpx.ReadError(""), httpx.RemoteProtocolError("cut")])
-def test_a_stream_whose_connection_goes_has_broken(
-    connect: Connect, raised: httpx.RequestError
-) -> None:
+def test_lost_connection_is_a_broken_stream(connect: Connect, raised: httpx.RequestError) -> None:
     body = Body(LINES[:3], raised)
     with pytest.raises(StreamBroken) as caught:
         connect(App(streaming(body))).rollout(["hello"])
@@ -49,19 +47,19 @@ def test_a_stream_whose_connection_goes_has_broken(
     assert body.closed
 
 
-def test_a_stream_that_falls_silent_has_timed_out(connect: Connect) -> None:
+def test_silent_stream_times_out(connect: Connect) -> None:
     body = Body(LINES[:3], httpx.ReadTimeout(""))
     with pytest.raises(TimedOut):
         connect(App(streaming(body))).rollout(["hello"])
 
 
-def test_a_whole_stream_is_whole_however_its_connection_ends(connect: Connect) -> None:
+def test_complete_stream_ignores_how_its_connection_ends(connect: Connect) -> None:
     body = Body(LINES, httpx.ReadError(""))
     result = connect(App(streaming(body))).rollout(["hello"])
     assert result.outcome == "done"
 
 
-def test_the_key_is_sent_as_a_bearer(connect: Connect) -> None:
+def test_key_is_sent_as_a_bearer_token(connect: Connect) -> None:
     app = App(streaming(Body(LINES)))
     connect(app, api_key="sesame").rollout(["hello"])
     assert app.request.headers["Authorization"] == "Bearer sesame"
@@ -73,14 +71,14 @@ def test_without_a_key_no_credentials_are_sent(connect: Connect) -> None:
     assert "Authorization" not in app.request.headers
 
 
-def test_a_server_may_live_under_a_prefix(connect: Connect) -> None:
+def test_base_url_may_have_a_path_prefix(connect: Connect) -> None:
     app = App(streaming(Body(LINES)))
     connect(app, base_url="https://cluster.test/coppice/").rollout(["hello"])
     assert str(app.request.url) == "https://cluster.test/coppice/v1/rollouts"
 
 
 @pytest.mark.parametrize("base_url", ["cluster.test:8000", "ftp://cluster.test", ""])
-def test_an_address_without_http_is_refused_at_once(connect: Connect, base_url: str) -> None:
+def test_address_without_http_is_refused_at_once(connect: Connect, base_url: str) -> None:
     with pytest.raises(ValueError, match="base_url"):
         connect(base_url=base_url)
 
@@ -89,7 +87,7 @@ def test_an_address_without_http_is_refused_at_once(connect: Connect, base_url: 
     ("usual", "asked", "connect_seconds", "read_seconds"),
     [(60.0, None, 60.0, None), (60.0, 600.0, 60.0, 600.0), (None, 5.0, 5.0, 5.0)],
 )
-def test_calls_on_weights_have_a_timeout_of_their_own(
+def test_weights_calls_have_their_own_timeout(
     connect: Connect,
     usual: float | None,
     asked: float | None,

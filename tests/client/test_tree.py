@@ -1,4 +1,4 @@
-"""Trees as a trainer holds them, over a stream, packed, or grown from outside."""
+"""Trees in the client: streamed, packed, or grown externally."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_rows_are_the_paths_of_the_leaves() -> None:
     assert len(rows[0].token_versions()) == 10
 
 
-def test_a_tree_can_be_walked() -> None:
+def test_tree_can_be_traversed() -> None:
     grown = tree()
     assert [s.id for s in grown.children("b")] == ["b1", "b2", "b3"]
     assert [s.id for s in grown.children(None)] == ["a", "b"]
@@ -84,14 +84,14 @@ def test_a_tree_can_be_walked() -> None:
         grown.segment("c")
 
 
-def test_what_leads_to_no_leaf_was_dropped_and_what_is_missing_is_said() -> None:
+def test_segments_without_leaves_are_dropped_and_gaps_reported() -> None:
     segments = [segment("a", None, 1, 2), segment("b", None, 1, 2)]
     assert [s.id for s in tree_of(segments, ["b"]).segments] == ["b"]
     with pytest.raises(ValueError, match="lacks the segment c"):
         tree_of(segments, ["c"])
 
 
-def test_a_stream_becomes_a_tree_without_what_was_dropped() -> None:
+def test_stream_becomes_a_tree_without_dropped_segments() -> None:
     collector = Collector()
     records: list[Record] = [
         StartRecord(id="r"),
@@ -126,7 +126,7 @@ def test_segments_without_their_group_are_a_bad_answer() -> None:
         collector.result()
 
 
-def test_a_packed_tree_comes_back_as_it_was() -> None:
+def test_packed_tree_round_trips() -> None:
     group = GroupAnswer(**HEAD.model_dump(), samples=[], segments=SEGMENTS)
     answer = RolloutAnswer(id="r", outcome="done", groups=[group], usage=USAGE)
     [found] = result_of_packed(unpack(pack(answer))).groups
@@ -136,7 +136,7 @@ def test_a_packed_tree_comes_back_as_it_was() -> None:
         assert ours.entropy is not None and ours.entropy.tolist() == sent.entropy
 
 
-def test_a_tree_is_asked_for_like_any_rollout(connect: Connect) -> None:
+def test_tree_is_requested_like_any_rollout(connect: Connect) -> None:
     group = GroupAnswer(**HEAD.model_dump(), samples=[], segments=SEGMENTS)
     answer = RolloutAnswer(id="r", outcome="done", groups=[group], usage=USAGE)
     app = App(answering(answer))
@@ -146,7 +146,7 @@ def test_a_tree_is_asked_for_like_any_rollout(connect: Connect) -> None:
     assert pending.id == "r"
 
 
-def test_branching_sends_a_key_and_returns_segments(connect: Connect) -> None:
+def test_branch_sends_a_key_and_returns_segments(connect: Connect) -> None:
     app = App(answering(BranchAnswer(segments=SEGMENTS[1:], lease_seconds=60)))
     client = connect(app, retry=Retry())
     grown = client.branch("r/1", "0.0", n=2, max_tokens=64)
@@ -163,14 +163,14 @@ def test_branching_sends_a_key_and_returns_segments(connect: Connect) -> None:
     ]
 
 
-def test_dropping_says_what_is_gone(connect: Connect) -> None:
+def test_drop_returns_the_removed_segments(connect: Connect) -> None:
     app = App(answering(DropAnswer(dropped=["0.1", "0.2"], lease_seconds=60)))
     assert connect(app).drop_segment("r", "0.1") == ("0.1", "0.2")
     request: httpx.Request = app.request
     assert (request.method, request.url.path) == ("DELETE", "/v1/rollouts/r/segments/0.1")
 
 
-def test_a_closed_tree_has_an_exception_of_its_own(connect: Connect) -> None:
+def test_closed_tree_has_its_own_exception(connect: Connect) -> None:
     with pytest.raises(TreeClosed):
         connect(App(refusing("tree_closed", 409))).branch("r")
     with pytest.raises(InvalidRequest):

@@ -33,13 +33,13 @@ def check_put(request: httpx.Request, target: str, body: bytes) -> None:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """Where temporary files go, for as long as the test runs."""
+    """The directory for temporary files during the test."""
     usual, tempfile.tempdir = tempfile.tempdir, str(tmp_path)
     yield tmp_path
     tempfile.tempdir = usual
 
 
-def test_a_state_dict_is_sent_as_one_file(connect: Connect, scratch: Path) -> None:
+def test_state_dict_is_sent_as_one_file(connect: Connect, scratch: Path) -> None:
     app = App(answering(VERSION, 201))
     state = {"a": np.ones((2, 3), dtype=np.float16), "b": np.arange(3.0)}
     assert connect(app).upload_weights("v7", state, sequence=7) == VERSION
@@ -50,7 +50,7 @@ def test_a_state_dict_is_sent_as_one_file(connect: Connect, scratch: Path) -> No
     assert not list(scratch.iterdir())
 
 
-def test_a_model_of_torch_is_sent_without_its_tied_head(connect: Connect) -> None:
+def test_torch_model_is_sent_without_its_tied_head(connect: Connect) -> None:
     torch = pytest.importorskip("torch")
     load_torch = pytest.importorskip("safetensors.torch").load
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
@@ -62,21 +62,21 @@ def test_a_model_of_torch_is_sent_without_its_tied_head(connect: Connect) -> Non
     assert torch.equal(sent["0.weight"], model[0].weight)
 
 
-def test_a_refused_state_dict_leaves_no_file(connect: Connect, scratch: Path) -> None:
+def test_refused_state_dict_leaves_no_file(connect: Connect, scratch: Path) -> None:
     app = App(refusing("weights_refused", 422))
     with pytest.raises(WeightsRefused):
         connect(app).upload_weights("v7", {"w": np.ones(2)})
     assert not list(scratch.iterdir())
 
 
-def test_a_file_is_sent_as_it_is(connect: Connect, tmp_path: Path) -> None:
+def test_file_is_sent_unchanged(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(VERSION))
     path = single(tmp_path / "step-7.safetensors")
     assert connect(app).upload_weights("v7", str(path)) == VERSION
     check_put(app.request, "/v1/weights/v7", path.read_bytes())
 
 
-def test_a_sharded_checkpoint_is_sent_file_by_file(connect: Connect, tmp_path: Path) -> None:
+def test_sharded_checkpoint_is_sent_file_by_file(connect: Connect, tmp_path: Path) -> None:
     incomplete = VERSION.model_copy(update={"state": "incomplete", "missing_files": ["x"]})
     app = App(*[answering(incomplete)] * 3, answering(VERSION))
     files = sharded(tmp_path)
@@ -86,9 +86,7 @@ def test_a_sharded_checkpoint_is_sent_file_by_file(connect: Connect, tmp_path: P
         check_put(request, f"/v1/weights/v7/files/{path.name}?sequence=7", path.read_bytes())
 
 
-def test_shards_share_the_sequence_that_the_first_was_given(
-    connect: Connect, tmp_path: Path
-) -> None:
+def test_shards_share_the_sequence_of_the_first_one(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(VERSION.model_copy(update={"sequence": 41})))
     sharded(tmp_path)
     connect(app).upload_weights("v7", tmp_path)
@@ -96,7 +94,7 @@ def test_shards_share_the_sequence_that_the_first_was_given(
     assert sequences == [None, "41", "41", "41"]
 
 
-def test_a_refused_shard_ends_the_upload(connect: Connect, tmp_path: Path) -> None:
+def test_refused_shard_ends_the_upload(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(VERSION), refusing("digest_mismatch", 422))
     sharded(tmp_path)
     with pytest.raises(WeightsRefused):
@@ -111,7 +109,7 @@ def test_weights_on_the_server_are_named_by_path(connect: Connect) -> None:
     assert json.loads(app.request.content) == {"path": "/weights/7", "sequence": 7}
 
 
-def test_an_activation_says_what_becomes_of_samples(connect: Connect) -> None:
+def test_activation_sends_its_mode(connect: Connect) -> None:
     app = App(answering(ACTIVATION))
     client = connect(app)
     assert client.activate_weights("v7", mode="wait", allow_rollback=True) == ACTIVATION
@@ -119,7 +117,7 @@ def test_an_activation_says_what_becomes_of_samples(connect: Connect) -> None:
     assert json.loads(app.request.content) == {"mode": "wait", "allow_rollback": True}
 
 
-def test_publishing_is_uploading_and_activating(connect: Connect, tmp_path: Path) -> None:
+def test_publish_uploads_and_activates(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(VERSION), answering(ACTIVATION))
     path = single(tmp_path / "model.safetensors")
     client = connect(app)
@@ -129,7 +127,7 @@ def test_publishing_is_uploading_and_activating(connect: Connect, tmp_path: Path
     assert json.loads(activation.content) == {"mode": "recompute", "allow_rollback": False}
 
 
-def test_what_was_refused_is_not_activated(connect: Connect) -> None:
+def test_refused_weights_are_not_activated(connect: Connect) -> None:
     app = App(refusing("weights_refused", 422))
     with pytest.raises(WeightsRefused):
         connect(app).publish_weights("v7", {"w": np.ones(2)})
@@ -144,13 +142,13 @@ def test_versions_are_listed(connect: Connect) -> None:
     assert (app.request.method, app.request.url.path) == ("GET", "/v1/weights")
 
 
-def test_a_version_is_deleted(connect: Connect) -> None:
+def test_version_is_deleted(connect: Connect) -> None:
     app = App(lambda request: httpx.Response(204))
     connect(app).delete_weights("v7")
     assert (app.request.method, app.request.url.path) == ("DELETE", "/v1/weights/v7")
 
 
-def test_of_later_weights_only_what_has_changed_is_sent(connect: Connect, scratch: Path) -> None:
+def test_later_weights_are_sent_as_a_delta(connect: Connect, scratch: Path) -> None:
     app = App(answering(VERSION, 201))
     client = connect(app)
     first = {"a": np.ones(1000, np.float32), "b": np.zeros(1000, np.float16)}
@@ -167,7 +165,7 @@ def test_of_later_weights_only_what_has_changed_is_sent(connect: Connect, scratc
     assert not list(scratch.iterdir())
 
 
-def test_a_lost_base_makes_the_client_send_all(connect: Connect, scratch: Path) -> None:
+def test_lost_base_makes_the_client_send_everything(connect: Connect, scratch: Path) -> None:
     app = App(answering(VERSION), refusing("base_unavailable", 409), answering(VERSION))
     client = connect(app)
     for version, value in (("v6", 1.0), ("v7", 2.0)):
@@ -178,7 +176,7 @@ def test_a_lost_base_makes_the_client_send_all(connect: Connect, scratch: Path) 
     assert np.array_equal(load(whole.content)["w"], np.full(5000, 2.0, "f"))
 
 
-def test_a_version_that_was_not_taken_is_no_base(connect: Connect) -> None:
+def test_refused_version_is_not_used_as_a_base(connect: Connect) -> None:
     app = App(answering(VERSION), refusing("weights_refused", 422), answering(VERSION))
     client = connect(app)
     client.upload_weights("v6", {"w": np.ones(5000)}, delta=True)
@@ -188,7 +186,7 @@ def test_a_version_that_was_not_taken_is_no_base(connect: Connect) -> None:
     assert app.requests[-1].url.params["base"] == "v6"
 
 
-def test_other_tensors_are_sent_whole(connect: Connect) -> None:
+def test_changed_set_of_tensors_is_sent_completely(connect: Connect) -> None:
     app = App(answering(VERSION))
     client = connect(app)
     client.upload_weights("v6", {"w": np.ones(5000)}, delta=True)
@@ -196,7 +194,7 @@ def test_other_tensors_are_sent_whole(connect: Connect) -> None:
     assert "base" not in app.requests[-1].url.params
 
 
-def test_changes_of_a_sharded_checkpoint_are_of_one_file(connect: Connect, tmp_path: Path) -> None:
+def test_delta_of_a_sharded_checkpoint_is_one_file(connect: Connect, tmp_path: Path) -> None:
     app = App(answering(VERSION))
     client = connect(app)
     for number, shard in enumerate(sharded(tmp_path)[1:]):
@@ -211,6 +209,6 @@ def test_changes_of_a_sharded_checkpoint_are_of_one_file(connect: Connect, tmp_p
 
 
 @pytest.mark.parametrize("version", ["", "a/b", "..", "-v", "v 7", "v?x", "v" * 65])
-def test_a_version_that_is_no_label_never_leaves(connect: Connect, version: str) -> None:
+def test_invalid_version_label_is_never_sent(connect: Connect, version: str) -> None:
     with pytest.raises(ValueError):
         connect(App()).upload_weights(version, {"w": np.ones(2)})

@@ -33,7 +33,7 @@ NUMPY_DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-def test_an_array_is_read_back_as_it_was(tmp_path: Path, dtype: str) -> None:
+def test_array_round_trips(tmp_path: Path, dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
     write(tmp_path / "w", {"w": array})
     read = load_file(tmp_path / "w")["w"]
@@ -52,7 +52,7 @@ def test_an_array_is_read_back_as_it_was(tmp_path: Path, dtype: str) -> None:
     ],
     ids=["transposed", "strided", "scalar", "empty", "broadcast"],
 )
-def test_any_shape_and_layout_is_read_back(tmp_path: Path, array: Any) -> None:
+def test_any_shape_and_layout_round_trips(tmp_path: Path, array: Any) -> None:
     write(tmp_path / "w", {"w": array})
     read = load_file(tmp_path / "w")["w"]
     assert read.shape == array.shape
@@ -62,7 +62,7 @@ def test_any_shape_and_layout_is_read_back(tmp_path: Path, array: Any) -> None:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "bool"]
 )
-def test_a_torch_tensor_is_read_back_as_it_was(tmp_path: Path, dtype: str) -> None:
+def test_torch_tensor_round_trips(tmp_path: Path, dtype: str) -> None:
     torch = pytest.importorskip("torch")
     load = pytest.importorskip("safetensors.torch").load_file
     tensor = torch.arange(6.0).reshape(2, 3).to(getattr(torch, dtype))
@@ -81,12 +81,12 @@ def test_a_torch_tensor_is_read_back_as_it_was(tmp_path: Path, dtype: str) -> No
         assert torch.equal(read[name].double(), value.double())
 
 
-def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+def test_digest_is_that_of_the_file(tmp_path: Path) -> None:
     digest = write(tmp_path / "w", {"w": np.ones(3)})
     assert digest == hashlib.sha256((tmp_path / "w").read_bytes()).digest()
 
 
-def test_a_large_tensor_is_written_in_chunks(tmp_path: Path) -> None:
+def test_large_tensor_is_written_in_chunks(tmp_path: Path) -> None:
     array = np.random.default_rng(0).integers(0, 255, 2 * CHUNK_BYTES + 5, dtype=np.uint8)
     steps = list(write_safetensors(tmp_path / "w", tensors_of({"w": array})))
     assert len(steps) == 1 + 3

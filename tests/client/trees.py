@@ -1,4 +1,4 @@
-"""Trees that tests grow by hand."""
+"""Hand-written trees."""
 
 from collections.abc import Mapping
 

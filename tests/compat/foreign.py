@@ -1,4 +1,4 @@
-"""A server as clients of others see it: what it answers is not in openapi.yaml."""
+"""A server as seen by third-party clients: its compat answers are not in openapi.yaml."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ from tests.serving import serving
 
 
 def wrong_status(path: str) -> int:
-    """The status of a wrong request: OpenAI's routes answer 400."""
+    """The status of an invalid request: OpenAI's routes answer 400."""
     return 400 if path in ("/v1/completions", "/v1/chat/completions") else 422
 
 
@@ -29,12 +29,12 @@ class Foreign:
     app: FastAPI
 
     def routes(self) -> list[APIRoute]:
-        """Ours, and those of the sub-application."""
+        """Routes of the main app and of the compat sub-application."""
         routes = [*self.app.routes, *self.app.state.compat.routes]
         return [route for route in routes if isinstance(route, APIRoute)]
 
     async def post(self, path: str, body: object = None, **options: Any) -> Any:
-        """The body of a good answer."""
+        """The body of a successful answer."""
         answer = await self.http.post(path, json=body, **options)
         assert answer.status_code == 200, answer.text
         return answer.json()

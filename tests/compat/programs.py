@@ -1,4 +1,4 @@
-"""Programs with other people's clients, each in an environment of its own beside .venv."""
+"""Programs with third-party clients, each in an environment of its own beside .venv."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def told(
     seconds: float = 900,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """What a program of tests/compat/clients prints last, but for what Ray says of its own."""
+    """The last JSON object printed by a program of tests/compat/clients, past Ray's own output."""
     beside = (ROOT / f".{name}" for name in environments)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", *beside)))
     ran = subprocess.run(

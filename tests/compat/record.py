@@ -1,4 +1,4 @@
-"""Runs the tests of other people's clients and writes down which version each of them was.
+"""Runs the tests of third-party clients and records the version of each.
 
 python -m tests.compat.record       writes the table of docs/trainers.md
 """
@@ -26,7 +26,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        """Of what is installed, beside .venv first."""
+        """The installed version, searched beside .venv first."""
         beside = [str(ROOT / name) for name in (".clients", ".verl", ".miles")]
         found = importlib.metadata.distributions(path=[*beside, *sys.path])
         return next(part.version for part in found if part.name == self.name)
@@ -80,7 +80,7 @@ def table(day: str) -> str:
 
 
 def written(page: str) -> str:
-    """The table as it stands in the page."""
+    """The page's current table."""
     return page.partition(BEGIN)[2].partition(END)[0].strip("\n") + "\n"
 
 

@@ -33,8 +33,8 @@ async def names(served: Foreign) -> list[str]:
     return [card["id"] for card in (await served.http.get("/v1/models")).json()["data"]]
 
 
-async def test_trls_policies_are_models_of_their_own(tmp_path: Path) -> None:
-    """A name a step, of which the stalest is unloaded."""
+async def test_trl_policies_are_separate_models(tmp_path: Path) -> None:
+    """One name per step; the oldest is unloaded."""
     async with foreign(tmp_path, adapters(3), **sources(tmp_path)) as served:
         config = (await served.http.get("/server_info")).json()["vllm_config"]
         assert config["lora_config"] == {"max_lora_rank": 16, "max_loras": 3}
@@ -54,10 +54,10 @@ async def test_trls_policies_are_models_of_their_own(tmp_path: Path) -> None:
         assert await names(served) == ["fake", "trl-policy-v2", "trl-policy-v3"]
 
 
-async def test_vllms_load_replaces_nothing_unless_it_is_told_to(tmp_path: Path) -> None:
+async def test_vllm_load_replaces_an_adapter_only_on_request(tmp_path: Path) -> None:
     async with foreign(tmp_path, adapters(), **sources(tmp_path)) as served:
         body = {"lora_name": "policy", "lora_path": saved(tmp_path, "a")}
-        for _ in range(2):  # a call that was sent again
+        for _ in range(2):  # a repeated call
             assert (await served.http.post("/v1/load_lora_adapter", json=body)).status_code == 200
         other = {"lora_name": "policy", "lora_path": saved(tmp_path, "b", 2.0)}
         status, problem = await served.refused("/v1/load_lora_adapter", other)
@@ -68,7 +68,7 @@ async def test_vllms_load_replaces_nothing_unless_it_is_told_to(tmp_path: Path) 
         assert span["adapter"] == "policy@update-2"
 
 
-async def test_prime_rls_one_name_gets_a_version_a_step(tmp_path: Path) -> None:
+async def test_one_prime_rl_name_gets_a_version_per_step(tmp_path: Path) -> None:
     async with foreign(tmp_path, adapters(2), **sources(tmp_path)) as served:
         for step in (1, 2, 3):
             body = {"lora_name": "run", "lora_path": saved(tmp_path, f"step_{step}", step)}
@@ -80,7 +80,7 @@ async def test_prime_rls_one_name_gets_a_version_a_step(tmp_path: Path) -> None:
             assert span["adapter"] == f"run@update-{step}"
 
 
-async def test_sglangs_requests_name_an_adapter_as_lora_path(tmp_path: Path) -> None:
+async def test_sglang_requests_name_an_adapter_as_lora_path(tmp_path: Path) -> None:
     async with foreign(tmp_path, adapters(), **sources(tmp_path)) as served:
         body = {"lora_name": "policy", "lora_path": saved(tmp_path, "a")}
         loaded = await served.post("/load_lora_adapter", body)
@@ -93,7 +93,7 @@ async def test_sglangs_requests_name_an_adapter_as_lora_path(tmp_path: Path) -> 
         assert (await served.refused("/generate", asked))[1]["code"] == "adapter_not_found"
 
 
-async def test_a_chat_is_under_the_adapter_that_its_model_names(tmp_path: Path) -> None:
+async def test_chat_uses_the_adapter_named_by_its_model(tmp_path: Path) -> None:
     async with foreign(tmp_path, adapters(), **sources(tmp_path)) as served:
         body = {"lora_name": "policy", "lora_path": saved(tmp_path, "a")}
         await served.http.post("/v1/load_lora_adapter", json=body)
@@ -105,7 +105,7 @@ async def test_a_chat_is_under_the_adapter_that_its_model_names(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/load_lora_adapter"])
-async def test_what_cannot_be_loaded_is_a_problem(tmp_path: Path, path: str) -> None:
+async def test_adapter_that_fails_to_load_is_a_problem(tmp_path: Path, path: str) -> None:
     async with foreign(tmp_path, adapters(), **sources(tmp_path)) as served:
         outside = {"lora_name": "policy", "lora_path": str(tmp_path / "elsewhere")}
         assert (await served.refused(path, outside))[1]["code"] == "path_refused"
@@ -113,7 +113,7 @@ async def test_what_cannot_be_loaded_is_a_problem(tmp_path: Path, path: str) -> 
         assert (await served.refused(path, odd))[1]["errors"][0]["location"] == "lora_name"
 
 
-async def test_a_model_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+async def test_unknown_model_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path, adapters()) as served:
         asked = {"model": "none", "prompt": [1]}
         assert (await served.refused("/v1/completions", asked))[1]["code"] == "adapter_not_found"

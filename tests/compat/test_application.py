@@ -1,4 +1,4 @@
-"""Where the sub-application stands: behind ours, guarded like ours, described by itself."""
+"""The compat sub-application: mounted after the native routes, same auth, own OpenAPI document."""
 
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ def compat(tmp_path: Path, *shapes: CompatApi) -> tuple[FastAPI, list[APIRoute]]
     return app, list(routes)
 
 
-def test_every_route_declares_who_may_use_it(tmp_path: Path) -> None:
+def test_every_route_declares_its_access(tmp_path: Path) -> None:
     _, routes = compat(tmp_path, "vllm", "sglang", "openai")
     access = {route.path: declared_access(route.endpoint) for route in routes}
     assert None not in access.values()
     assert {path for path, found in access.items() if found and found.public} == PUBLIC
 
 
-def test_no_address_is_one_of_ours(tmp_path: Path) -> None:
+def test_no_compat_path_is_a_native_path(tmp_path: Path) -> None:
     app, routes = compat(tmp_path, "vllm", "sglang", "openai")
     ours = {route.path for route in app.routes if isinstance(route, APIRoute)}
     assert ours.isdisjoint(route.path for route in routes)
@@ -58,7 +58,7 @@ def test_no_address_is_one_of_ours(tmp_path: Path) -> None:
         (("sglang",), ["/generate", "/pause_generation"], ["/pause"]),
     ],
 )
-def test_only_the_shapes_that_are_set_are_served(
+def test_only_configured_apis_are_served(
     tmp_path: Path, shapes: tuple[CompatApi, ...], there: list[str], missing: list[str]
 ) -> None:
     _, routes = compat(tmp_path, *shapes)
@@ -67,7 +67,7 @@ def test_only_the_shapes_that_are_set_are_served(
     assert paths.isdisjoint(missing)
 
 
-async def test_roles_are_asked_for(tmp_path: Path) -> None:
+async def test_roles_are_required(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     secrets = write_keys(file, trainer="rollout", operator="admin")
     async with foreign(tmp_path, server={"keys_file": file}) as served:
@@ -78,8 +78,8 @@ async def test_roles_are_asked_for(tmp_path: Path) -> None:
         assert (await served.http.get("/v1/models")).status_code == 401
 
 
-async def test_basic_credentials_in_the_address_are_taken(tmp_path: Path) -> None:
-    """TRL's client has no argument for a key, but keeps what stands in its base URL."""
+async def test_basic_credentials_in_the_url_are_accepted(tmp_path: Path) -> None:
+    """TRL's client has no argument for a key, but keeps credentials of its base URL."""
     file = tmp_path / "keys.yaml"
     secret = write_keys(file, trainer="rollout")["trainer"]
     async with foreign(tmp_path, server={"keys_file": file}) as served:
@@ -87,7 +87,7 @@ async def test_basic_credentials_in_the_address_are_taken(tmp_path: Path) -> Non
     assert answer.status_code == 200
 
 
-async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> None:
+async def test_unknown_paths_and_methods_are_problems(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         assert (await served.refused("/no/such/address"))[1]["code"] == "not_found"
         wrong = await served.http.get("/v1/completions")
@@ -96,7 +96,7 @@ async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> Non
     assert (ours.status_code, ours.headers["allow"]) == (405, "POST")
 
 
-async def test_it_is_described_by_a_document_of_its_own(tmp_path: Path) -> None:
+async def test_compat_routes_have_their_own_openapi_document(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         document: dict[str, Any] = (await served.http.get("/compat/openapi.json")).json()
     validate(document)
@@ -113,7 +113,7 @@ async def test_it_is_described_by_a_document_of_its_own(tmp_path: Path) -> None:
         ("/update_weights_from_tensor", "update_weights_from_disk"),
     ],
 )
-async def test_what_cannot_work_says_what_to_use_instead(
+async def test_unsupported_route_names_its_alternative(
     tmp_path: Path, path: str, instead: str
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -124,7 +124,7 @@ async def test_what_cannot_work_says_what_to_use_instead(
     assert instead in problem["detail"]
 
 
-async def test_a_drain_reaches_these_clients_too(tmp_path: Path) -> None:
+async def test_drain_applies_to_compat_clients(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         await served.server.drain(0)
         answer: httpx.Response = await served.http.post("/v1/completions", json={"prompt": "a"})

@@ -1,4 +1,4 @@
-"""Chats on the OpenAI route: options of the template, tool turns, replies that do not parse."""
+"""Chats on the OpenAI route: template options, tool turns, responses that do not parse."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_t
 PATH = "/v1/chat/completions"
 
 
-async def test_options_that_the_template_lacks_are_counted(tmp_path: Path) -> None:
+async def test_options_unknown_to_the_template_are_counted(tmp_path: Path) -> None:
     options = {"enable_thinking": False, "thinking": True, "padding": False}
     async with foreign(tmp_path) as served:
         await served.post(PATH, {**CHAT, "chat_template_kwargs": options})
         assert served.ignored("unknown") == 2
 
 
-async def test_an_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+async def test_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {**CHAT, "chat_template_kwargs": {"max_length": 3}}
         status, problem = await served.refused(PATH, body)
@@ -27,7 +27,7 @@ async def test_an_argument_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -
         assert served.engine.submitted == []
 
 
-async def test_a_response_that_is_not_parsed_is_text_and_counted(tmp_path: Path) -> None:
+async def test_response_that_is_not_parsed_is_text_and_counted(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     async with foreign(tmp_path) as served:
         served.engine.parses = False

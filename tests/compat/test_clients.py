@@ -1,4 +1,4 @@
-"""Other people's clients, as released, against a real server with the shipped model."""
+"""Released third-party clients against a real server with the shipped model."""
 
 import importlib.metadata
 import re
@@ -29,7 +29,7 @@ def installed() -> None:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a trainer leaves them."""
+    """The directory where a trainer saves adapters."""
     return tmp_path_factory.mktemp("adapters")
 
 
@@ -38,7 +38,7 @@ def url(installed: None, adapters: Path) -> Iterator[str]:
     settings = {
         "--engine.dtype": "float32",
         "--engine.seed": "0",
-        "--engine.max-adapters": "4",  # two of a test before, and two of one that swaps its own
+        "--engine.max-adapters": "4",  # two of an earlier test, two of one that replaces its own
         "--weights.source-directories": str(adapters),
     }
     with home() as place, service(place, *(t for pair in settings.items() for t in pair)) as served:
@@ -52,7 +52,7 @@ def scored(url: str) -> list[float]:
     return logprobs
 
 
-def test_the_pinned_versions_are_those_that_are_tested(installed: None) -> None:
+def test_pinned_versions_are_the_tested_ones(installed: None) -> None:
     pinned = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
     found = importlib.metadata.distributions(path=[str(ROOT / ".clients")])
     present = {distribution.name: distribution.version for distribution in found}
@@ -85,14 +85,14 @@ def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> Non
         assert step["served"] == pytest.approx(step["trainer"], abs=1e-3)
 
 
-def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> None:
+def test_turns_of_an_agent_hit_the_prefix_cache_of_earlier_turns(url: str) -> None:
     words = AutoTokenizer.from_pretrained(SEEDLING)
     problem = "Compute 12+34+56+78-90+11+22+33+44+55.\n"
     with httpx.Client(base_url=url, timeout=60) as http:
         rows = [rollout(http, words, problem, session=f"t{i}") for i in range(4)]
     row = max(rows, key=lambda row: len(row.cached_tokens))
     assert len(row.cached_tokens) > 2, "the seedling writes most sums out, line by line"
-    # What a turn finds are whole blocks of all that the turns before had sent or drawn.
+    # Prefix hits are whole blocks of everything that earlier turns sent or sampled.
     assert row.cached_tokens == sorted(row.cached_tokens)
     assert row.cached_tokens[-1] >= len(row.prompt) // 32 * 32 > 0
     assert len(row.response) == len(row.logprobs) == len(row.sampled)
@@ -103,8 +103,8 @@ def test_an_agents_turns_find_what_the_turns_before_have_computed(url: str) -> N
     assert told == call_calculator(asked), f"the calculator's answer to {asked}"
 
 
-def test_a_session_of_sglangs_clients_finds_its_first_turn(url: str) -> None:
-    """Its key is for routers; here the prefix cache finds the turn by its tokens."""
+def test_session_of_sglang_clients_hits_its_first_turn(url: str) -> None:
+    """Its key is meant for routers; here the prefix cache finds the turn by its tokens."""
     headers = {"X-SMG-Routing-Key": "session-1"}
     tokens = [11, 12, 13, 14, 15, 16, 17, 18] * 9
     cached = []
@@ -131,7 +131,7 @@ def test_openais_client_speaks_to_the_shipped_model(url: str) -> None:
 
 
 def test_trl_trains_and_what_is_served_changes(url: str) -> None:
-    """By a rollout_func, whole and an adapter alone, and in server mode with weights over HTTP."""
+    """Through a rollout_func, with full weights and an adapter, and in server mode over HTTP."""
     before = scored(url)
     runs = told(ENVIRONMENTS, "trl_grpo", url)
     for run in runs.values():
@@ -146,7 +146,7 @@ def test_trl_trains_and_what_is_served_changes(url: str) -> None:
     assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
 
 
-def test_echoed_log_likelihoods_are_those_of_the_score(url: str) -> None:
+def test_echoed_log_likelihoods_equal_those_of_score(url: str) -> None:
     """As lm-eval sends them, with the tokens of a text from the tokenizer's route."""
     with httpx.Client(base_url=url, timeout=60) as http:
         tokens = http.post("/tokenize", json={"prompt": "Compute 12+34.\n"}).json()["tokens"]

@@ -1,4 +1,4 @@
-"""Fields that other servers have: dropped, ignored and counted, or refused with advice."""
+"""Fields of other servers: dropped, ignored and counted, or refused with advice."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 NESTED = [(path, "sampling_params") for path in ("/inference/v1/generate", "/generate")]
 PLACES: list[tuple[str, str | None]] = [*((path, None) for path in BODIES), *NESTED]
-# What is refused elsewhere.
+# Fields that other routes refuse.
 SERVED: set[tuple[tuple[str, str | None], str]] = {
     (("/v1/completions", None), "prompt_logprobs"),
     (("/inference/v1/generate", "sampling_params"), "prompt_logprobs"),
@@ -40,7 +40,7 @@ def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, A
 
 
 def nameless(samples: list[SampleRequest]) -> list[SampleRequest]:
-    """Without what differs from one request to the next: names, and the rank of its arrival."""
+    """Requests without the fields that differ between requests: names and arrival rank."""
     return [replace(sample, id="", group="", priority=0) for sample in samples]
 
 
@@ -50,7 +50,7 @@ async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[Sa
     return nameless(served.engine.submitted)
 
 
-async def test_what_reaches_into_the_engine_is_dropped(tmp_path: Path) -> None:
+async def test_engine_internals_are_dropped(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for (path, inside), name in product(PLACES, sorted(IGNORED_FIELDS)):
             plain = await submitted(served, path, BODIES[path])
@@ -60,7 +60,7 @@ async def test_what_reaches_into_the_engine_is_dropped(tmp_path: Path) -> None:
             assert served.ignored("dropped") == before + 1
 
 
-async def test_what_nobody_knows_is_ignored_and_counted(tmp_path: Path) -> None:
+async def test_unknown_field_is_ignored_and_counted(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path, inside in PLACES:
             plain = await submitted(served, path, BODIES[path])
@@ -70,7 +70,7 @@ async def test_what_nobody_knows_is_ignored_and_counted(tmp_path: Path) -> None:
             assert served.ignored("unknown") == before + 2
 
 
-async def test_a_field_at_its_neutral_value_is_let_through(tmp_path: Path) -> None:
+async def test_field_at_its_neutral_value_is_accepted(tmp_path: Path) -> None:
     allowed_values = {
         name: refusal.allowed_values[0]
         for name, refusal in UNSUPPORTED.items()
@@ -82,7 +82,7 @@ async def test_a_field_at_its_neutral_value_is_let_through(tmp_path: Path) -> No
         assert served.ignored("unknown") == 0
 
 
-async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
+async def test_field_that_would_change_samples_is_refused_with_advice(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -95,7 +95,7 @@ async def test_a_field_that_would_change_the_samples_is_refused_with_advice(
         assert served.engine.submitted == []
 
 
-async def test_a_salt_is_its_keys_own(tmp_path: Path) -> None:
+async def test_cache_salt_is_private_to_its_key(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     secrets = write_keys(file, one="rollout", two="rollout")
     async with foreign(tmp_path, server={"keys_file": file}) as served:
@@ -107,14 +107,14 @@ async def test_a_salt_is_its_keys_own(tmp_path: Path) -> None:
     assert salts == ["one:7", "two:7", None]
 
 
-async def test_numbers_are_bounded_as_in_our_own_contract(tmp_path: Path) -> None:
+async def test_numbers_are_bounded_as_in_the_native_contract(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for field in ({"temperature": 3}, {"top_p": 0}, {"top_k": -2}, {"n": 5000}):
             status, problem = await served.refused("/v1/completions", {**COMPLETION, **field})
             assert (status, problem["code"]) == (400, "invalid_request")
 
 
-async def test_limits_and_metrics_hold(tmp_path: Path) -> None:
+async def test_limits_and_metrics_apply(tmp_path: Path) -> None:
     limits = {"max_samples_per_request": 2, "max_body_bytes": 1024}
     async with foreign(tmp_path, limits=limits) as served:
         await served.post("/v1/completions", {**COMPLETION, "n": 2})
@@ -127,7 +127,7 @@ async def test_limits_and_metrics_hold(tmp_path: Path) -> None:
     assert (status, large) == (400, 413)
 
 
-async def test_a_client_that_leaves_ends_its_samples(tmp_path: Path) -> None:
+async def test_disconnected_client_ends_its_samples(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         served.engine.instant = False
         asking = asyncio.create_task(served.http.post("/v1/completions", json=COMPLETION))
@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_ends_its_samples(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_version_can_be_asked_for(tmp_path: Path) -> None:
+async def test_version_can_be_requested(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path, body in BODIES.items():
             early = {**body, "policy": {"min_version": "v9"}}

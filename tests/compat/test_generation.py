@@ -1,4 +1,4 @@
-"""What is answered to whoever asks for samples the way other servers are asked."""
+"""Answers on the sampling routes of other servers."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ USAGE = {
 V0 = [{"version": "v0", "start": 0, "end": 2}]
 
 
-async def test_a_batch_is_answered_prompt_by_prompt(tmp_path: Path) -> None:
-    """TRL slices the choices: a reordered list would be misassigned without a word."""
+async def test_batch_is_answered_in_the_order_of_its_prompts(tmp_path: Path) -> None:
+    """TRL slices the choices: a reordered list would be misassigned silently."""
     async with foreign(tmp_path) as served:
         answer = await served.post(
             "/v1/completions",
@@ -42,7 +42,7 @@ async def test_a_batch_is_answered_prompt_by_prompt(tmp_path: Path) -> None:
     assert choices[3]["weight_versions"] == V0
 
 
-async def test_text_prompts_are_told_their_tokens(tmp_path: Path) -> None:
+async def test_text_prompts_return_their_token_ids(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {"prompt": ["ab", "abc"], "max_tokens": 1, "return_token_ids": True}
         choices = (await served.post("/v1/completions", body))["choices"]
@@ -51,7 +51,7 @@ async def test_text_prompts_are_told_their_tokens(tmp_path: Path) -> None:
     assert choices[0]["logprobs"] is None
 
 
-async def test_completions_end_after_sixteen_tokens_and_others_at_the_context(
+async def test_completions_default_to_sixteen_tokens_and_others_to_the_context(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path, FakeEngine(max_context_tokens=64)) as served:
@@ -61,7 +61,7 @@ async def test_completions_end_after_sixteen_tokens_and_others_at_the_context(
     assert whole["usage"]["completion_tokens"] == 62
 
 
-async def test_generate_names_tokens_for_clients_of_either_vllm(tmp_path: Path) -> None:
+async def test_generate_names_tokens_for_clients_of_either_vllm_version(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {
             "token_ids": [1, 2, 3],
@@ -80,7 +80,7 @@ async def test_generate_names_tokens_for_clients_of_either_vllm(tmp_path: Path) 
     ]
 
 
-async def test_sglangs_answer_is_one_object_or_a_list(tmp_path: Path) -> None:
+async def test_sglang_answer_is_one_object_or_a_list(tmp_path: Path) -> None:
     sampling = {"max_new_tokens": 2, "stop": None, "no_stop_trim": True, "top_k": -1}
     async with foreign(tmp_path) as served:
         body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
@@ -107,7 +107,7 @@ async def partial(served: Foreign, body: dict[str, Any], abort: dict[str, Any]) 
     return await asking
 
 
-async def test_an_aborted_request_gives_back_its_tokens_so_far(tmp_path: Path) -> None:
+async def test_aborted_request_returns_its_tokens_so_far(tmp_path: Path) -> None:
     sampling = {"max_new_tokens": 50}
     body = {"input_ids": [1], "rid": "r1", "sampling_params": sampling, "return_logprob": True}
     for abort in ({"rid": "r1"}, {"abort_all": True}):
@@ -120,7 +120,7 @@ async def test_an_aborted_request_gives_back_its_tokens_so_far(tmp_path: Path) -
         assert loads[0]["num_reqs"] == 0
 
 
-async def test_somebody_elses_name_ends_nothing(tmp_path: Path) -> None:
+async def test_request_id_of_another_caller_aborts_nothing(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         served.engine.instant = False
         body = {"input_ids": [1], "rid": "r1", "sampling_params": {"max_new_tokens": 5}}
@@ -132,7 +132,7 @@ async def test_somebody_elses_name_ends_nothing(tmp_path: Path) -> None:
         assert (await asking)["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_a_stream_sends_each_choice_when_it_has_ended(tmp_path: Path) -> None:
+async def test_stream_sends_each_choice_when_it_has_ended(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {"prompt": [1, 2], "n": 2, "max_tokens": 2, "stream": True}
         answer = await served.http.post("/v1/completions", json=body)
@@ -143,7 +143,7 @@ async def test_a_stream_sends_each_choice_when_it_has_ended(tmp_path: Path) -> N
     assert sorted(choice["index"] for choice in choices) == [0, 1]
 
 
-async def test_a_prompt_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
+async def test_invalid_prompt_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         prompts: list[Any] = [[], [[]], "", [1, [2]], [300], None]
         for prompt in prompts:
@@ -162,7 +162,7 @@ async def test_a_prompt_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
         assert (await served.refused("/generate", {"text": "a", "stream": True}))[0] == 422
 
 
-async def test_another_model_is_refused(tmp_path: Path) -> None:
+async def test_unknown_model_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         models = (await served.http.get("/v1/models")).json()["data"]
         body = {"prompt": "a", "model": models[0]["id"]}

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and of other tokens than the sampled, in every client's shape."""
+"""Log-probabilities of prompts and top-k logprobs, in the format of every client."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def of_tokens(*sampling: tuple[str, int]) -> dict[str, Any]:
     return {"token_ids": [7, 8], "sampling_params": {"max_tokens": 2, **dict(sampling)}}
 
 
-async def test_a_completion_names_the_likeliest_at_every_token(tmp_path: Path) -> None:
+async def test_completion_returns_top_logprobs_of_every_token(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         asked = {**ASKED, "logprobs": 2, "n": 2, "return_tokens_as_token_ids": True}
         for choice in (await served.post(COMPLETIONS, asked))["choices"]:
@@ -35,8 +35,8 @@ async def test_a_completion_names_the_likeliest_at_every_token(tmp_path: Path) -
     assert [request.num_top_logprobs for request in served.engine.submitted] == [2, 2, 0]
 
 
-async def test_a_prompts_log_probabilities_are_computed_once(tmp_path: Path) -> None:
-    """Not once a sample, and beside them: they carry nothing that would cost them their prefix."""
+async def test_prompt_logprobs_are_computed_once(tmp_path: Path) -> None:
+    """Once per group, in separate requests, so that samples still hit the prefix cache."""
     async with foreign(tmp_path) as served:
         asked = {"prompt": [[7, 8], [9, 8, 7]], "max_tokens": 2, "prompt_logprobs": 1, "n": 3}
         choices = (await served.post(COMPLETIONS, asked))["choices"]
@@ -50,7 +50,7 @@ async def test_a_prompts_log_probabilities_are_computed_once(tmp_path: Path) -> 
     ]
 
 
-async def test_prompt_logprobs_that_choices_would_repeat_too_often_are_refused(
+async def test_prompt_logprobs_repeated_in_too_many_choices_are_refused(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -62,7 +62,7 @@ async def test_prompt_logprobs_that_choices_would_repeat_too_often_are_refused(
         await served.post(COMPLETIONS, {**body, "n": 1})
 
 
-async def test_a_prompt_is_scored_under_the_adapter_that_is_asked_for(tmp_path: Path) -> None:
+async def test_prompt_is_scored_under_the_requested_adapter(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=1)
     sources = {"source_directories": [tmp_path / "out"]}
     async with foreign(tmp_path, engine, weights=sources) as served:
@@ -74,7 +74,7 @@ async def test_a_prompt_is_scored_under_the_adapter_that_is_asked_for(tmp_path: 
     assert engine.scored_under == ["policy@update-1"]
 
 
-async def test_a_chat_lists_the_likeliest(tmp_path: Path) -> None:
+async def test_chat_lists_the_top_logprobs(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         by_id = {"return_tokens_as_token_ids": True}
         asked = {**TALK, "logprobs": True, "top_logprobs": 2, **by_id}
@@ -87,8 +87,8 @@ async def test_a_chat_lists_the_likeliest(tmp_path: Path) -> None:
         assert unasked["choices"][0]["logprobs"] is None
 
 
-async def test_vllms_generate_keeps_to_the_sampled_token_at_one(tmp_path: Path) -> None:
-    """renderers sends 1, and checks token by token that there is one."""
+async def test_vllm_generate_returns_only_the_sampled_token_at_one(tmp_path: Path) -> None:
+    """renderers sends 1, and checks that each token has exactly one."""
     async with foreign(tmp_path) as served:
         for count, listed in ((0, 0), (1, 0), (2, 2)):
             answer = await served.post(GENERATE, of_tokens(("logprobs", count)))
@@ -111,7 +111,7 @@ async def test_vllms_generate_keeps_to_the_sampled_token_at_one(tmp_path: Path) 
         (COMPLETIONS, {**ASKED, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
-async def test_what_is_too_many_is_refused_before_anything_starts(
+async def test_too_many_logprobs_are_refused_before_anything_starts(
     tmp_path: Path, path: str, body: dict[str, Any], name: str
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -120,7 +120,7 @@ async def test_what_is_too_many_is_refused_before_anything_starts(
     assert served.engine.submitted == []
 
 
-async def test_a_stream_has_them_too(tmp_path: Path) -> None:
+async def test_stream_contains_logprobs(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         asked = {**ASKED, "logprobs": 1, "stream": True, "return_tokens_as_token_ids": True}
         answer = await _streamed(served, asked)

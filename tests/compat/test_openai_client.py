@@ -1,4 +1,4 @@
-"""OpenAI's own client, as released, against a server on a socket."""
+"""OpenAI's own released client against a server on a socket."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ async def test_chat(tmp_path: Path) -> None:
     assert [entry.bytes for entry in choice.logprobs.content] == [[3], [4]]
 
 
-async def test_parts_of_text_are_text(tmp_path: Path) -> None:
+async def test_text_parts_are_concatenated(tmp_path: Path) -> None:
     parts: Any = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
     async with foreign(tmp_path) as served, client(served) as speaker:
         messages: Any = [{"role": "user", "content": parts}]
@@ -79,7 +79,7 @@ async def test_tools(tmp_path: Path) -> None:
     assert silent.choices[0].message.tool_calls is None
 
 
-async def test_a_tool_without_a_name_is_refused(tmp_path: Path) -> None:
+async def test_tool_without_a_name_is_refused(tmp_path: Path) -> None:
     tools: list[Any] = [{"type": "function", "function": {}}, {}, {"type": "custom"}]
     async with foreign(tmp_path) as served, client(served) as speaker:
         for tool in tools:
@@ -102,7 +102,7 @@ async def test_streams(tmp_path: Path) -> None:
     assert texts == ["\x02\x03"]
 
 
-async def test_problems_are_this_clients_own_errors(tmp_path: Path) -> None:
+async def test_problems_are_errors_of_the_openai_client(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     secret = write_keys(file, trainer="rollout")["trainer"]
     async with foreign(tmp_path, server={"keys_file": file}) as served:
@@ -116,7 +116,7 @@ async def test_problems_are_this_clients_own_errors(tmp_path: Path) -> None:
                 await speaker.models.list()
 
 
-async def test_a_stream_that_fails_says_so(tmp_path: Path) -> None:
+async def test_failed_stream_is_reported(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
         served.engine.instant = False
         stream = await speaker.completions.create(model="fake", prompt="a", stream=True)
@@ -126,7 +126,7 @@ async def test_a_stream_that_fails_says_so(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_wrong_request_is_a_400_with_the_name_of_its_parameter(tmp_path: Path) -> None:
+async def test_invalid_request_is_a_400_with_its_parameter(tmp_path: Path) -> None:
     wrong: list[dict[str, Any]] = [
         {"prompt": "a", "temperature": 3},
         {"prompt": "a", "temperature": "hot"},
@@ -147,7 +147,7 @@ async def test_a_wrong_request_is_a_400_with_the_name_of_its_parameter(tmp_path:
     assert problem["error"]["param"] == "messages"
 
 
-async def test_the_names_of_errors_are_openais(tmp_path: Path) -> None:
+async def test_error_names_are_those_of_openai(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
         with pytest.raises(openai.BadRequestError) as caught:
             await speaker.completions.create(model="fake", prompt="a", temperature=3)

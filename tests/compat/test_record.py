@@ -1,4 +1,4 @@
-"""The table of docs/trainers.md says what is pinned, and names tests that are there."""
+"""The table of docs/trainers.md has the pinned versions, and names existing tests."""
 
 import re
 from pathlib import Path
@@ -16,14 +16,14 @@ def pinned(name: str) -> str:
     return version
 
 
-def test_the_table_holds_the_pinned_versions_and_each_clients_tests() -> None:
+def test_table_has_the_pinned_versions_and_tests_of_each_client() -> None:
     rows = [row.strip("| ").split(" | ") for row in written(PAGE.read_text()).splitlines()[2:]]
     said = {name: (version, tests) for name, version, _, tests in rows}
     assert said == {client.name: (pinned(client.name), named(client)) for client in CLIENTS}
 
 
 @pytest.mark.parametrize("test", [test for client in CLIENTS for test in client.tests])
-def test_every_test_that_is_named_is_there(test: str) -> None:
+def test_every_named_test_exists(test: str) -> None:
     path, _, function = test.partition("::")
     assert (
         f"def {function}(" in (ROOT / path).read_text() if function else Path(ROOT / path).exists()

@@ -1,4 +1,4 @@
-"""The name that a model is served under: no answer says where its files are."""
+"""The served model name: no answer reveals the model's path."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ COMPLETION: dict[str, Any] = {"prompt": [1], "max_tokens": 1}
         ({"model": "/"}, "model"),
     ],
 )
-def test_a_directory_is_served_under_its_last_component(
+def test_directory_is_served_under_its_last_component(
     tmp_path: Path, fields: dict[str, str], name: str
 ) -> None:
     directory = tmp_path / "tiny"
@@ -36,12 +36,12 @@ def test_a_directory_is_served_under_its_last_component(
     assert EngineSettings.model_validate(given).served_name == name
 
 
-def test_a_path_is_no_name() -> None:
+def test_path_is_not_a_name() -> None:
     with pytest.raises(ValueError, match="served_model_name"):
         EngineSettings(served_model_name="/models/tiny")
 
 
-async def test_no_route_says_where_the_model_is(tmp_path: Path) -> None:
+async def test_no_route_reveals_the_path_of_the_model(tmp_path: Path) -> None:
     async with foreign(tmp_path, FakeEngine(model_given=PATH)) as served:
         paths = [route.path for route in served.routes() if "GET" in route.methods]
         assert {"/v1/status", "/v1/models", "/server_info", "/get_model_info"} <= set(paths)
@@ -56,8 +56,8 @@ async def test_no_route_says_where_the_model_is(tmp_path: Path) -> None:
     assert answers[-1].status_code == 400 and "'fake'" in answers[-1].text
 
 
-async def test_a_model_is_asked_for_by_its_name_or_as_it_was_configured(tmp_path: Path) -> None:
-    """Trainers send the path that they loaded the model from."""
+async def test_model_is_addressed_by_its_name_or_its_configured_path(tmp_path: Path) -> None:
+    """Trainers send the path from which they loaded the model."""
     async with foreign(tmp_path, FakeEngine(model_given=PATH)) as served:
         for name in ("fake", PATH):
             answer = await served.post("/v1/completions", {**COMPLETION, "model": name})

@@ -1,4 +1,4 @@
-"""The same clients on a server that speculates, where vLLM has neither min_p nor logit_bias."""
+"""The same clients on a speculating server, where vLLM supports neither min_p nor logit_bias."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def url() -> Iterator[str]:
 
 
 def asked(path: str, **fields: Any) -> dict[str, Any]:
-    """With the fields where that shape has them."""
+    """A request with the fields where that API has them."""
     body = WANTED[path]
     if "sampling_params" not in body:
         return {**body, **fields}
@@ -50,7 +50,7 @@ def test_neutral_fields_pass_and_others_are_refused(url: str, path: str) -> None
             assert "use top_p or top_k" in refused.text
 
 
-def test_renderers_and_openais_client_notice_nothing(url: str) -> None:
+def test_renderers_and_openai_client_work_unchanged(url: str) -> None:
     answer = told(["clients"], "renderers_generate", url)
     first, second = answer["first"], answer["second"]
     for turn in (first, second):

@@ -1,4 +1,4 @@
-"""Streams of the OpenAI routes: usage, token ids and errors, placed where vLLM places them."""
+"""Streams of the OpenAI routes: usage, token IDs and errors, in the same places as vLLM."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PATHS = sorted(BODIES)
 
 
 async def streamed(served: Foreign, path: str, **fields: Any) -> list[Any]:
-    """The chunks of a stream, which [DONE] ends."""
+    """The chunks of a stream that ends with [DONE]."""
     body = {**BODIES[path], **fields, "stream": True}
     answer = await served.http.post(path, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -30,7 +30,7 @@ async def streamed(served: Foreign, path: str, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_the_last_chunk_has_the_usage_of_the_plain_answer(tmp_path: Path, path: str) -> None:
+async def test_last_chunk_has_the_usage_of_the_plain_answer(tmp_path: Path, path: str) -> None:
     async with foreign(tmp_path) as served:
         plain = await served.post(path, {**BODIES[path], "n": 3})
         chunks = await streamed(served, path, n=3, stream_options={"include_usage": True})
@@ -45,7 +45,7 @@ async def test_the_last_chunk_has_the_usage_of_the_plain_answer(tmp_path: Path, 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", [{}, None, {"include_usage": False}])
-async def test_usage_that_is_not_asked_for_is_not_sent(
+async def test_usage_that_is_not_requested_is_not_sent(
     tmp_path: Path, path: str, options: object
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -53,7 +53,7 @@ async def test_usage_that_is_not_asked_for_is_not_sent(
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
-async def test_continuous_usage_is_that_of_the_chunks_own_prompt_and_sample(
+async def test_continuous_usage_counts_the_prompt_and_sample_of_the_chunk(
     tmp_path: Path,
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -78,7 +78,7 @@ async def test_continuous_usage_needs_usage(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_stream_options_are_for_streams(tmp_path: Path, path: str) -> None:
+async def test_stream_options_require_a_stream(tmp_path: Path, path: str) -> None:
     async with foreign(tmp_path) as served:
         body = {**BODIES[path], "stream_options": {"include_usage": True}}
         status, problem = await served.refused(path, body)
@@ -86,7 +86,7 @@ async def test_stream_options_are_for_streams(tmp_path: Path, path: str) -> None
         assert served.engine.submitted == []
 
 
-async def test_a_chat_names_its_prompt_in_the_first_chunk_of_every_choice(tmp_path: Path) -> None:
+async def test_chat_sends_its_prompt_ids_in_the_first_chunk_of_each_choice(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         chunks = await streamed(served, "/v1/chat/completions", n=2, return_token_ids=True)
         without = await streamed(served, "/v1/chat/completions", n=2)
@@ -95,7 +95,7 @@ async def test_a_chat_names_its_prompt_in_the_first_chunk_of_every_choice(tmp_pa
     assert all("prompt_token_ids" not in chunk for chunk in without)
 
 
-async def test_a_completion_names_its_prompt_in_the_choice(tmp_path: Path) -> None:
+async def test_completion_sends_its_prompt_ids_in_the_choice(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         chunks = await streamed(served, "/v1/completions", return_token_ids=True)
     choices = {chunk["choices"][0]["index"]: chunk["choices"][0] for chunk in chunks}
@@ -103,7 +103,7 @@ async def test_a_completion_names_its_prompt_in_the_choice(tmp_path: Path) -> No
 
 
 class FailingEngine(FakeEngine):
-    """Its second sample cannot be written down."""
+    """Encoding its second sample fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class FailingEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_error_in_a_stream_is_an_event(tmp_path: Path, path: str) -> None:
+async def test_error_in_a_stream_is_an_event(tmp_path: Path, path: str) -> None:
     async with foreign(tmp_path, engine=FailingEngine()) as served:
         options = {"include_usage": True}
         first, error = await streamed(served, path, n=3, stream_options=options)
@@ -135,7 +135,7 @@ async def test_an_error_in_a_stream_is_an_event(tmp_path: Path, path: str) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_engine_that_dies_is_an_event(tmp_path: Path, path: str) -> None:
+async def test_engine_death_in_a_stream_is_an_event(tmp_path: Path, path: str) -> None:
     async with foreign(tmp_path) as served:
         served.engine.instant = False
         request = served.http.build_request("POST", path, json={**BODIES[path], "stream": True})
@@ -147,7 +147,7 @@ async def test_an_engine_that_dies_is_an_event(tmp_path: Path, path: str) -> Non
     assert done == "data: [DONE]"
 
 
-async def test_openais_client_counts_what_was_streamed(tmp_path: Path) -> None:
+async def test_openai_client_counts_streamed_usage(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
         messages: Any = CHAT["messages"]
         stream = await speaker.chat.completions.create(
@@ -166,7 +166,7 @@ async def test_openais_client_counts_what_was_streamed(tmp_path: Path) -> None:
     assert (chunks[0].model_extra or {})["prompt_token_ids"] == [97, 98, 99]
 
 
-async def test_openais_client_raises_an_error_of_a_stream(tmp_path: Path) -> None:
+async def test_openai_client_raises_an_error_of_a_stream(tmp_path: Path) -> None:
     async with foreign(tmp_path, engine=FailingEngine()) as served, client(served) as speaker:
         stream = await speaker.completions.create(
             model="fake", prompt=[1, 2], n=2, max_tokens=2, stream=True

@@ -1,4 +1,4 @@
-"""Text of tokens: in log-probabilities, echoed prompts, and the routes of the tokenizer."""
+"""Text of tokens: in log-probabilities, echoed prompts, and tokenizer routes."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.fake_engine import FakeEngine
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-async def test_a_completions_tokens_are_text(tmp_path: Path) -> None:
+async def test_completion_logprobs_contain_token_texts(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {"prompt": [9] * 65, "max_tokens": 2, "logprobs": 1}
         logprobs = (await served.post(COMPLETIONS, body))["choices"][0]["logprobs"]
@@ -28,7 +28,7 @@ async def test_a_completions_tokens_are_text(tmp_path: Path) -> None:
     assert '"tokens":["A","B"]' in streamed
 
 
-async def test_a_chats_tokens_are_text_with_bytes(tmp_path: Path) -> None:
+async def test_chat_logprobs_contain_token_texts_and_bytes(tmp_path: Path) -> None:
     talk: dict[str, Any] = {"messages": [{"role": "user", "content": "a" * 65}], "max_tokens": 1}
     async with foreign(tmp_path) as served:
         body = {**talk, "logprobs": True, "top_logprobs": 2}
@@ -48,8 +48,8 @@ async def test_a_chats_tokens_are_text_with_bytes(tmp_path: Path) -> None:
     assert (numbered["token"], numbered["bytes"]) == ("token_id:65", list(b"token_id:65"))
 
 
-async def test_tokens_of_one_text_keep_the_likeliests_probability(tmp_path: Path) -> None:
-    """Parts of characters all are the replacement character."""
+async def test_tokens_with_equal_text_keep_the_highest_probability(tmp_path: Path) -> None:
+    """All parts of multi-byte characters decode to the replacement character."""
 
     class Bytes(FakeEngine):
         def token_texts(self, token_ids: Any) -> list[str]:
@@ -77,8 +77,8 @@ async def test_every_token_is_decoded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_lm_evals_log_likelihoods(tmp_path: Path, max_tokens: int) -> None:
-    """It sums token_logprobs[context:-1] and compares each with its place's highest."""
+async def test_lm_eval_log_likelihoods(tmp_path: Path, max_tokens: int) -> None:
+    """It sums token_logprobs[context:-1] and compares each with the highest at its position."""
     prompts = [[70, 71, 72], [80, 81]]
     async with foreign(tmp_path) as served:
         body = {"prompt": prompts, "max_tokens": max_tokens, "echo": True, "logprobs": 1}
@@ -97,7 +97,7 @@ async def test_lm_evals_log_likelihoods(tmp_path: Path, max_tokens: int) -> None
     assert len(first["weight_versions"]) == max_tokens
 
 
-async def test_a_text_is_echoed_as_it_was_sent(tmp_path: Path) -> None:
+async def test_text_is_echoed_as_it_was_sent(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         body = {"prompt": ["ab", "cde"], "max_tokens": 1, "echo": True}
         answer = await served.post(COMPLETIONS, body)
@@ -115,7 +115,7 @@ async def test_a_text_is_echoed_as_it_was_sent(tmp_path: Path) -> None:
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-async def test_what_is_not_echoed_is_refused(
+async def test_unsupported_echo_is_refused(
     tmp_path: Path, fields: dict[str, Any], name: str
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -155,14 +155,14 @@ async def test_texts_and_chats_are_tokenized(tmp_path: Path) -> None:
         ("/detokenize", {"tokens": [1] * 513}, 400),
     ],
 )
-async def test_what_is_not_tokenized_is_refused(
+async def test_invalid_tokenize_request_is_refused(
     tmp_path: Path, path: str, body: dict[str, Any], status: int
 ) -> None:
     async with foreign(tmp_path) as served:
         assert (await served.refused(path, body))[0] == status
 
 
-async def test_a_model_is_found_by_its_name(tmp_path: Path) -> None:
+async def test_model_is_found_by_its_name(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=1, model_given="/secret/place")
     sources = {"source_directories": [tmp_path / "out"]}
     async with foreign(tmp_path, engine, weights=sources) as served:
@@ -186,7 +186,7 @@ async def test_a_model_is_found_by_its_name(tmp_path: Path) -> None:
         ("/v1/responses", "/v1/chat/completions"),
     ],
 )
-async def test_routes_of_others_say_what_to_use_instead(
+async def test_unsupported_routes_name_their_alternative(
     tmp_path: Path, path: str, instead: str
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -196,7 +196,7 @@ async def test_routes_of_others_say_what_to_use_instead(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-async def test_a_forced_tool_choice_is_refused_with_the_reason(
+async def test_forced_tool_choice_is_refused_with_the_reason(
     tmp_path: Path, choice: object
 ) -> None:
     async with foreign(tmp_path) as served:

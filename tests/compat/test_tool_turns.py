@@ -1,4 +1,4 @@
-"""Conversations with tools over HTTP, with vLLM's own renderer and parsers before a fake model."""
+"""Tool conversations over HTTP, with vLLM's own renderer and parsers before a fake model."""
 
 import json
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ async def message_of(served: Foreign, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_to_a_tool_turn_is_a_turn_of_the_next(
+async def test_answer_to_a_tool_turn_is_valid_in_the_next_turn(
     tmp_path: Path, chat: TemplateChat, stream: bool
 ) -> None:
     turns = list(ASKED)
@@ -71,7 +71,7 @@ async def test_the_answer_to_a_tool_turn_is_a_turn_of_the_next(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_without_arguments_is_refused_before_it_is_sampled(
+async def test_call_without_arguments_is_refused_before_sampling(
     tmp_path: Path, chat: TemplateChat, stream: bool
 ) -> None:
     call = {"id": "call-1", "type": "function", "function": {"name": "add"}}

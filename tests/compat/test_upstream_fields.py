@@ -1,7 +1,7 @@
-"""Every field of vLLM's and SGLang's requests: served, refused, dropped, or without effect here.
+"""Every request field of vLLM and SGLang: supported, refused, dropped, or without effect here.
 
-A field that a newer vLLM adds is in none of these tables, and fails the test until somebody has
-decided what it does.
+A field added by a newer vLLM is in none of these tables and fails the test until its treatment is
+decided.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ from tests.compat.foreign import foreign
 
 pytestmark = pytest.mark.slow
 
-# Why a field changes neither the samples nor what the answer says of them.
+# Reasons why a field affects neither the samples nor their answer.
 NEUTRAL = {
     "user": "names an end user",
     "request_id": "the server's own id is answered",
@@ -140,7 +140,7 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_every_field_of_other_servers_is_accounted_for(name: str) -> None:
+def test_every_field_of_other_servers_is_in_a_table(name: str) -> None:
     theirs, ours = REQUESTS[name]
     accounted = {*ours.model_fields, *UNSUPPORTED, *IGNORED_FIELDS, *NEUTRAL}
     assert set(theirs) - accounted == set()
@@ -154,7 +154,7 @@ def test_no_field_is_in_two_tables() -> None:
     )
 
 
-def test_every_table_names_fields_that_exist() -> None:
+def test_every_table_names_existing_fields() -> None:
     theirs = {field for fields, _ in REQUESTS.values() for field in fields}
     assert set(NEUTRAL) - theirs == set()
 
@@ -184,7 +184,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_t
         ("/generate", {"input_ids": [5]}, "custom_logit_processor", "x"),
     ],
 )
-async def test_a_field_that_changes_the_answer_is_refused_by_name(
+async def test_field_that_changes_the_answer_is_refused_by_name(
     tmp_path: Path, path: str, body: dict[str, Any], name: str, value: object
 ) -> None:
     async with foreign(tmp_path) as served:
@@ -196,8 +196,8 @@ async def test_a_field_that_changes_the_answer_is_refused_by_name(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_what_vllm_takes_as_null_is_taken_as_null(tmp_path: Path, path: str) -> None:
-    """Clients that were generated from vLLM's models send every field."""
+async def test_null_is_accepted_where_vllm_accepts_it(tmp_path: Path, path: str) -> None:
+    """Clients generated from vLLM's models send every field."""
     model, body = {
         "/v1/chat/completions": (ChatCompletionRequest, CHAT),
         "/v1/completions": (CompletionRequest, COMPLETION),

@@ -1,4 +1,4 @@
-"""What coppice.verl does where verl is not needed; tests/compat/with_ray.py runs verl itself."""
+"""The parts of coppice.verl that do not import verl; tests/compat/with_ray.py runs verl itself."""
 
 import asyncio
 import tomllib
@@ -46,7 +46,7 @@ async def generating(
 
 
 async def started(engine: FakeEngine, samples: int) -> None:
-    """Once the engine has them."""
+    """Returns once the engine has this many samples."""
     while len(engine.running) < samples:
         await asyncio.sleep(0.001)
 
@@ -55,7 +55,7 @@ def generate(generation: Generation, name: str, **asked: Any) -> "asyncio.Task[G
     return asyncio.create_task(generation.generate(name, [1, 2, 3], {**ASKED, **asked}))
 
 
-async def test_a_response_has_a_logprob_a_token_and_its_prompts_cached_tokens(
+async def test_response_has_a_logprob_per_token_and_cached_prompt_tokens(
     tmp_path: Path,
 ) -> None:
     async with generating(tmp_path, FakeEngine()) as (generation, served):
@@ -70,7 +70,7 @@ async def test_a_response_has_a_logprob_a_token_and_its_prompts_cached_tokens(
     assert without.log_probs is None
 
 
-async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
+async def test_abort_returns_the_tokens_so_far_and_holds_later_requests(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -95,7 +95,7 @@ async def test_an_abort_returns_what_has_been_drawn_and_later_requests_wait(
         assert (await waiting).stop_reason == "completed"
 
 
-async def test_whoever_waits_is_turned_away_when_the_replica_leaves(tmp_path: Path) -> None:
+async def test_waiting_requests_are_rejected_when_the_replica_leaves(tmp_path: Path) -> None:
     async with generating(tmp_path, FakeEngine()) as (generation, served):
         await generation.abort_all(reject=False)
         waiting = generate(generation, "waiting")
@@ -110,7 +110,7 @@ async def test_whoever_waits_is_turned_away_when_the_replica_leaves(tmp_path: Pa
         assert (await generate(generation, "after")).stop_reason == "completed"
 
 
-async def test_a_gate_is_shut_when_those_on_the_way_in_have_arrived() -> None:
+async def test_gate_closes_after_requests_in_transit_have_arrived() -> None:
     gate = RequestGate()
     assert await gate.admit()
     shutting = asyncio.create_task(gate.shut(reject=False))
@@ -120,7 +120,7 @@ async def test_a_gate_is_shut_when_those_on_the_way_in_have_arrived() -> None:
     await shutting
 
 
-async def test_published_weights_are_served_by_all_and_name_their_step(tmp_path: Path) -> None:
+async def test_published_weights_reach_all_servers_and_name_their_step(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with (
         generating(tmp_path / "a", engines[0]) as (generation, one),
@@ -135,7 +135,7 @@ async def test_published_weights_are_served_by_all_and_name_their_step(tmp_path:
     assert [drawn.extra_fields[f"{edge}global_steps"] for edge in ("", "min_", "max_")] == [7] * 3
 
 
-def test_labels_tell_their_step_and_others_none() -> None:
+def test_labels_encode_their_step() -> None:
     labels = VersionLabels()
     assert [global_steps(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
     assert global_steps("trl-1a2b3c4d-12") is None
@@ -153,13 +153,13 @@ def test_labels_tell_their_step_and_others_none() -> None:
         ({}, 30, 1),
     ],
 )
-def test_responses_are_as_long_as_verls_own_would_be(
+def test_responses_are_as_long_as_in_verl(
     asked: dict[str, Any], num_prompt_tokens: int, max_tokens: int
 ) -> None:
     assert options_of(asked, LENGTHS, num_prompt_tokens)["max_tokens"] == max_tokens
 
 
-def test_a_prompt_without_room_is_refused() -> None:
+def test_prompt_without_room_for_a_response_is_refused() -> None:
     with pytest.raises(ValueError, match="no room"):
         options_of({}, LENGTHS, 512)
 
@@ -168,17 +168,17 @@ def test_a_prompt_without_room_is_refused() -> None:
     ("name", "value"),
     [("repetition_penalty", 1.1), ("min_p", 0.1), ("stop", ["\n"]), ("prompt_logprobs", 1)],
 )
-def test_what_would_change_the_samples_is_refused_with_what_to_use(name: str, value: Any) -> None:
+def test_parameter_that_changes_samples_is_refused_with_advice(name: str, value: Any) -> None:
     with pytest.raises(Unsupported, match=f"{name}=.*: (reward|use|ask) "):
         options_of({name: value}, LENGTHS, 3)
 
 
-def test_greedy_validation_is_understood() -> None:
+def test_greedy_validation_is_supported() -> None:
     options = options_of({**ASKED, "temperature": 0, "top_k": 5, "n": 1}, LENGTHS, 3)
     assert options == {"temperature": 0, "top_p": 1.0, "top_k": 5, "max_tokens": 8}
 
 
-def test_a_target_needs_an_address_and_reads_its_key_from_a_file(tmp_path: Path) -> None:
+def test_target_needs_an_address_and_reads_its_key_from_a_file(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
     given = {"coppice": {"urls": ["http://a", "http://b"], "key_file": str(key)}}
@@ -190,6 +190,6 @@ def test_a_target_needs_an_address_and_reads_its_key_from_a_file(tmp_path: Path)
         ServerList.of({})
 
 
-def test_verl_is_pointed_at_a_module_that_is_there() -> None:
+def test_verl_plugin_module_exists() -> None:
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
     assert find_spec(project["entry-points"]["verl.plugins"]["coppice"]) is not None

@@ -15,7 +15,7 @@ NCCL = {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[
 
 
 def directory(tmp_path: Path, name: str = "step_1", content: bytes = b"1") -> str:
-    """As prime-rl leaves it: the marker comes last. The fake engine reads nothing of it."""
+    """A directory as prime-rl writes it, marker file last. The fake engine reads none of it."""
     path = tmp_path / "broadcasts" / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "model.safetensors").write_bytes(content)
@@ -35,7 +35,7 @@ def swaps(engine: FakeEngine) -> list[str]:
     return [call for call in engine.calls if call.startswith("swap")]
 
 
-async def test_prime_rls_update_is_active_when_it_returns(tmp_path: Path) -> None:
+async def test_prime_rl_update_is_active_when_it_returns(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/pause?mode=keep&clear_cache=false")
         assert served.engine.paused
@@ -58,7 +58,7 @@ async def test_every_update_gets_the_next_version(tmp_path: Path) -> None:
         assert served.server.versions.active.sequence == 3
 
 
-async def test_a_repeated_update_loads_nothing(tmp_path: Path) -> None:
+async def test_repeated_update_loads_nothing(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         weights = directory(tmp_path)
         first = await served.post("/update_weights", {"weight_dir": weights})
@@ -66,7 +66,7 @@ async def test_a_repeated_update_loads_nothing(tmp_path: Path) -> None:
         assert swaps(served.engine) == ["swap update-1"]
 
 
-async def test_files_that_were_written_again_are_another_version(tmp_path: Path) -> None:
+async def test_rewritten_files_are_another_version(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         for content in (b"1", b"22"):
             weights = directory(tmp_path, content=content)
@@ -76,7 +76,7 @@ async def test_files_that_were_written_again_are_another_version(tmp_path: Path)
     assert labels == {"v0", "update-2"}, "what was overwritten cannot be gone back to"
 
 
-async def test_between_start_and_finish_nothing_changes(tmp_path: Path) -> None:
+async def test_nothing_changes_between_start_and_finish(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/start_weight_update", {"is_checkpoint_format": True})
         staged = await served.post("/update_weights", {"weight_dir": directory(tmp_path)})
@@ -85,8 +85,8 @@ async def test_between_start_and_finish_nothing_changes(tmp_path: Path) -> None:
         assert await active(served) == "update-1"
 
 
-async def test_start_and_finish_may_be_repeated(tmp_path: Path) -> None:
-    """TRL sends each again after a 502 or 503, which the first may have outlived."""
+async def test_start_and_finish_are_idempotent(tmp_path: Path) -> None:
+    """TRL repeats each after a 502 or 503, although the first call may have succeeded."""
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         for _ in range(2):
             await served.post("/start_weight_update", {})
@@ -97,7 +97,7 @@ async def test_start_and_finish_may_be_repeated(tmp_path: Path) -> None:
         assert swaps(served.engine) == ["swap update-1"]
 
 
-async def test_a_start_forgets_what_was_never_finished(tmp_path: Path) -> None:
+async def test_start_discards_an_unfinished_update(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         for step in (1, 2):
             await served.post("/start_weight_update", {})
@@ -108,13 +108,13 @@ async def test_a_start_forgets_what_was_never_finished(tmp_path: Path) -> None:
     assert loaded.name == "step_2"
 
 
-async def test_an_update_without_weights_changes_nothing(tmp_path: Path) -> None:
+async def test_update_without_weights_changes_nothing(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/start_weight_update", {})
         assert (await served.post("/finish_weight_update", {}))["weight_version"] == "v0"
 
 
-async def test_a_version_may_be_named_where_the_update_ends(tmp_path: Path) -> None:
+async def test_finish_may_name_the_version(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/start_weight_update", {})
         await served.post("/update_weights", {"weight_dir": directory(tmp_path)})
@@ -123,8 +123,8 @@ async def test_a_version_may_be_named_where_the_update_ends(tmp_path: Path) -> N
         assert {version.label for version in served.server.versions.all()} == {"v0", "policy-7"}
 
 
-async def test_a_finish_that_failed_can_be_asked_for_again(tmp_path: Path) -> None:
-    """Nobody is told that weights serve which do not."""
+async def test_failed_finish_can_be_repeated(tmp_path: Path) -> None:
+    """No caller receives success for weights that do not serve."""
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/update_weights", {"weight_dir": directory(tmp_path, "step_0")})
         await served.post("/start_weight_update", {})
@@ -140,7 +140,7 @@ async def test_a_finish_that_failed_can_be_asked_for_again(tmp_path: Path) -> No
         assert await active(served) == "update-2"
 
 
-async def test_a_directory_that_serves_already_is_neither_dropped_nor_in_the_way(
+async def test_active_directory_is_neither_dropped_nor_blocks_others(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
@@ -157,7 +157,7 @@ async def test_a_directory_that_serves_already_is_neither_dropped_nor_in_the_way
         assert {version.label for version in served.server.versions.all()} == {"v0", "resumed"}
 
 
-async def test_sglangs_update_from_disk_keeps_its_label(tmp_path: Path) -> None:
+async def test_sglang_update_from_disk_keeps_its_label(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         await served.post("/pause_generation", {})
         await served.post("/flush_cache")
@@ -170,7 +170,7 @@ async def test_sglangs_update_from_disk_keeps_its_label(tmp_path: Path) -> None:
         assert swaps(served.engine) == ["swap 4"]
 
 
-async def test_a_directory_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
+async def test_directory_outside_the_allowed_ones_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path, field in (
             ("/update_weights", "weight_dir"),
@@ -180,7 +180,7 @@ async def test_a_directory_that_is_not_allowed_is_refused(tmp_path: Path) -> Non
             assert (status, problem["code"]) == (422, "path_refused")
 
 
-async def test_a_file_that_is_gone_again_is_refused(tmp_path: Path) -> None:
+async def test_missing_file_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         weights = directory(tmp_path)
         file = tmp_path / "broadcasts" / "step_1" / "model.safetensors"
@@ -198,7 +198,7 @@ async def test_weights_over_nccl_are_refused_with_advice(tmp_path: Path) -> None
             assert "coppice.trl" in problem["detail"]
 
 
-async def test_refused_weights_leave_the_active_ones(tmp_path: Path) -> None:
+async def test_refused_weights_keep_the_active_ones(tmp_path: Path) -> None:
     async with foreign(tmp_path, **sources(tmp_path)) as served:
         served.engine.refused_weights = {"step_1": "a tensor is missing"}
         body = {"weight_dir": directory(tmp_path)}
@@ -213,14 +213,14 @@ async def test_refused_weights_leave_the_active_ones(tmp_path: Path) -> None:
         assert await active(served) == "update-1", "and a retry loads what is there now"
 
 
-async def test_prefixes_are_forgotten_when_asked(tmp_path: Path) -> None:
+async def test_prefix_cache_is_reset_on_request(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         assert await served.post("/reset_prefix_cache") == {"success": True}
         assert (await served.http.get("/flush_cache")).status_code == 200
         assert served.engine.calls == ["pause keep", "forget", "resume"] * 2
 
 
-async def test_what_the_server_is_can_be_read_by_either_client(tmp_path: Path) -> None:
+async def test_server_info_is_readable_by_clients_of_both_servers(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         info = (await served.http.get("/server_info?config_format=json")).json()
         size = (await served.http.get("/get_world_size")).json()
@@ -233,7 +233,7 @@ async def test_what_the_server_is_can_be_read_by_either_client(tmp_path: Path) -
     assert (model["is_generation"], model["weight_version"]) == (True, "v0")
 
 
-async def test_the_probes_of_trainers_answer(tmp_path: Path) -> None:
+async def test_trainer_probes_answer(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path in ("/health", "/health_generate", "/liveness"):
             assert (await served.http.get(path)).status_code == 200
@@ -242,7 +242,7 @@ async def test_the_probes_of_trainers_answer(tmp_path: Path) -> None:
             assert (await served.http.get(path)).status_code == 503
 
 
-async def test_a_pause_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+async def test_unknown_pause_mode_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         assert (await served.refused("/pause?mode=never"))[0] == 422
         assert (await served.refused("/abort_request", {}))[0] == 422

@@ -1,4 +1,4 @@
-"""Clients that need Ray, in environments of their own: `make soak` runs this, `make test` does not.
+"""Clients that need Ray, in environments of their own: run by `make soak`, not by `make test`.
 
 python -m pytest tests/compat/with_ray.py
 """
@@ -27,7 +27,7 @@ def installed() -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short: Ray makes Unix sockets below it, whose paths may have 107 bytes."""
+    """A short path: Ray creates Unix sockets below it, whose paths have at most 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="ray-"))
     yield path
     shutil.rmtree(path)
@@ -43,15 +43,15 @@ def url(folder: Path) -> Iterator[str]:
 def told(environments: list[str], folder: Path, program: str, *arguments: str) -> Any:
     ray = {
         "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",  # it would leave a token in the home directory
+        "RAY_AUTH_MODE": "disabled",  # it would write a token to the home directory
         "RAY_TMPDIR": str(folder),
-        "RAY_worker_niceness": "0",  # beside other work the polite 15 takes minutes longer
+        "RAY_worker_niceness": "0",  # its default of 15 takes minutes longer on a busy machine
     }
     return programs.told(environments, program, *arguments, seconds=900, variables=ray)
 
 
 def versions(url: str) -> list[int | None]:
-    """The steps of what has been served, but for the model that the server came with."""
+    """Training steps of all served versions, except the initial model."""
     answer = httpx.get(f"{url}/v1/weights").json()
     return [global_steps(version["version"]) for version in answer["versions"][1:]]
 
@@ -64,7 +64,7 @@ def test_verls_trainers_train_and_every_step_is_served(
     assert len(log) == 2
     assert versions(url)[:3] == [0, 1, 2], "the trainer's own before its first step, and each after"
     assert all(step["actor/grad_norm"] > 0 for step in log)
-    if trainer != "apart":  # these compute the samples' logprobs anew
+    if trainer != "apart":  # these recompute the logprobs of samples
         assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in log)
 
 

@@ -1,4 +1,4 @@
-"""openapi.yaml with every reference replaced by what it names."""
+"""openapi.yaml with all references resolved."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Node = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path; the path's own parameters are among its parameters."""
+    """One method of one path. The path's own parameters are included."""
 
     method: str
     path: str

@@ -1,8 +1,8 @@
-"""Compares what pydantic says of a wire model with the component of the same name.
+"""Comparison of pydantic wire models with the contract components of the same name.
 
-Requests must say the same: names, what is required, types, enums, bounds. Of answers the contract
-may promise more than the model, which tolerates newer servers, asks for: a bound, a member that is
-never missing, a null that is never sent.
+Requests must match exactly: names, required members, types, enums, bounds. For answers the contract
+may be stricter than the model, which tolerates newer servers: a bound, a member that is always
+present, a null that is never sent.
 """
 
 import inspect
@@ -96,7 +96,7 @@ def _members(ours: Node, theirs: Node, exact: bool, at: str) -> Iterator[str]:
 
 
 def _normal(schema: Node) -> Node:
-    """One spelling: `nullable`, integers with inclusive bounds, `enum` for `const`."""
+    """One notation: `nullable`, integers with inclusive bounds, `enum` for `const`."""
     node = _without_null(schema)
     for exclusive, (inclusive, step) in EXCLUSIVE.items():
         if exclusive in node and node.get("type") == "integer":

@@ -1,7 +1,7 @@
-"""Holds every answer that a test receives against openapi.yaml.
+"""Validation of every answer that a test receives against openapi.yaml.
 
-A status, a media type or a header that is not written there is as wrong as a body that does not
-fit its schema. What has no operation must be refused as such.
+An undocumented status, media type or header is an error, as is a body that does not match its
+schema. Requests without an operation must be refused.
 """
 
 import json
@@ -17,12 +17,12 @@ from tests.contract.document import Node, operations, schemas
 NDJSON = "application/x-ndjson"
 BINARY = "application/octet-stream"
 JSON = ("application/json", "application/problem+json")
-# What HTTP itself is made of.
+# Headers of HTTP itself.
 OF_HTTP = {"allow", "connection", "content-length", "content-type", "date", "transfer-encoding"}
 
 
 class Recorded(httpx.AsyncBaseTransport):
-    """Raises AssertionError where the head comes, or where the body ends."""
+    """Raises AssertionError at the head of an answer, or at the end of its body."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 def checked_head(method: str, path: str, response: httpx.Response) -> Node:
-    """What the contract says of this answer."""
+    """The contract's declaration of this answer."""
     operation = next((o for o in operations() if o.method == method and o.matches(path)), None)
     if operation is None:
         return _checked_refusal(path, response)
@@ -87,7 +87,7 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
 
 
 def _checked_refusal(path: str, response: httpx.Response) -> Node:
-    """Of an address or a method that the contract does not have."""
+    """A refusal of a path or method that is not in the contract."""
     allowed = {operation.method for operation in operations() if operation.matches(path)}
     if allowed:
         assert response.status_code == 405
@@ -110,7 +110,7 @@ def _check_headers(told: str, expected: dict[str, Node], headers: httpx.Headers)
 
 
 def _check_stream(body: bytes) -> None:
-    """Each line is a record, the first and the last are what they must be."""
+    """Each line is a record; the first and the last have required types."""
     records = [json.loads(line) for line in body.splitlines()]
     for record in records:
         _validator("Record").validate(record)

@@ -1,4 +1,4 @@
-"""What the compose file of several replicas says, as far as that can be told without Docker."""
+"""The compose file of several replicas, as far as it can be checked without Docker."""
 
 import ipaddress
 import re
@@ -15,7 +15,7 @@ from tests.examples.nginx import EXAMPLE
 
 DOCKER = Path(__file__).parents[2] / "docker"
 REPLICAS = ("coppice-a", "coppice-b")
-# Those of the Compose Specification that are used here: what is misspelt is refused by Compose.
+# Keys of the Compose Specification used here; Compose refuses misspelt ones.
 KEYS = {
     *("image", "init", "read_only", "shm_size", "cap_drop", "security_opt", "stop_grace_period"),
     *("depends_on", "networks", "environment", "volumes", "tmpfs", "command", "extends"),
@@ -29,13 +29,13 @@ def compose() -> dict[str, Any]:
 
 
 def settings_of(compose: dict[str, Any], name: str) -> Settings:
-    """As the image would start with them."""
+    """The settings with which the image would start."""
     environment = compose["services"][name]["environment"]
     assert all(isinstance(value, str) for value in environment.values())
     return load_settings(environ={"COPPICE_SERVER__HOST": "0.0.0.0", **environment})
 
 
-def test_what_it_names_is_there(compose: dict[str, Any]) -> None:
+def test_referenced_files_exist(compose: dict[str, Any]) -> None:
     services = compose["services"]
     single = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     for service in services.values():
@@ -51,7 +51,7 @@ def test_what_it_names_is_there(compose: dict[str, Any]) -> None:
     assert {services[name]["image"] for name in REPLICAS} == {single["coppice"]["image"]}
 
 
-def test_each_replica_has_shared_memory_and_a_cache_of_its_own(compose: dict[str, Any]) -> None:
+def test_each_replica_has_its_own_shared_memory_and_cache(compose: dict[str, Any]) -> None:
     replicas = [compose["services"][name] for name in REPLICAS]
     assert len({replica["volumes"][0].split(":")[0] for replica in replicas}) == len(REPLICAS)
     for replica in replicas:
@@ -61,7 +61,7 @@ def test_each_replica_has_shared_memory_and_a_cache_of_its_own(compose: dict[str
         assert int(replica["stop_grace_period"].removesuffix("s")) >= drain + 20
 
 
-def test_the_replicas_settings_are_settings_and_lead_to_one_another(
+def test_replica_settings_are_valid_and_refer_to_each_other(
     compose: dict[str, Any],
 ) -> None:
     settings = [settings_of(compose, name) for name in REPLICAS]
@@ -72,7 +72,7 @@ def test_the_replicas_settings_are_settings_and_lead_to_one_another(
         assert all(Peers(one.weights.peers, None).allows(url) for url in urls)
 
 
-def test_nginx_is_the_tested_one_and_leads_to_every_replica(compose: dict[str, Any]) -> None:
+def test_nginx_is_the_tested_version_and_proxies_every_replica(compose: dict[str, Any]) -> None:
     nginx = compose["services"]["nginx"]
     [mount] = nginx["volumes"]
     source, place, mode = mount.split(":")
@@ -91,7 +91,7 @@ def test_nginx_is_the_tested_one_and_leads_to_every_replica(compose: dict[str, A
         assert f"location {url.path}/ {{\n            proxy_pass http://{name}:8000/;" in text
 
 
-def test_prometheus_finds_every_replica_by_the_name_of_the_single_one(
+def test_prometheus_scrapes_every_replica_under_one_job(
     compose: dict[str, Any],
 ) -> None:
     config = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())

@@ -1,5 +1,4 @@
-"""What the Dockerfiles and the compose file say; `docker/build_without_docker.py` carries them
-out."""
+"""The Dockerfiles and the compose file; `docker/build_without_docker.py` executes them."""
 
 import json
 import re
@@ -47,7 +46,7 @@ def test_hadolint_finds_nothing(file: Path) -> None:
 
 @every_image
 def test_signals_reach_the_server(file: Path) -> None:
-    """The exec form: a shell in between would keep SIGTERM to itself."""
+    """The exec form: a shell in between would not forward SIGTERM."""
     assert json.loads(last(file, "ENTRYPOINT")) == ["/opt/coppice/bin/coppice"]
     assert json.loads(last(file, "CMD")) == ["serve"]
 
@@ -63,14 +62,14 @@ def test_the_server_is_not_root_and_has_one_place_to_write(file: Path) -> None:
 
 
 @every_image
-def test_the_health_check_asks_whether_the_engine_lives(file: Path) -> None:
+def test_health_check_probes_the_engine(file: Path) -> None:
     command = json.loads(last(file, "HEALTHCHECK").partition("CMD ")[2])
     assert "/livez" in command[-1]
     compile(command[-1], "health check", "exec")
 
 
 @every_image
-def test_what_is_installed_is_the_lock(file: Path) -> None:
+def test_locked_versions_are_installed(file: Path) -> None:
     builds, final = stages(file)
     commands = " ".join(rest for name, rest in builds if name == "RUN")
     device = file.name.partition(".")[0]
@@ -82,8 +81,8 @@ def test_what_is_installed_is_the_lock(file: Path) -> None:
 
 
 @every_image
-def test_what_is_compiled_is_compiled_and_looked_for(file: Path) -> None:
-    """A wheel that could not be compiled is built without it."""
+def test_kernels_are_compiled_and_their_presence_checked(file: Path) -> None:
+    """A wheel builds without them if the compiler fails."""
     builds, _ = stages(file)
     assert any("setup.py" in rest.split() for name, rest in builds if name == "COPY")
     commands = [rest for name, rest in builds if name == "RUN"]
@@ -91,14 +90,14 @@ def test_what_is_compiled_is_compiled_and_looked_for(file: Path) -> None:
     assert commands[-1].count("built()") == 2
 
 
-def test_the_cpu_image_has_no_compiler() -> None:
+def test_cpu_image_has_no_compiler() -> None:
     commands = " ".join(
         rest for name, rest in stages(DOCKER / "cpu.Dockerfile")[-1] if name == "RUN"
     )
     assert not re.search(r"gcc|g\+\+|clang|build-essential", commands)
 
 
-def test_everything_that_is_copied_is_let_through() -> None:
+def test_every_copied_file_is_in_the_build_context() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for file in FILES:
         for name, rest in stages(file)[0]:
@@ -115,7 +114,7 @@ def services() -> dict[str, Any]:
     return services
 
 
-def test_every_file_that_compose_mounts_is_there(services: dict[str, Any]) -> None:
+def test_every_file_mounted_by_compose_exists(services: dict[str, Any]) -> None:
     mounted = [
         volume.split(":")[0] for service in services.values() for volume in service["volumes"]
     ]
@@ -124,7 +123,7 @@ def test_every_file_that_compose_mounts_is_there(services: dict[str, Any]) -> No
     assert all(file.exists() for file in files)
 
 
-def test_compose_serves_this_machine_alone_and_confines_the_server(
+def test_compose_serves_localhost_and_confines_the_server(
     services: dict[str, Any],
 ) -> None:
     for service in services.values():
@@ -138,8 +137,8 @@ def test_compose_serves_this_machine_alone_and_confines_the_server(
     assert int(server["stop_grace_period"].removesuffix("s")) >= drain + 20
 
 
-def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
-    """As it is mounted: the rules beside it."""
+def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
+    """As mounted, with the rules next to it."""
     shutil.copy(DOCKER / "prometheus.yaml", tmp_path / "prometheus.yml")
     shutil.copytree(ROOT / "helm" / "coppice" / "monitoring", tmp_path / "rules")
     checked = promtool("check", "config", tmp_path / "prometheus.yml")

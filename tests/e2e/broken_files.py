@@ -1,4 +1,4 @@
-"""Weights files that must not be served, and what is said of each."""
+"""Weights files that must be refused, and the expected reason for each."""
 
 import pickle
 from pathlib import Path
@@ -12,7 +12,7 @@ NAMED = "model.norm.weight"
 
 
 def broken_files(tensors: Tensors, folder: Path) -> dict[Path, str]:
-    """Each file, and a word that the refusal must hold."""
+    """Each file, and a word that its refusal must contain."""
     whole = save(tensors)
     norm = tensors[NAMED]
     poisoned = norm.copy()

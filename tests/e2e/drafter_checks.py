@@ -1,4 +1,4 @@
-"""Drafts in the scene: who was drafted for, and by whom."""
+"""Drafter checks of the end-to-end scene: which samples were drafted, by which drafter."""
 
 import asyncio
 import re
@@ -11,7 +11,10 @@ PROMPT = [7, 20, 21, 22]
 
 
 async def submit_drafter(system: Scene) -> None:
-    """It waits for its trial, or stands it, while all else happens."""
+    """Uploads a drafter.
+
+    It waits for its A/B test, or runs it, while all other checks run.
+    """
     answer = await system.rollouts.upload_drafter(
         "brought", system.models["v8"] / "model.safetensors"
     )
@@ -31,7 +34,7 @@ async def check_drafter_still_drafts(system: Scene) -> None:
 
 
 async def check_opted_out_samples(system: Scene) -> None:
-    """And all others were drafted for."""
+    """Asserts that opted-out samples got no drafts and all others did."""
     assert system.engine.info.max_context_tokens == 512
     refused = await system.greedy([PROMPT], 20, n=2, speculation=False)
     assert [len(sample.token_ids) for sample in refused.groups[0].samples] == [20, 20]
@@ -40,7 +43,7 @@ async def check_opted_out_samples(system: Scene) -> None:
             await asyncio.sleep(0.1)
     counts = system.engine.speculation()
     assert counts.skipped.get("failed", 0) == 0
-    # How much is worth sending is measured, and may be nothing on this machine.
+    # How many drafts are worth verifying is measured, and may be none on this machine.
     resting = counts.steps.get("not_worth_it", 0) + counts.steps.get("resting", 0)
     assert sum(counts.accepted.values()) + resting > 0
     metrics = (await system.served.http.get("/metrics")).text

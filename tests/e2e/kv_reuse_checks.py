@@ -1,4 +1,4 @@
-"""Prompts that are put together or predicted, in the scene, while others are exported."""
+"""Spliced and predicted prompts in the end-to-end scene, concurrent with exports."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,7 +34,10 @@ def parts_of(own: list[int]) -> list[PromptSpan]:
 async def check_spliced_prompts(
     served: Served, rollouts: AsyncRollouts, version: str, model: Any
 ) -> None:
-    """Two rounds: segments are computed alone in the first, and only placed in the second."""
+    """Splices prompts in two rounds.
+
+    Spans are prefilled alone in the first, and only spliced in the second.
+    """
     reuse = Reuse(mode="recompute", first_tokens=FIRST_TOKENS)
     for _ in range(2):
         placing = [ask(rollouts, parts_of(own), reuse) for own in OWN]
@@ -51,7 +54,10 @@ async def check_spliced_prompts(
 async def check_predicted_prompts(
     served: Served, rollouts: AsyncRollouts, version: str, model: Any
 ) -> None:
-    """Two rounds are computed, and become anchors; the third is predicted from them."""
+    """Predicts prompts.
+
+    Two rounds are prefilled and become anchors; the third is predicted from them.
+    """
     reuse = Reuse(mode="anchors", threshold=1.0)
     rounds = [[varied_texts(own, number) for own in OWN] for number in range(3)]
     for number, asked in enumerate(rounds):
@@ -85,7 +91,7 @@ def predicted_from(
 
 
 def varied_texts(own: list[int], number: int) -> list[PromptSpan]:
-    """Other texts under the same names, none longer than the first's."""
+    """Other texts under the same names, none longer than the first one."""
     texts = ([token + number for token in text[number:]] for text in (TOOL, TALE))
     own_part, tool, tale, ask_part = parts_of(own)
     named = [PromptSpan(token_ids=t, name=p.name) for t, p in zip(texts, (tool, tale), strict=True)]
@@ -108,7 +114,7 @@ def assert_spliced(model: Any, parts: list[PromptSpan], result: RolloutResult) -
 def assert_approximate(
     model: Any, parts: list[PromptSpan], result: RolloutResult, expected: Expected
 ) -> None:
-    """Log-probabilities are those of what was meant, by Hugging Face's forward."""
+    """Asserts log-probabilities of Hugging Face's forward over the intended KV."""
     [group] = result.groups
     assert group.reuse is not None
     assert (group.exact, group.reuse.reason) == (False, None)
@@ -123,7 +129,7 @@ def assert_approximate(
 
 
 async def check_shared_prefix(served: Served, rollouts: AsyncRollouts) -> None:
-    """Exact, and on vLLM's own count of cached tokens."""
+    """Exact reuse, checked with vLLM's own count of cached tokens."""
     block = served.server.engine.info.block_size
     results = [
         await rollouts.rollout(

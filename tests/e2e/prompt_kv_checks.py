@@ -1,4 +1,4 @@
-"""Prompt KV in the scene: whose keys and values they are, and what is left of them."""
+"""Prompt KV checks of the end-to-end scene: contents, versions and release of handles."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from coppice import AsyncRollouts, Kv, KvSource, PromptKV
 from coppice.results import Group
 from tests.serving import Served
 
-# Float32 in two programs; a wrong place or version is off by whole units.
+# Two float32 implementations; a wrong position or version differs by whole units.
 CLOSE = 1e-4
 
 
 async def assert_all_match_model(
     served: Served, groups: Sequence[Group], prompts: Sequence[list[int]], version: str, model: Any
 ) -> None:
-    """Over either transport."""
+    """Asserts that the KV read over both transports matches the model."""
     for group, prompt in zip(groups, prompts, strict=True):
         assert group.kv is not None, group.kv_reason
         assert group.kv.version == version
@@ -43,7 +43,10 @@ async def check_handles_survive_activation(
     before: tuple[str, Any],
     after: tuple[str, Any],
 ) -> None:
-    """`before` is active. One prompt is computed before the activation, one waits for it."""
+    """Handles keep their version across an activation.
+
+    `before` is active. One prompt is prefilled before the activation, one waits for it.
+    """
     early, late = [9, *range(40, 90)], [8, *range(50, 120)]
     old = await rollouts.rollout([early], n=2, max_tokens=4, kv=Kv())
     await rollouts.pause("keep")
@@ -60,7 +63,7 @@ async def check_handles_survive_activation(
 
 
 async def release_all(served: Served) -> None:
-    """Every byte comes back."""
+    """Asserts that every byte is freed."""
     prompt_kv = served.server.prompt_kv
     for handle in list(prompt_kv.handles._handles.values()):
         prompt_kv.release(handle.id, handle.owner)

@@ -1,4 +1,4 @@
-"""A real engine behind a real server, called by the real client: where all of it happens."""
+"""A real engine behind a real server, called by the real client."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,7 +30,10 @@ class Scene:
 async def scene(
     models: dict[str, Path], tmp_path: Path, num_ranks: int, speculation: SpeculationSettings
 ) -> AsyncIterator[Scene]:
-    """A cache that cannot hold all samples at once, so that some are preempted."""
+    """A running server with an engine.
+
+    Its KV cache cannot hold all samples at once, so that some are preempted.
+    """
     settings = EngineSettings(
         model=str(models["v7"]),
         dtype="float32",
@@ -38,7 +41,7 @@ async def scene(
         max_context_tokens=512,
         max_sequences=48,
         max_batched_tokens=128,
-        # A drafter, which is as large here as the model, takes half of it.
+        # The drafter, here as large as the model, takes half of the cache.
         cache_bytes=3 * 2**19 * (2 if speculation.mode == "drafter" else 1),
         tensor_parallel_size=num_ranks,
         cpu_threads=1,

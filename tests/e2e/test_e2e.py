@@ -1,7 +1,7 @@
-"""Everything at once, on a real engine behind a real server, called by the real client.
+"""All features at once, on a real engine behind a real server, called by the real client.
 
-Every capability adds its row here. The oracle is Hugging Face in float32: greedy tokens must be
-those of the version that each token is labelled with, and nothing may be left in the engine.
+Every feature adds its check here. The oracle is Hugging Face in float32: greedy tokens must be
+those of the version that each token is labelled with, and the engine must be empty at the end.
 """
 
 import asyncio
@@ -68,13 +68,15 @@ def assert_whole_and_greedy(model: Any, prompt: list[int], sample: Any, num: int
 
 
 def counted(name: str) -> float:
-    """By vLLM."""
+    """The value of one of vLLM's own counters."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     return sum(s.value for s in samples if s.name == f"vllm:{name}_total")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_ranks: int) -> None:
+async def test_all_features_work_together(
+    models: dict[str, Path], tmp_path: Path, num_ranks: int
+) -> None:
     siblings = SpeculationSettings(
         mode="siblings", cache_directory=tmp_path, store_file=tmp_path / DRAFTS
     )
@@ -85,9 +87,14 @@ async def test_everything_at_once(models: dict[str, Path], tmp_path: Path, num_r
     assert (tmp_path / DRAFTS).stat().st_size > 0
 
 
-async def test_everything_at_once_with_a_drafter(models: dict[str, Path], tmp_path: Path) -> None:
-    """It is the first weights' own model: right until others serve, and again after them. What is
-    trained from it stands trials all the while, and one comes from elsewhere."""
+async def test_all_features_work_together_with_a_drafter(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The drafter is the first weights' own model.
+
+    It is right until other weights serve, and again after them. Drafters trained from it run A/B
+    tests throughout, and one is uploaded.
+    """
     drafter = SpeculationSettings(
         mode="drafter",
         longest_draft=4,
@@ -130,7 +137,7 @@ async def check_groups_and_preemption(system: Scene, v7: Any) -> None:
 
 
 async def check_prefixes_read_once(system: Scene) -> None:
-    # Half of the eight groups share whole blocks; drafts spare up to five steps of six.
+    # Half of the eight groups share whole blocks; drafts save up to five steps of six.
     async with asyncio.timeout(120):
         while system.engine.shared_prefix().rows_grouped < 4 * 8 * 60 // 6:
             await asyncio.sleep(0.1)
@@ -150,7 +157,7 @@ async def check_update_weights_under_load(system: Scene, v7: Any, v8: Any) -> No
     left = asyncio.create_task(disconnect_early(system))
     tree = asyncio.create_task(check_tree_growth(system))
     async with asyncio.timeout(60):
-        # So many that all of them have some.
+        # So many that all samples have some tokens.
         while counted("generation_tokens") < before + 100:
             await asyncio.sleep(0.005)
     await system.rollouts.pause("keep")
@@ -173,7 +180,10 @@ async def check_update_weights_under_load(system: Scene, v7: Any, v8: Any) -> No
 
 
 async def check_tree_growth(system: Scene) -> RolloutResult:
-    """Greedy, so every path is the same; paths fork before the weights change, and after."""
+    """Grows a tree, greedily, so that all paths are equal.
+
+    Paths fork before and after the weights change.
+    """
     branching = Branching(mode="interval", interval=96, max_depth=3, max_leaves=8)
     return await system.greedy([TREE], NUM_LONG, branching=branching)
 
@@ -196,7 +206,7 @@ async def check_tree(result: RolloutResult, v7: Any, v8: Any) -> None:
 
 
 async def disconnect_early(system: Scene) -> None:
-    """Sees one sample end and goes; the long ones must not stay."""
+    """Disconnects after the first finished sample; the long ones must be aborted."""
     async for record in system.rollouts.stream([LONG], n=4, max_tokens=400, temperature=2.0):
         if isinstance(record, SampleRecord):
             break

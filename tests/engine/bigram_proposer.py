@@ -1,4 +1,4 @@
-"""A draft method: what followed the last token the last time."""
+"""A draft method that proposes the successor of the last token's previous occurrence."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ NUM_DRAFTED = 4
 
 
 class Proposer:
-    """vLLM's `custom_class`: one draft for each row, of any length."""
+    """vLLM's `custom_class`: one draft per row, of any length."""
 
     def __init__(self, vllm_config: Any) -> None:
         pass

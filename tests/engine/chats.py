@@ -1,5 +1,4 @@
-"""A `ChatProcessor` with the shipped tokenizer and a template of the test's own; no engine is
-started."""
+"""A `ChatProcessor` with the shipped tokenizer and a test template. It starts no engine."""
 
 import json
 import shutil
@@ -55,7 +54,7 @@ class TemplateChat:
 def make_chat(
     directory: Path, template: str | dict[str, str] = TEMPLATE, **parsers: str
 ) -> TemplateChat:
-    """`parsers` are the settings `tool_parser` and `reasoning_parser`."""
+    """A chat processor. `parsers` are the settings `tool_parser` and `reasoning_parser`."""
     model = write_tokenizer(directory / "model", template)
     config: Any = EngineArgs(
         model=str(model), dtype="float32", max_model_len=CONTEXT_TOKENS, enforce_eager=True
@@ -67,7 +66,7 @@ def make_chat(
 
 
 def write_tokenizer(model: Path, template: str | dict[str, str]) -> Path:
-    """The marks of Qwen3's parsers are tokens, as they are in its own vocabulary."""
+    """Writes a tokenizer in which markers of Qwen3's parsers are tokens, as in its own."""
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("chat_template*"))
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = template if isinstance(template, str) else _named(template)

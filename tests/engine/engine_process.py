@@ -1,8 +1,8 @@
-"""A process of its own with an engine in it: says who is who, then generates until it is told off.
+"""A process with an engine in it: reports its PIDs, then generates until it is interrupted.
 
     python -m tests.engine.engine_process MAX_TOKENS
 
-Ctrl-C lets the running sample end, as the service does, and then stops the engine.
+Ctrl-C lets the running sample finish, as in the service, and then stops the engine.
 """
 
 import asyncio

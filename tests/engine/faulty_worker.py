@@ -1,4 +1,4 @@
-"""A worker extension whose loads can be made to fail in the middle."""
+"""A worker extension that injects failures into weight loads."""
 
 from collections.abc import Iterator
 from itertools import islice

@@ -1,7 +1,7 @@
-"""Whether tokens are a model's greedy choice, by its own forward over all of them at once.
+"""Check that tokens are a model's greedy choice, by its own forward over all of them at once.
 
-Two programs round differently, and where two tokens all but tie either may pick either; what
-follows then differs too. So each token is judged after the tokens that really preceded it.
+Two implementations round differently, and at a near tie either may choose either token, after which
+the texts differ. So each token is judged given the tokens that precede it.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ TIE = 1e-3
 
 
 def assert_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-    """Every token has the largest logit after those before it, or ties with the largest."""
+    """Every token has the largest logit given those before it, or ties with it."""
     behind = logit_gap_to_greedy(model, prompt, tokens)
     worst = int(behind.argmax())
     assert behind[worst] <= TIE, f"token {worst} is {behind[worst]:.4f} behind the greedy choice"
 
 
 def logit_gap_to_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """By how much the logit of every token is below the largest."""
+    """Difference between the largest logit and that of each token."""
     assert tokens, "nothing to judge"
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""Random Qwen3 models of half a million values, written without a model framework."""
+"""Random Qwen3 models of half a million parameters, written without a model framework."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def write_shards(directory: Path, tensors: Tensors, num_shards: int) -> None:
 
 
 def in_bfloat16(directory: Path, copy: Path, file: str = "model.safetensors") -> Path:
-    """A copy whose values are rounded and stored so."""
+    """A copy with values rounded to bfloat16 and stored as such."""
     shutil.copytree(directory, copy)
     rounded = {name: values.bfloat16() for name, values in load_torch(copy / file).items()}
     save_torch(rounded, copy / file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""The shipped model, for engine tests: in float32, lest rounding blur what is tested."""
+"""The shipped model for engine tests, in float32 so that rounding does not hide errors."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def teacher_forced(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> list[float]:
-    """Log-probabilities of the response's tokens under the truncated distribution, the slow way."""
+    """Reference log-probabilities of the response's tokens under the truncated distribution."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
     logits = logits / temperature
@@ -55,7 +55,7 @@ def teacher_forced(
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Drops what lies beyond the smallest set of likeliest tokens that holds top_p."""
+    """Masks the logits outside the smallest set of top tokens with probability `top_p`."""
     ordered, places = logits.sort(dim=-1, descending=True)
     before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
     dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, before >= top_p)

@@ -1,9 +1,9 @@
-"""A file whose owner cuts it and writes it anew all the time, and its reader in another process.
+"""A file that its owner truncates and rewrites continually, and a reader in another process.
 
     python -m tests.engine.shrinking READER FILE SECONDS
 
-reads FILE again and again and prints how often it was refused. A reader that maps the
-file dies of SIGBUS.
+reads FILE repeatedly and prints how often it was refused. A reader that maps the file dies of
+SIGBUS.
 """
 
 import json
@@ -31,7 +31,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def content() -> bytes:
-    """A header of some megabytes, which takes a while to parse, and a byte a tensor."""
+    """A header of some megabytes, which takes a while to parse, and one byte per tensor."""
     entries = {
         f"model.layers.{index}.mlp.up_proj.weight": {
             "dtype": "U8",

@@ -1,4 +1,4 @@
-"""A worker whose weights take longer to load than a step may take."""
+"""A worker whose weights load takes longer than the time limit of a step."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A real vLLM engine inside the test's process, stepped by hand: a test says when time passes."""
+"""A real vLLM engine inside the test's process, stepped by hand."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ class Answer:
 
 
 class LiveEngine:
-    """Nothing runs between two calls. Close it before the next one is made."""
+    """Nothing runs between two calls. Close it before creating another one."""
 
     def __init__(
         self, model: Path, *, extension: str = EXTENSION, patched: bool = True, **settings: Any
@@ -44,9 +44,9 @@ class LiveEngine:
         import torch
         from vllm import LLM, envs
 
-        envs.disable_envs_cache()  # an engine before this one may have settled its own variables
+        envs.disable_envs_cache()  # an earlier engine may have cached its own variables
 
-        torch.set_num_threads(1)  # as fast on such models, and steady beside other work
+        torch.set_num_threads(1)  # as fast for such small models, and stable on a busy machine
         core_methods.install()
         if patched:
             install_patches("EngineCore")
@@ -79,8 +79,10 @@ class LiveEngine:
         adapter: Any = None,
         **sampling: Any,
     ) -> str:
-        """By default greedy, to the last token. An adapter is one that `load_adapter_request` has
-        loaded."""
+        """Adds a request: by default greedy, without stop tokens.
+
+        An adapter is one that `load_adapter_request` has loaded.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -103,7 +105,7 @@ class LiveEngine:
                     self._answers[output.request_id] = _answer(output)
 
     def finish(self, *names: str) -> list[Answer]:
-        """Step until all of these have ended."""
+        """Steps until all of these have ended."""
         while not all(name in self._answers for name in names):
             self.step()
         return [self._answers.pop(name) for name in names]
@@ -112,7 +114,7 @@ class LiveEngine:
         return self.finish(*[self.submit(prompt, **sampling) for prompt in prompts])
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Any]:
-        """vLLM's own outputs, all of a sample's distributions among them; prompt i has seed i."""
+        """vLLM's own outputs, including all logprobs of a sample; prompt i has seed i."""
         from vllm import SamplingParams
 
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -135,7 +137,7 @@ class LiveEngine:
         return self.rpc("coppice_load_weights", str(path), str(self.serving))
 
     def swap(self, path: Path, *, recompute: bool = False) -> None:
-        """As the service does it; the version is the directory's name."""
+        """Updates the weights as the service does; the version is the directory's name."""
         with self.paused(recompute=recompute):
             answers = self.load(path)
             assert all(answer["ok"] for answer in answers), answers
@@ -144,13 +146,16 @@ class LiveEngine:
         self.serving = path
 
     def load_adapter_request(self, request: Any) -> Any:
-        """Load an adapter; the request is what samples name."""
+        """Loads an adapter; returns the LoRA request that samples name."""
         named = (request.lora_name, request.lora_int_id, request.lora_path)
         assert self.rpc("coppice_load_adapter", *named) == [None]
         return request
 
     def close(self) -> None:
-        """Take the extension out of vLLM's worker class too, which keeps what it was given."""
+        """Shuts down.
+
+        Also removes the extension from vLLM's worker class, which keeps it otherwise.
+        """
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -169,7 +174,7 @@ def live_engine(model: Path, **settings: Any) -> Iterator[LiveEngine]:
 
 
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    """The same function of the same tokens, however they were batched."""
+    """Equal tokens and logprobs up to rounding, however they were batched."""
     for methods, theirs in zip(answers, expected, strict=True):
         assert methods.token_ids == theirs.token_ids
         assert methods.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
@@ -177,7 +182,7 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
 
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
-    logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # where none were asked for
+    logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # without logprobs
     pairs = zip(completion.token_ids, logprobs, strict=True)
     spans = completion.weight_versions
     return Answer(

@@ -1,7 +1,7 @@
-"""Every numeric field of a rollout at its bounds and past them, against the real engine.
+"""Every numeric field of a rollout at and past its bounds, against the real engine.
 
-vLLM has died of its parameters before (CVE-2026-34756, CVE-2026-114051), with /health still saying
-yes: so after each of them it must sample.
+vLLM has crashed on parameter values before (CVE-2026-34756, CVE-2026-114051), with /health still
+reporting healthy. So after each request it must still sample.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.serving import Served, serving
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 CONTEXT = settings().max_context_tokens or 0
-LEAST = 5e-324  # the least positive number that there is
+LEAST = 5e-324  # the smallest positive float
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -34,7 +34,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 def make_request(
     prompt: Any = None, sampling: Any = None, finish: Any = None, *, groups: int = 1, **rest: Any
 ) -> dict[str, Any]:
-    """A small rollout with something about it changed; `rest` belongs to its groups."""
+    """A small rollout with one change; `rest` belongs to its groups."""
     group = {"prompt": {"token_ids": [12, 13, 14]} if prompt is None else prompt, **rest}
     return {
         "groups": [group] * groups,
@@ -141,7 +141,7 @@ async def post(served: Served, request: dict[str, Any]) -> httpx.Response:
 
 
 def check(answer: httpx.Response) -> None:
-    """As many samples as were asked for, with a finite log-probability a token."""
+    """Asserts the number of samples, and a finite log-probability per token."""
     assert answer.status_code == 200, answer.text
     for group in answer.json()["groups"]:
         for sample in group["samples"]:
@@ -157,7 +157,7 @@ async def check_samples(served: Served) -> None:
 
 
 @pytest.mark.parametrize("request_", ACCEPTED.values(), ids=ACCEPTED)
-async def test_what_is_within_its_bounds_is_answered(
+async def test_value_within_its_bounds_is_answered(
     served: Served, request_: dict[str, Any]
 ) -> None:
     answer = await post(served, request_)
@@ -168,7 +168,7 @@ async def test_what_is_within_its_bounds_is_answered(
 
 
 @pytest.mark.parametrize("request_", REJECTED.values(), ids=REJECTED)
-async def test_what_is_past_its_bounds_is_refused(served: Served, request_: dict[str, Any]) -> None:
+async def test_value_past_its_bounds_is_refused(served: Served, request_: dict[str, Any]) -> None:
     answer = await post(served, request_)
     assert 400 <= answer.status_code < 500, answer.text
     assert answer.json()["code"] in {"invalid_request", "invalid_json", "prompt_too_long"}
@@ -177,7 +177,7 @@ async def test_what_is_past_its_bounds_is_refused(served: Served, request_: dict
 
 @pytest.mark.parametrize("beyond", [0, 1, 2**31 - 1])
 async def test_token_ids_at_the_end_of_the_vocabulary(served: Served, beyond: int) -> None:
-    """Ids within the wire's bounds that the model does not have are refused, not looked up."""
+    """IDs within the wire's bounds but outside the vocabulary are refused, not looked up."""
     vocabulary = served.server.engine.info.vocab_size
     last = await post(served, make_request(ids(vocabulary - 1)))
     check(last)

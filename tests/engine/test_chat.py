@@ -1,4 +1,4 @@
-"""Tool conversations of several turns, and replies parsed by vLLM's own parsers."""
+"""Tool conversations of several turns, and responses parsed by vLLM's own parsers."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TemplateChat]:
     yield make_chat(tmp_path_factory.mktemp("chat"), **PARSERS[0])
 
 
-def test_a_second_tool_turn_is_rendered_and_parsed(any_chat: TemplateChat) -> None:
+def test_second_tool_turn_is_rendered_and_parsed(any_chat: TemplateChat) -> None:
     conversation = copy.deepcopy(SECOND)
     first = any_chat.chat.encode(conversation)
     assert any_chat.tokenizer.decode(first) == (
@@ -59,7 +59,7 @@ def test_a_second_tool_turn_is_rendered_and_parsed(any_chat: TemplateChat) -> No
     assert any_chat.chat.encode(conversation) == first
 
 
-def test_a_second_turn_calls_tools_in_parallel(chat: TemplateChat) -> None:
+def test_second_turn_calls_tools_in_parallel(chat: TemplateChat) -> None:
     chat.chat.encode(SECOND)
     chat_response = chat.chat_response(f"<think>once more</think>{WRITTEN}\n{WRITTEN}", SECOND)
     assert chat_response.reasoning == "once more"
@@ -78,8 +78,8 @@ def test_parallel_calls_and_null_contents_are_rendered(chat: TemplateChat) -> No
     assert text.endswith("tool: 3tool: 4")
 
 
-def test_arguments_that_are_no_json_do_not_end_a_conversation(chat: TemplateChat) -> None:
-    """As the model wrote them; vLLM renders an empty object."""
+def test_arguments_that_are_not_json_do_not_end_a_conversation(chat: TemplateChat) -> None:
+    """Passed as the model wrote them; vLLM renders an empty object."""
     cut = {**CALL, "function": {"name": "add", "arguments": '{"a": '}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [cut]}]
     conversation = ChatRequest(messages=turns, tools=[TOOL])
@@ -96,7 +96,7 @@ def test_arguments_that_are_no_json_do_not_end_a_conversation(chat: TemplateChat
         {"function": None},
     ],
 )
-def test_a_call_that_the_parsers_would_not_take_is_refused_first(
+def test_call_that_the_parsers_would_reject_is_refused_first(
     chat: TemplateChat, call: dict[str, Any]
 ) -> None:
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -113,7 +113,7 @@ def test_long_arguments_are_refused_before_they_are_parsed(chat: TemplateChat) -
 
 
 def test_deep_values_are_rendered_or_refused(chat: TemplateChat) -> None:
-    """JSON is taken up to 200 levels; strings of JSON may hold more."""
+    """JSON is accepted up to 200 levels; strings of JSON may hold more."""
     deep: dict[str, Any] = {}
     for _ in range(190):
         deep = {"a": deep}
@@ -126,7 +126,7 @@ def test_deep_values_are_rendered_or_refused(chat: TemplateChat) -> None:
         chat.encode(turns, [TOOL])
 
 
-def test_calls_of_other_kinds_and_of_other_roles_are_no_failures(chat: TemplateChat) -> None:
+def test_calls_of_other_types_and_roles_are_no_failures(chat: TemplateChat) -> None:
     custom = {"id": "call-1", "type": "custom", "custom": {"name": "add", "input": "1"}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [custom]}]
     with pytest.raises(RequestRefused):
@@ -135,7 +135,7 @@ def test_calls_of_other_kinds_and_of_other_roles_are_no_failures(chat: TemplateC
         assert chat.encode([{**TURNS[0], "tool_calls": [call]}]) == chat.encode(TURNS[:1])
 
 
-def test_tools_that_the_parsers_would_not_take_are_refused_first(chat: TemplateChat) -> None:
+def test_tools_that_the_parsers_would_reject_are_refused_first(chat: TemplateChat) -> None:
     with pytest.raises(ConversationRefused) as refused:
         chat.encode(TURNS[:1], [{"type": "function", "function": {"name": 7}}])
     assert refused.value.field == "tools"
@@ -151,7 +151,7 @@ class FailingToolParser(ToolParser):  # type: ignore[misc]
         raise KeyError("secret text")
 
 
-def test_a_response_that_a_parser_fails_on_is_all_content(
+def test_response_that_fails_to_parse_is_all_content(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     ToolParserManager.register_module("failing", module=FailingToolParser)

@@ -1,4 +1,4 @@
-"""Options of a chat template: the template's own variables, bounded; the tokenizer gets none."""
+"""Chat template options: the template's own variables, bounded. The tokenizer receives none."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +22,16 @@ def encode(chat: TemplateChat, **options: Any) -> list[int]:
     return chat.encode(ASKED, **options)
 
 
-def test_the_variables_are_those_that_the_template_names(chat: TemplateChat) -> None:
+def test_variables_are_those_that_the_template_names(chat: TemplateChat) -> None:
     assert chat.chat.template_variables == {"enable_thinking", "repeat"}
 
 
-def test_a_variable_of_the_template_is_rendered(chat: TemplateChat) -> None:
+def test_variable_of_the_template_is_rendered(chat: TemplateChat) -> None:
     assert chat.render(ASKED, enable_thinking=True) == "user: abcthinking"
     assert encode(chat, enable_thinking=False) == encode(chat)
 
 
-def test_a_name_that_the_template_lacks_changes_nothing(chat: TemplateChat) -> None:
+def test_name_unknown_to_the_template_changes_nothing(chat: TemplateChat) -> None:
     assert encode(chat, thinking=True, no_such_name={"a": [1]}) == encode(chat)
 
 
@@ -59,7 +59,7 @@ def test_arguments_of_the_tokenizer_are_refused(
     assert "enable_thinking, repeat" in str(refused.value)
 
 
-def test_arguments_of_the_tokenizer_are_dropped_at_values_that_change_nothing(
+def test_arguments_of_the_tokenizer_at_neutral_values_are_dropped(
     chat: TemplateChat,
 ) -> None:
     neutral: dict[str, Any] = {
@@ -71,15 +71,15 @@ def test_arguments_of_the_tokenizer_are_dropped_at_values_that_change_nothing(
     assert encode(chat, **neutral, tokenize=True, add_generation_prompt=True) == encode(chat)
 
 
-def test_what_a_template_calls_is_not_replaced(tmp_path: Path) -> None:
+def test_functions_called_by_a_template_are_not_replaced(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}{% for i in range(2) %}x{% endfor %}{{ namespace(a=1).a }}"
     chat = make_chat(tmp_path, template)
     assert chat.chat.template_variables == frozenset()
     assert chat.render(ASKED, range=7, namespace=7) == "abcxx1"
 
 
-def test_each_template_of_a_model_has_variables(tmp_path: Path) -> None:
-    """With tools a tokenizer takes its template `tool_use`, without its default."""
+def test_each_template_of_a_model_has_its_own_variables(tmp_path: Path) -> None:
+    """With tools a tokenizer uses its template `tool_use`, without tools its default."""
     templates = {"default": "d{{ plain }}", "tool_use": "t{{ for_tools }}{{ tools | length }}"}
     chat = make_chat(tmp_path, templates)
     options = {"plain": "p", "for_tools": "q"}
@@ -89,7 +89,7 @@ def test_each_template_of_a_model_has_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [10**9, -(10**9), 1e300, float("nan"), 10**400])
-def test_a_large_number_is_refused(chat: TemplateChat, number: float) -> None:
+def test_large_number_is_refused(chat: TemplateChat, number: float) -> None:
     """A template may repeat a string that many times."""
     with pytest.raises(ConversationRefused, match="numbers"):
         encode(chat, repeat=[{"deep": number}])
@@ -100,19 +100,19 @@ def test_long_values_are_refused(chat: TemplateChat) -> None:
         encode(chat, enable_thinking={"a": ["x" * 2**17, "x" * 2**17]})
 
 
-def test_a_range_is_bounded_by_the_sandbox(chat: TemplateChat) -> None:
+def test_range_is_bounded_by_the_sandbox(chat: TemplateChat) -> None:
     with pytest.raises(RequestRefused, match="does not render"):
         encode(chat, repeat=100_001)
 
 
-def test_a_rendered_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+def test_rendered_prompt_that_cannot_fit_is_refused_before_tokenization(
     chat: TemplateChat,
 ) -> None:
     with pytest.raises(PromptTooLong, match="100009 characters"):
         encode(chat, repeat=100_000)
 
 
-def test_a_prompt_is_never_cut(chat: TemplateChat) -> None:
+def test_prompt_is_never_truncated(chat: TemplateChat) -> None:
     assert len(encode(chat, repeat=CONTEXT_TOKENS - 8)) == CONTEXT_TOKENS
     with pytest.raises(PromptTooLong, match="at least 513 input tokens"):
         encode(chat, repeat=CONTEXT_TOKENS)

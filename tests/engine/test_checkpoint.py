@@ -26,7 +26,7 @@ HEAD = "lm_head.weight"
 def small() -> Tensors:
     draw = np.random.default_rng(3)
     return {
-        NORM: draw.normal(size=5).astype(np.float16),  # leaves what follows unaligned
+        NORM: draw.normal(size=5).astype(np.float16),  # leaves the next tensor unaligned
         EMBEDDING: draw.normal(size=(7, 3)).astype(np.float32),
         "model.layers.0.mlp.up_proj.weight": draw.normal(size=(3, 4)).astype(np.float32),
         "model.layers.0.mlp.down_proj.weight": draw.normal(size=(4, 3)).astype(np.float32),
@@ -65,7 +65,7 @@ def raw_file(path: Path, name: str, dtype: str, shape: list[int], data: bytes) -
     return path
 
 
-def test_an_index_says_where_every_value_is(tmp_path: Path) -> None:
+def test_index_has_the_location_of_every_value(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write(tmp_path / "one", small()))
     for name, values in small().items():
         stored = checkpoint.tensors[name]
@@ -75,7 +75,7 @@ def test_an_index_says_where_every_value_is(tmp_path: Path) -> None:
         assert bytes(buffer) == values.tobytes() == b"".join(map(bytes, read_chunks(stored)))
 
 
-def test_a_file_a_directory_and_shards_are_read_alike(tmp_path: Path, served: Checkpoint) -> None:
+def test_file_directory_and_shards_are_read_alike(tmp_path: Path, served: Checkpoint) -> None:
     single = write(tmp_path / "one", small())
     names = sorted(small())
     shards = {
@@ -137,7 +137,7 @@ def overlapping(path: Path) -> None:
         overlapping,
     ],
 )
-def test_a_damaged_file_is_refused_by_name(
+def test_damaged_file_is_refused_with_its_defect(
     tmp_path: Path, served: Checkpoint, damage: Callable[[Path], None]
 ) -> None:
     directory = write(tmp_path / "candidate", small())
@@ -183,14 +183,14 @@ def changed(**changes: Any) -> Tensors:
         ({}, "no tensors"),
     ],
 )
-def test_another_model_is_refused_with_its_differences(
+def test_checkpoint_of_another_model_is_refused_with_its_differences(
     tmp_path: Path, served: Checkpoint, tensors: Tensors, message: str
 ) -> None:
     with pytest.raises(CheckpointRefused, match=message):
         check_checkpoint(served, write(tmp_path / "candidate", tensors))
 
 
-def test_floats_of_any_kind_may_replace_each_other(tmp_path: Path, served: Checkpoint) -> None:
+def test_float_dtypes_may_replace_each_other(tmp_path: Path, served: Checkpoint) -> None:
     other = {
         n: v.astype(np.float32 if v.dtype == np.float16 else np.float16) for n, v in small().items()
     }
@@ -225,7 +225,7 @@ def test_floats_of_any_kind_may_replace_each_other(tmp_path: Path, served: Check
         ("F16", np.array([1, np.nan], np.float16).tobytes(), "bfloat16", "NaN or infinity"),
     ],
 )
-def test_values_must_be_finite_as_they_are_served(
+def test_values_must_be_finite_in_the_served_dtype(
     tmp_path: Path, dtype: str, data: bytes, served_as: str, message: str | None
 ) -> None:
     ours = read_base_checkpoint(raw_file(tmp_path / "a.safetensors", NORM, "F32", [2], bytes(8)))
@@ -237,7 +237,7 @@ def test_values_must_be_finite_as_they_are_served(
             check_checkpoint(ours, theirs, dtype=served_as)
 
 
-def test_every_value_is_looked_at(tmp_path: Path) -> None:
+def test_every_value_is_checked(tmp_path: Path) -> None:
     size = 2**20 + 3
     values = np.zeros(size, np.float32)
     ours = read_base_checkpoint(write(tmp_path / "served", {NORM: values}))
@@ -248,7 +248,7 @@ def test_every_value_is_looked_at(tmp_path: Path) -> None:
             check_checkpoint(ours, write(tmp_path / "candidate", {NORM: values}))
 
 
-def test_a_repeated_head_of_a_tied_model_is_left_out(tmp_path: Path, served: Checkpoint) -> None:
+def test_repeated_head_of_a_tied_model_is_skipped(tmp_path: Path, served: Checkpoint) -> None:
     tensors = small() | {HEAD: small()[EMBEDDING]}
     index = check_checkpoint(served, write(tmp_path / "candidate", tensors))
     assert index.tensors.keys() == served.tensors.keys()
@@ -259,7 +259,7 @@ def test_a_repeated_head_of_a_tied_model_is_left_out(tmp_path: Path, served: Che
     [small()[EMBEDDING] + 1, small()[EMBEDDING].astype(np.float16), small()[EMBEDDING].T.copy()],
     ids=["values", "type", "shape"],
 )
-def test_a_head_of_its_own_is_refused_by_a_tied_model(
+def test_separate_head_is_refused_by_a_tied_model(
     tmp_path: Path, served: Checkpoint, head: Any
 ) -> None:
     candidate = write(tmp_path / "candidate", small() | {HEAD: head})
@@ -267,7 +267,7 @@ def test_a_head_of_its_own_is_refused_by_a_tied_model(
         check_checkpoint(served, candidate)
 
 
-def test_a_head_that_the_served_model_has_is_compared_as_any_tensor(tmp_path: Path) -> None:
+def test_head_of_an_untied_model_is_compared_like_any_tensor(tmp_path: Path) -> None:
     tensors = small() | {HEAD: small()[EMBEDDING] + 1}
     ours = read_base_checkpoint(write(tmp_path / "served", tensors))
     assert HEAD in check_checkpoint(ours, write(tmp_path / "candidate", tensors)).tensors
@@ -275,13 +275,13 @@ def test_a_head_that_the_served_model_has_is_compared_as_any_tensor(tmp_path: Pa
         check_checkpoint(ours, write(tmp_path / "tied", small()))
 
 
-def test_a_served_head_that_the_config_ties_is_not_asked_for(tmp_path: Path) -> None:
+def test_head_tied_by_the_config_is_not_required(tmp_path: Path) -> None:
     directory = write(tmp_path / "served", small() | {HEAD: small()[EMBEDDING]})
     (directory / "config.json").write_text('{"tie_word_embeddings": true}')
     check_checkpoint(read_base_checkpoint(directory), write(tmp_path / "candidate", small()))
 
 
-def test_an_index_may_only_name_files_beside_it(tmp_path: Path, served: Checkpoint) -> None:
+def test_index_may_only_name_files_beside_it(tmp_path: Path, served: Checkpoint) -> None:
     write(tmp_path / "elsewhere", small(), "outside.safetensors")
     outside = tmp_path / "elsewhere" / "outside.safetensors"
     (tmp_path / "links").mkdir()
@@ -330,7 +330,7 @@ def test_links_of_a_served_checkpoint_are_followed(tmp_path: Path) -> None:
         ({"model.safetensors.index.json": b"{}", "model.safetensors": b""}, "one must go"),
     ],
 )
-def test_a_directory_that_is_no_checkpoint_is_refused(
+def test_directory_without_a_checkpoint_is_refused(
     tmp_path: Path, files: dict[str, bytes], message: str
 ) -> None:
     for name, data in files.items():
@@ -349,14 +349,14 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
         read_checkpoint(absent)
 
 
-def test_what_is_not_there_or_not_readable_is_refused(tmp_path: Path) -> None:
+def test_missing_or_unreadable_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointRefused, match="no such checkpoint"):
         read_checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointRefused, match="cannot be read: File name too long"):
         read_checkpoint(tmp_path / ("x" * 300))
 
 
-def test_a_file_that_shrinks_after_it_was_indexed_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_after_indexing_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "one", small()) / "model.safetensors"
     stored = read_checkpoint(path).tensors
     os.truncate(path, path.stat().st_size // 2)
@@ -370,10 +370,10 @@ def test_a_file_that_shrinks_after_it_was_indexed_is_refused(tmp_path: Path) -> 
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_no_corruption_changes_what_is_accepted(
+def test_corruption_never_changes_an_accepted_index(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever is done to the bytes: the file is refused, or it is indexed as it was."""
+    """For any change of the bytes, the file is refused, or its index is unchanged."""
     intact = save(small(), metadata={"format": "pt"})
     path = tmp_path_factory.getbasetemp() / "corrupt.safetensors"
     path.write_bytes(intact)
@@ -393,8 +393,8 @@ def test_no_corruption_changes_what_is_accepted(
 
 
 @pytest.mark.slow
-def test_a_gigabyte_is_checked_in_a_second(tmp_path: Path) -> None:
-    """Half of that here, in the thread's own time, for machines that are busy."""
+def test_gigabyte_is_checked_in_a_second(tmp_path: Path) -> None:
+    """Half a gigabyte here, in the thread's CPU time, for busy machines."""
     values = np.full(2**26, 0x3C003C00, dtype=np.uint32).view(np.float32)
     path = write(tmp_path / "big", {NORM: values})
     served = read_base_checkpoint(path)

@@ -1,4 +1,4 @@
-"""What the fake engine and the real one have in common: the protocol's contract."""
+"""Protocol contract shared by the fake engine and the real one."""
 
 import asyncio
 import copy
@@ -30,7 +30,7 @@ CompletionsFuture = asyncio.Future[list[Completion]]
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """An engine and what it takes to let time pass in it."""
+    """An engine, and a function that lets time pass in it."""
 
     engine: Engine
     advance: Callable[[], Awaitable[None]]
@@ -100,7 +100,7 @@ async def finished(under_test: EngineUnderTest, gathered: CompletionsFuture) -> 
 
 
 def assert_whole(completion: Completion) -> None:
-    """One logprob and one version a token."""
+    """Asserts one logprob and one version per token."""
     assert len(completion.logprobs) == len(completion.token_ids)
     covered = [span.end - span.start for span in completion.versions]
     assert sum(covered) == len(completion.token_ids)
@@ -118,10 +118,10 @@ async def test_each_sample_of_a_call_has_one_completion_in_order(
         assert completion.versions[0].version == "v0"
 
 
-async def test_entropy_comes_with_every_token_of_those_that_ask_for_it(
+async def test_entropy_is_returned_per_token_on_request(
     under_test: EngineUnderTest,
 ) -> None:
-    """Side by side with one that does not."""
+    """In a batch with a sample that does not request it."""
     asking = replace(sample(5), entropy_top_k=4)
     one, other = await finished(under_test, await submitted(under_test, asking, sample(5)))
     assert one.entropy is not None and len(one.entropy) == 5
@@ -148,7 +148,7 @@ async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(
     assert other.finish == "length"
 
 
-async def test_abort_ignores_what_is_finished_or_unknown(under_test: EngineUnderTest) -> None:
+async def test_abort_ignores_finished_and_unknown_samples(under_test: EngineUnderTest) -> None:
     done = sample(2)
     await finished(under_test, await submitted(under_test, done))
     await under_test.engine.abort([done.id, "never seen"])
@@ -173,7 +173,7 @@ async def test_nothing_is_sampled_between_pause_and_resume(under_test: EngineUnd
 @pytest.mark.parametrize(
     ("mode", "finish", "max_tokens"), [("abort", "abort", 900), ("wait", "length", 40)]
 )
-async def test_pause_ends_running_samples_or_lets_them_end(
+async def test_pause_aborts_running_samples_or_lets_them_finish(
     under_test: EngineUnderTest, mode: PauseMode, finish: str, max_tokens: int
 ) -> None:
     pending = await submitted(under_test, sample(max_tokens))
@@ -195,7 +195,7 @@ async def test_pause_may_drop_the_cache_of_frozen_samples(under_test: EngineUnde
     assert len(completion.token_ids) == 40
 
 
-async def test_swapped_weights_stamp_the_tokens_that_follow(
+async def test_updated_weights_label_the_tokens_that_follow(
     under_test: EngineUnderTest, tmp_path: Path
 ) -> None:
     engine = under_test.engine
@@ -212,18 +212,18 @@ async def test_swapped_weights_stamp_the_tokens_that_follow(
     assert_whole(completion)
 
 
-async def test_the_pulse_says_what_the_engine_does(under_test: EngineUnderTest) -> None:
+async def test_health_reports_the_stage_of_the_engine(under_test: EngineUnderTest) -> None:
     health = under_test.engine.health()
     assert (health.stage, health.alive) == ("serving", True)
 
 
-async def test_text_becomes_tokens_and_back(under_test: EngineUnderTest) -> None:
+async def test_text_round_trips_through_tokens(under_test: EngineUnderTest) -> None:
     tokens = under_test.engine.encode_text("1+2=3")
     assert max(tokens) < under_test.engine.info.vocab_size
     assert "1+2=3" in under_test.engine.decode(tokens)
 
 
-async def test_the_texts_of_tokens_are_the_text(under_test: EngineUnderTest) -> None:
+async def test_texts_of_tokens_concatenate_to_the_text(under_test: EngineUnderTest) -> None:
     tokens = under_test.engine.encode_text("1+2=3 \n", add_special_tokens=False)
     assert "".join(under_test.engine.token_texts(tokens)) == "1+2=3 \n"
     assert len(under_test.engine.token_pieces(tokens)) == len(tokens)
@@ -237,7 +237,7 @@ async def test_special_tokens_have_a_text(under_test: EngineUnderTest) -> None:
 
 
 async def test_every_id_of_the_vocabulary_has_a_text(under_test: EngineUnderTest) -> None:
-    """A vocabulary may be padded beyond what the tokenizer knows."""
+    """A vocabulary may be padded beyond the tokenizer's tokens."""
     last = [under_test.engine.info.vocab_size - 1]
     assert (
         len(under_test.engine.token_texts(last)) == len(under_test.engine.token_pieces(last)) == 1
@@ -247,7 +247,7 @@ async def test_every_id_of_the_vocabulary_has_a_text(under_test: EngineUnderTest
 PROMPT = tuple(range(5, 75))
 
 
-async def test_an_export_is_whole_before_its_sample_ends(
+async def test_export_is_complete_before_its_sample_ends(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     slot = arena.slot(len(PROMPT) - 1)
@@ -265,10 +265,10 @@ async def test_an_export_is_whole_before_its_sample_ends(
     arena.check()
 
 
-async def test_what_two_samples_share_has_the_same_bytes_in_two_slots(
+async def test_shared_prefix_has_the_same_bytes_in_two_slots(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
-    """Whole blocks; what comes after them each computes for itself, and rounds for itself."""
+    """Only whole blocks: each sample prefills the rest itself, with its own rounding."""
     slots = [arena.slot(len(PROMPT) - 1) for _ in range(2)]
     samples = [sample(2, prompt=PROMPT, export=slot) for slot in slots]
     await finished(under_test, await submitted(under_test, *samples))
@@ -281,7 +281,7 @@ async def test_what_two_samples_share_has_the_same_bytes_in_two_slots(
     arena.check()
 
 
-async def test_an_export_whose_sample_is_aborted_first_is_never_written(
+async def test_export_of_an_aborted_sample_is_never_written(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     slot = arena.slot(len(PROMPT) - 1)
@@ -299,7 +299,7 @@ async def test_an_export_whose_sample_is_aborted_first_is_never_written(
     assert arena.untouched(slot)
 
 
-async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
+async def test_slot_outside_the_file_fails_and_is_not_written(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
     inside = arena.slot(len(PROMPT) - 1)
@@ -319,7 +319,7 @@ async def test_a_slot_that_leaves_the_file_fails_and_is_not_written(
     arena.check()
 
 
-async def test_a_conversation_is_rendered_by_the_models_own_template(
+async def test_conversation_is_rendered_with_the_template_of_the_model(
     under_test: EngineUnderTest,
 ) -> None:
     plain = under_test.engine.encode_chat(ChatRequest(messages=MESSAGES))
@@ -328,7 +328,7 @@ async def test_a_conversation_is_rendered_by_the_models_own_template(
     assert under_test.engine.encode_chat(asked) == plain
 
 
-async def test_arguments_of_the_tokenizer_are_no_options_of_a_template(
+async def test_tokenizer_arguments_are_not_template_options(
     under_test: EngineUnderTest,
 ) -> None:
     options = {"padding": "max_length", "max_length": 2000}
@@ -336,7 +336,7 @@ async def test_arguments_of_the_tokenizer_are_no_options_of_a_template(
         under_test.engine.encode_chat(ChatRequest(messages=MESSAGES, template_options=options))
 
 
-async def test_a_call_of_a_tool_is_told_apart_from_text(under_test: EngineUnderTest) -> None:
+async def test_tool_call_is_separated_from_text(under_test: EngineUnderTest) -> None:
     written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     tokens = under_test.engine.encode_text(written)
     with_tools = ChatRequest(messages=MESSAGES, tools=[ADD])
@@ -348,7 +348,7 @@ async def test_a_call_of_a_tool_is_told_apart_from_text(under_test: EngineUnderT
     assert plain.content == under_test.engine.decode(tokens)
 
 
-async def test_a_conversation_is_not_changed_by_rendering_and_parsing(
+async def test_rendering_and_parsing_do_not_modify_a_conversation(
     under_test: EngineUnderTest,
 ) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -363,7 +363,7 @@ async def test_a_conversation_is_not_changed_by_rendering_and_parsing(
     assert asked == before
 
 
-async def test_samples_run_on_after_prefixes_are_forgotten(under_test: EngineUnderTest) -> None:
+async def test_samples_continue_after_a_prefix_cache_reset(under_test: EngineUnderTest) -> None:
     running = await submitted(under_test, sample(6))
     await under_test.engine.pause("keep")
     await under_test.engine.reset_prefix_cache()
@@ -373,10 +373,10 @@ async def test_samples_run_on_after_prefixes_are_forgotten(under_test: EngineUnd
     assert len(running.result()[0].token_ids) == 6
 
 
-async def test_a_load_is_taken_once_its_source_is_written(
+async def test_load_is_used_once_its_source_is_written(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
-    """Whole, or not at all."""
+    """Completely, or not at all."""
     written = replace(arena.slot(len(PROMPT) - 1), name="written")
     unwritten = replace(arena.slot(len(PROMPT) - 1), name="unwritten")
     await finished(
@@ -400,8 +400,8 @@ async def test_a_load_is_taken_once_its_source_is_written(
     assert arena.untouched(unwritten)
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT's own affairs
-async def test_samples_are_drawn_under_adapters_that_are_loaded(
+@pytest.mark.filterwarnings("ignore")  # PEFT emits unrelated warnings
+async def test_samples_use_the_adapters_that_are_loaded(
     under_test: EngineUnderTest, tmp_path: Path
 ) -> None:
     engine, adapter = under_test.engine, saved(tmp_path / "a", seed=1, rank=8)
@@ -420,7 +420,7 @@ async def test_samples_are_drawn_under_adapters_that_are_loaded(
     await engine.unload_adapter("a@1")
 
 
-async def test_the_likeliest_follow_the_token_that_is_there(under_test: EngineUnderTest) -> None:
+async def test_top_logprobs_follow_the_token_itself(under_test: EngineUnderTest) -> None:
     asking = replace(sample(3), num_top_logprobs=2)
     one, other = await finished(under_test, await submitted(under_test, asking, sample(3)))
     assert other.top_logprobs is None

@@ -27,18 +27,18 @@ POWER: Mapping[str, object] = {"architecture": "ppc64le"}
         (POWER, "auto"),
     ],
 )
-def test_auto_is_float32_where_bfloat16_has_no_instructions(
+def test_auto_is_float32_without_bfloat16_instructions(
     capabilities: Mapping[str, object], expected: str
 ) -> None:
     assert cpu_dtype("auto", capabilities) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_explicit_type_is_obeyed(dtype: DType) -> None:
+def test_explicit_dtype_is_obeyed(dtype: DType) -> None:
     assert cpu_dtype(dtype, AVX2) == dtype
 
 
-def test_the_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="engine"):
         cpu_dtype("bfloat16", AVX2)
         cpu_dtype("auto", AVX512)
@@ -48,6 +48,6 @@ def test_the_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize(("on_cpu", "expected"), [(True, "float32"), (False, "auto")])
-def test_only_an_engine_on_cpu_depends_on_its_instructions(on_cpu: bool, expected: str) -> None:
+def test_only_a_cpu_engine_depends_on_its_instructions(on_cpu: bool, expected: str) -> None:
     arguments = engine_arguments(EngineSettings(), MODEL, on_cpu=on_cpu, capabilities=AVX2)
     assert arguments.dtype == expected

@@ -1,4 +1,4 @@
-"""What the engine inherits, and what is left of it afterwards."""
+"""Environment variables of the engine's processes, and their restoration."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def threads(**changes: int) -> EngineSettings:
     return EngineSettings(**changes)
 
 
-def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_restored_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
     with engine_environment(
@@ -34,13 +34,13 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
     assert not started_by_coppice()
 
 
-def test_its_processes_are_told_how_attention_reads() -> None:
+def test_engine_processes_receive_the_attention_mode() -> None:
     attention = AttentionSettings(shared_prefix="always", cache_directory=Path("/kept"))
     with engine_environment(threads(), attention=attention, on_cpu=True, temp_dir=SCRATCH):
         assert attention_settings() == attention
 
 
-def test_its_processes_are_told_how_to_speculate_and_that_there_is_room_for_drafts() -> None:
+def test_engine_processes_receive_speculation_and_room_for_drafts() -> None:
     for speculation in (SpeculationSettings(mode="off"), SpeculationSettings(mode="siblings")):
         with engine_environment(
             threads(),
@@ -58,7 +58,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 ALL = len(CPUS)
 
 
-def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
+def test_one_rank_gets_its_threads_through_openmp() -> None:
     with engine_environment(
         threads(cpu_threads=ALL), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
     ):
@@ -68,7 +68,7 @@ def test_one_rank_gets_its_threads_through_openmp_itself() -> None:
         assert f"proclist=[{places}]" in os.environ["KMP_AFFINITY"]
 
 
-def test_several_ranks_get_a_list_each() -> None:
+def test_several_ranks_get_a_cpu_list_each() -> None:
     with engine_environment(
         threads(tensor_parallel_size=ALL, cpu_threads=1),
         attention=AttentionSettings(),
@@ -81,7 +81,7 @@ def test_several_ranks_get_a_list_each() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_threads_that_leave_processors_to_others_go_where_they_are_free(
+def test_threads_are_placed_on_free_processors(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -93,7 +93,7 @@ def test_threads_that_leave_processors_to_others_go_where_they_are_free(
         assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == {1: None, 2: "nobind"}[num_ranks]
 
 
-def test_there_is_one_openmp_runtime_whatever_was_preloaded(
+def test_exactly_one_openmp_runtime_is_preloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/x/libgomp-a1b2.so.1:/x/libtcmalloc.so.4:/x/libomp.so")
@@ -104,7 +104,7 @@ def test_there_is_one_openmp_runtime_whatever_was_preloaded(
     assert names == ["libtcmalloc.so.4", "libiomp5.so"]
 
 
-def test_a_gpu_engine_is_left_its_threads() -> None:
+def test_gpu_engine_keeps_its_threads() -> None:
     with engine_environment(
         threads(), attention=AttentionSettings(), on_cpu=False, temp_dir=SCRATCH
     ):
@@ -112,7 +112,7 @@ def test_a_gpu_engine_is_left_its_threads() -> None:
         assert os.environ["VLLM_PLUGINS"] == "coppice"
 
 
-def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_where_there_is_no_compiler(monkeypatch: pytest.Monk
         assert "TORCHDYNAMO_DISABLE" not in os.environ
 
 
-def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_existing_compiler_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     compiler.touch(mode=0o755)
     monkeypatch.delenv("CXX", raising=False)
@@ -138,8 +138,8 @@ def test_a_compiler_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert "TORCHDYNAMO_DISABLE" not in os.environ
 
 
-def test_vllm_itself_gives_up_on_no_step() -> None:
-    """Its deadline would count the time in which a machine is suspended."""
+def test_vllm_has_no_step_timeout() -> None:
+    """Its deadline would include time in which a machine is suspended."""
     with engine_environment(
         threads(), attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH
     ):

@@ -1,4 +1,4 @@
-"""Nothing is swept away that somebody has, or is about to have."""
+"""The sweep of stale folders removes none that is locked or about to be locked."""
 
 import os
 import threading
@@ -26,7 +26,9 @@ def locks() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_a_folder_is_its_owners_until_the_lock_is_closed(tmp_path: Path, locks: ExitStack) -> None:
+def test_folder_belongs_to_its_owner_until_the_lock_is_closed(
+    tmp_path: Path, locks: ExitStack
+) -> None:
     path, lock = create_locked_dir(PREFIX, tmp_path)
     other = created(tmp_path, locks)
     assert path.is_dir() and other != path
@@ -35,7 +37,7 @@ def test_a_folder_is_its_owners_until_the_lock_is_closed(tmp_path: Path, locks: 
     assert not path.exists() and other.is_dir() and third.is_dir()
 
 
-def test_what_is_no_folder_of_ours_is_left_alone(tmp_path: Path, locks: ExitStack) -> None:
+def test_foreign_folder_is_left_alone(tmp_path: Path, locks: ExitStack) -> None:
     (tmp_path / "place-file").touch()
     (tmp_path / "place-unlocked").mkdir()
     (tmp_path / "other").mkdir()
@@ -43,7 +45,7 @@ def test_what_is_no_folder_of_ours_is_left_alone(tmp_path: Path, locks: ExitStac
     assert {"place-file", "place-unlocked", "other"} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_who_locks_what_a_sweep_is_removing_is_told(tmp_path: Path) -> None:
+def test_locking_a_folder_under_removal_fails(tmp_path: Path) -> None:
     path = tmp_path / "made"
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     answers = list[bool]()
@@ -58,7 +60,7 @@ def test_who_locks_what_a_sweep_is_removing_is_told(tmp_path: Path) -> None:
     assert answers == [False]
 
 
-def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
+def test_folder_swept_before_it_was_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: ExitStack
 ) -> None:
     late = list[int]()

@@ -1,4 +1,4 @@
-"""Two real engines of one fleet: what the trainer sends to one, as changes, both sample from."""
+"""Two real engines in one cluster sample from weights that the trainer sent to one as a delta."""
 
 import shutil
 from pathlib import Path
@@ -42,7 +42,7 @@ def engine(model: Path, cache: Path) -> VllmEngine:
 
 
 def stepped(tensors: dict[str, Any]) -> dict[str, Any]:
-    """As after a step of training: every value moves by a little."""
+    """Weights after a training step: every value changes slightly."""
     draw = np.random.default_rng(9)
     return {
         name: values + draw.normal(scale=1e-3, size=values.shape).astype(values.dtype)
@@ -50,7 +50,7 @@ def stepped(tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def test_both_sample_from_what_one_was_sent(tmp_path: Path) -> None:
+async def test_both_replicas_sample_from_weights_sent_to_one(tmp_path: Path) -> None:
     models = make_models(tmp_path / "models", tied=True)
     for file in SEEDLING.glob("tokenizer*"):
         shutil.copy(file, models["v7"])

@@ -1,4 +1,4 @@
-"""Imports without the garbage collector, which works again behind them."""
+"""Imports with the garbage collector disabled, and enabled again afterwards."""
 
 import gc
 import subprocess
@@ -20,7 +20,7 @@ assert gc.isenabled() and gc.get_freeze_count() > 0
 """
 
 
-def test_nothing_is_collected_during_imports_and_what_they_made_is_left_alone() -> None:
+def test_imports_run_without_collections_and_are_frozen() -> None:
     frozen = gc.get_freeze_count()
     with gc_freeze.gc_disabled_during_imports():
         assert not gc.isenabled()
@@ -29,14 +29,14 @@ def test_nothing_is_collected_during_imports_and_what_they_made_is_left_alone() 
     assert gc.get_freeze_count() >= frozen + len(kept)
 
 
-def test_an_import_that_fails_leaves_the_collector_on() -> None:
+def test_failed_import_enables_the_collector_again() -> None:
     with pytest.raises(ImportError), gc_freeze.gc_disabled_during_imports():
         raise ImportError
     assert gc.isenabled()
 
 
 @pytest.mark.engine
-def test_a_process_of_the_engine_collects_once_the_plugin_is_installed(tmp_path: Path) -> None:
+def test_engine_process_collects_after_the_plugin_is_installed(tmp_path: Path) -> None:
     with engine_environment(
         EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=tmp_path
     ):

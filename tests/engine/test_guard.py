@@ -6,7 +6,7 @@ from engine.runtime.guard import Failure, Feature, attempt, feature, features
 
 
 class Hook:
-    """Fails on negative numbers, and counts how often it was asked."""
+    """Fails on negative numbers, and counts its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -18,14 +18,14 @@ class Hook:
         return 2 * number + plus
 
 
-def test_a_hook_that_works_is_left_alone() -> None:
+def test_working_hook_is_left_alone() -> None:
     hook, shoots = Hook(), Feature("shoots")
     double = shoots.guarded_with_default(-1)(hook.double)
     assert double(3, plus=1) == 7
     assert shoots.state.on and shoots.state.num_failures == 0 and shoots.state.reason is None
 
 
-def test_the_first_failure_switches_every_hook_of_the_feature_off() -> None:
+def test_first_failure_disables_every_hook_of_the_feature() -> None:
     hook, shoots = Hook(), Feature("shoots")
     first, second = (
         shoots.guarded_with_default(-1)(hook.double),
@@ -38,7 +38,7 @@ def test_the_first_failure_switches_every_hook_of_the_feature_off() -> None:
     assert shoots.state.reason == "ValueError: -5 is negative"
 
 
-def test_a_fallback_is_called_with_the_arguments_of_the_hook() -> None:
+def test_fallback_is_called_with_the_arguments_of_the_hook() -> None:
     hook, shoots = Hook(), Feature("shoots")
 
     def by_hand(number: int, *, plus: int = 0) -> int:
@@ -49,7 +49,7 @@ def test_a_fallback_is_called_with_the_arguments_of_the_hook() -> None:
     assert double(3, plus=2) == 302
 
 
-def test_what_the_fallback_raises_is_not_swallowed() -> None:
+def test_exception_of_the_fallback_propagates() -> None:
     hook, shoots = Hook(), Feature("shoots")
 
     def broken(number: int, *, plus: int = 0) -> int:
@@ -73,7 +73,7 @@ def test_only_the_first_failure_is_logged_with_its_traceback(
     assert shoots.state.num_failures == 2
 
 
-def test_an_order_to_stop_passes_through() -> None:
+def test_keyboard_interrupt_passes_through() -> None:
     shoots = Feature("shoots")
 
     @shoots.guarded_with_default(None)
@@ -91,7 +91,7 @@ def test_features_are_known_by_name() -> None:
     assert features()["roots of this test"].reason == "ValueError: dry"
 
 
-def test_an_attempt_gives_its_result_or_its_failure() -> None:
+def test_attempt_returns_its_result_or_its_failure() -> None:
     hook = Hook()
     assert attempt(hook.double, 4, plus=1) == 9
     assert attempt(hook.double, -4) == Failure("ValueError: -4 is negative")

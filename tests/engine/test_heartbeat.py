@@ -1,4 +1,4 @@
-"""The heartbeat's bounds, on a clock that the test moves."""
+"""Heartbeat timeouts, on a fake clock."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ def heartbeat(clock: Clock) -> Heartbeat:
     return Heartbeat(timeouts={"starting": 60, "serving": 10, "activating": 600}, clock=clock)
 
 
-def test_each_stage_has_its_own_bound() -> None:
+def test_each_stage_has_its_own_timeout() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     for stage, bound in (("starting", 60), ("serving", 10), ("activating", 600)):
@@ -33,7 +33,7 @@ def test_each_stage_has_its_own_bound() -> None:
         assert is_late.reason == f"no sign of life for {bound + 1:.1f} s"
 
 
-def test_entering_a_stage_is_a_sign_of_life() -> None:
+def test_entering_a_stage_is_a_heartbeat() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     clock.now += 1000
@@ -50,7 +50,7 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
 
 
 async def watch(beating: Heartbeat, clock: Clock, *gaps: float, hang_seconds: float) -> bool:
-    """True if the watch ended, over wake-ups that are `gaps` seconds apart."""
+    """True if the watchdog ended, over wake-ups that are `gaps` seconds apart."""
     left = list(gaps)
 
     async def sleep(seconds: float) -> None:
@@ -64,7 +64,7 @@ async def watch(beating: Heartbeat, clock: Clock, *gaps: float, hang_seconds: fl
     return task.done() and not task.cancelled()
 
 
-async def test_a_hang_ends_the_watch_after_its_bounds() -> None:
+async def test_hang_ends_the_watchdog_after_its_timeouts() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     beating.set_stage("serving")
@@ -73,7 +73,7 @@ async def test_a_hang_ends_the_watch_after_its_bounds() -> None:
     assert await watch(beating, clock, 1.0, hang_seconds=60)
 
 
-async def test_time_in_which_the_watch_stood_still_is_not_held_against_the_engine() -> None:
+async def test_suspended_time_does_not_count_against_the_engine() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     beating.set_stage("serving")
@@ -81,7 +81,7 @@ async def test_time_in_which_the_watch_stood_still_is_not_held_against_the_engin
     assert beating.health().alive
 
 
-async def test_a_pulse_is_fair_before_the_watch_has_woken_up() -> None:
+async def test_health_is_fair_before_the_watchdog_has_woken_up() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     beating.set_stage("serving")
@@ -92,7 +92,7 @@ async def test_a_pulse_is_fair_before_the_watch_has_woken_up() -> None:
     task.cancel()
 
 
-async def test_a_watch_that_is_always_late_still_finds_a_hang() -> None:
+async def test_watchdog_that_is_always_late_still_detects_a_hang() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     beating.set_stage("serving")
@@ -108,7 +108,7 @@ async def beat_once(beating: Heartbeat, processes: dict[int, str]) -> None:
     task.cancel()
 
 
-async def test_a_beat_counts_only_if_every_process_runs() -> None:
+async def test_heartbeat_counts_only_if_every_process_runs() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     beating.set_stage("serving")
@@ -119,7 +119,7 @@ async def test_a_beat_counts_only_if_every_process_runs() -> None:
     assert beating.health().age_seconds == 0
 
 
-async def test_a_zombie_does_not_run() -> None:
+async def test_zombie_process_does_not_run() -> None:
     clock = Clock()
     beating = heartbeat(clock)
     clock.now += 5

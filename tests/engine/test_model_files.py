@@ -1,4 +1,4 @@
-"""A model is found, fetched at its pin, or missed in one sentence."""
+"""Model lookup: local, downloaded at the pinned revision, or one error sentence."""
 
 from pathlib import Path
 
@@ -19,14 +19,12 @@ COMMIT = "0123456789" * 4
         ("org/name", "main", "pin it with engine.revision"),
     ],
 )
-def test_a_model_that_is_nowhere_is_one_sentence(
-    model: str, revision: str | None, reason: str
-) -> None:
+def test_missing_model_is_one_sentence(model: str, revision: str | None, reason: str) -> None:
     with pytest.raises(StartFailed, match=reason):
         resolve_model(model, revision)
 
 
-def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=r"it has no config\.json"):
         resolve_model(str(tmp_path), None)
     (tmp_path / "config.json").touch()
@@ -36,7 +34,7 @@ def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), None) == tmp_path
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+def test_unreachable_hub_is_one_sentence() -> None:
     def download(*_: object, **__: object) -> str:
         raise OSError("Name or service\nnot known")
 
@@ -44,7 +42,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
         resolve_model("org/name", COMMIT, download)
 
 
-def test_a_pinned_model_is_fetched_at_its_pin_and_only_what_is_needed(tmp_path: Path) -> None:
+def test_pinned_model_is_fetched_at_its_revision_and_minimally(tmp_path: Path) -> None:
     asked: dict[str, object] = {}
 
     def download(model: str, **options: object) -> str:

@@ -1,4 +1,4 @@
-"""Each patch repairs what is shown to be broken without it."""
+"""Each patch fixes a defect that is reproduced without it."""
 
 import importlib.util
 import json
@@ -25,12 +25,12 @@ from tests.engine.upstream_defects import (
     draw_with_seed,
 )
 
-# vLLM's imports and its draft methods warn of their own affairs.
+# Imports of vLLM and its draft methods emit unrelated warnings.
 vllm_warns = pytest.mark.filterwarnings("ignore")
 
 
 def upstream(name: str) -> ModuleType:
-    """A copy of a module of vLLM's as it is on the disk."""
+    """A copy of a vLLM module as it is on disk."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def upstream(name: str) -> ModuleType:
 
 
 def expanded(kernel: Callable[..., None], values: torch.Tensor, *replace: float) -> torch.Tensor:
-    """Three requests with two, no and three tokens."""
+    """The kernel's output for three requests with two, zero and three tokens."""
     output = torch.full((5,), -9, dtype=values.dtype)
     kernel(output, values, torch.tensor([2, 2, 5], dtype=torch.int32), *replace, 128)
     return output
@@ -49,7 +49,7 @@ TEMPERATURES = torch.tensor([0.0, 0.5, 0.7])
 TOP_K = torch.tensor([7, 8, 9], dtype=torch.int32)
 
 
-def test_expanding_writes_every_value_to_its_tokens() -> None:
+def test_expand_writes_every_value_to_its_tokens() -> None:
     assert torch.equal(
         expanded(expand_kernel.expand, TEMPERATURES, 0, 1),
         torch.tensor([1.0, 1.0, 0.7, 0.7, 0.7]),
@@ -62,10 +62,10 @@ def test_expanding_writes_every_value_to_its_tokens() -> None:
 
 @pytest.mark.engine
 @vllm_warns
-def test_upstream_expanding_writes_nothing() -> None:
+def test_upstream_expand_writes_nothing() -> None:
     from vllm.platforms import current_platform
 
-    current_platform.import_kernels()  # those of this machine: there is one library for each ISA
+    current_platform.import_kernels()  # kernels of this machine: there is one library per ISA
 
     original = upstream("vllm.utils.cpu_triton_utils")._expand_kernel_impl
     for values in (TEMPERATURES, TOP_K):
@@ -74,7 +74,7 @@ def test_upstream_expanding_writes_nothing() -> None:
 
 @pytest.mark.engine
 @vllm_warns
-def test_a_process_gets_the_patches_it_needs() -> None:
+def test_process_gets_the_patches_it_needs() -> None:
     for name in ("EngineCore", "EngineCore_DP0", "VllmWorker-1"):
         assert install_patches(name) == ("expand_kernel", "chunked_seed", "adapter_rows")
     assert install_patches("MainProcess") == ("expand_kernel",)
@@ -102,8 +102,10 @@ def engine(model: Path) -> Iterator[LiveEngine]:
 
 
 def surprise(model: Path, responses: list[list[int]]) -> float:
-    """Standard deviations by which the mean surprise of the tokens exceeds its expectation, the
-    entropy, under an independent implementation of the model."""
+    """z-score of the tokens' mean surprisal.
+
+    Its expectation is the entropy, under an independent implementation of the model.
+    """
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -135,7 +137,7 @@ def test_drafted_samples_do_not_without_the_patch(unpatched: dict[str, Any], mod
 
 @pytest.mark.engine
 @vllm_warns
-def test_a_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> None:
+def test_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> None:
     alone, cached = draw_with_seed(engine), draw_with_seed(engine)
     with engine.paused():
         engine.core.coppice_reset_prefix_cache()
@@ -148,7 +150,7 @@ def test_a_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> 
 
 @pytest.mark.engine
 @vllm_warns
-def test_a_seeded_chunked_prompt_ends_the_engine_without_the_patch(
+def test_seeded_chunked_prompt_ends_the_engine_without_the_patch(
     unpatched: dict[str, Any],
 ) -> None:
     assert "offset" in unpatched["seeded"]

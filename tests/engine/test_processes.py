@@ -1,4 +1,4 @@
-"""Life and death of the engine's processes, with real signals."""
+"""Start and end of the engine's processes, with real signals."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = 3.0
-SOON_SECONDS = 60.0  # beside others
+SOON_SECONDS = 60.0  # on a busy machine
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def started(*, worker: str | None = None, **changes: Any) -> AsyncIterator
 
 
 def processes(name: str) -> list[psutil.Process]:
-    """Whoever ends while it is looked at is none."""
+    """Child processes with this name. Those that exit during the listing are skipped."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -65,8 +65,8 @@ async def one_sample(engine: VllmEngine, max_tokens: int) -> Completion:
     return await pending
 
 
-async def test_one_rank_computes_with_the_threads_it_was_given_and_dies_visibly() -> None:
-    """One engine for three questions, since each needs a healthy one and the last kills it."""
+async def test_one_rank_uses_its_threads_and_its_death_is_detected() -> None:
+    """One engine for three checks, since each needs a healthy one and the last kills it."""
     affinity = os.sched_getaffinity(0)
     async with started(cpu_threads=2) as engine:
         (info,) = await engine.llm.collective_rpc("coppice_info")
@@ -92,7 +92,7 @@ async def test_one_rank_computes_with_the_threads_it_was_given_and_dies_visibly(
             await one_sample(engine, 5)
 
 
-async def test_a_long_load_of_weights_is_not_taken_for_death() -> None:
+async def test_long_load_of_weights_does_not_count_as_death() -> None:
     assert LOAD_SECONDS > STEP_SECONDS + 1
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
         await engine.pause("keep")
@@ -106,7 +106,7 @@ async def test_a_long_load_of_weights_is_not_taken_for_death() -> None:
         assert (await one_sample(engine, 5)).versions[0].version == "v1"
 
 
-async def test_two_ranks_answer_and_an_idle_stopped_worker_is_noticed() -> None:
+async def test_two_ranks_answer_and_a_stopped_idle_worker_is_detected() -> None:
     async with started(tensor_parallel_size=2, cpu_threads=1) as engine:
         infos = await engine.llm.collective_rpc("coppice_info")
         assert [info["num_threads"] for info in infos] == [1, 1]
@@ -142,14 +142,14 @@ def read_line_of(output: IO[str] | None) -> dict[str, Any]:
 
 
 def segments(held: Collection[shared_memory.FileId]) -> list[str]:
-    """Those of them that are in shared memory under a name."""
+    """Those of them that have a name in shared memory."""
     return [file.name for file in shared_memory.SHM_DIR.iterdir() if _identity(file) in held]
 
 
 def _identity(file: Path) -> shared_memory.FileId | None:
     try:
         return shared_memory.file_id(file.stat())
-    except FileNotFoundError:  # another test's, which has ended
+    except FileNotFoundError:  # of another test that has ended
         return None
 
 
@@ -164,7 +164,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
+async def test_ctrl_c_finishes_running_samples_and_leaves_nothing() -> None:
     with alone(max_tokens=900) as process:
         children = read_line_of(process.stdout)["children"]
         os.killpg(process.pid, signal.SIGINT)
@@ -174,7 +174,7 @@ async def test_ctrl_c_lets_running_samples_end_and_leaves_nothing() -> None:
     await until(lambda: are_gone(children), seconds=SOON_SECONDS)
 
 
-async def test_a_killed_service_takes_its_engine_along() -> None:
+async def test_killed_service_takes_its_engine_along() -> None:
     with alone(max_tokens=900) as process:
         children = read_line_of(process.stdout)["children"]
         held = {

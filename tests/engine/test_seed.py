@@ -1,4 +1,4 @@
-"""The random stream of an engine, from one start to the next and from one replica to another."""
+"""The engine's random stream across starts and replicas."""
 
 import logging
 import re
@@ -28,13 +28,13 @@ def argument(**changes: int) -> int:
     return int(engine_arguments(EngineSettings(**changes), MODEL, on_cpu=True).seed)
 
 
-def test_the_seed_is_random_for_each_start() -> None:
+def test_seed_is_random_for_each_start() -> None:
     seeds = [argument() for _ in range(8)]
     assert len(set(seeds)) == 8
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_a_seed_that_is_set_is_used() -> None:
+def test_configured_seed_is_used() -> None:
     assert [argument(seed=0), argument(seed=2**32 - 1)] == [0, 2**32 - 1]
 
 
@@ -49,7 +49,7 @@ async def started(seed: int | None) -> AsyncIterator[VllmEngine]:
 
 
 async def samples(engine: VllmEngine, seed: int | None) -> list[list[int]]:
-    """One at a time: how requests share steps decides which random numbers each one gets."""
+    """Responses sampled one at a time: batching affects which random numbers a request gets."""
     drawn = []
     for index in range(NUM_SAMPLES):
         request = SampleRequest(
@@ -64,7 +64,7 @@ async def samples(engine: VllmEngine, seed: int | None) -> list[list[int]]:
 
 
 @pytest.mark.engine
-async def test_starts_share_samples_only_by_the_same_seed(
+async def test_starts_share_samples_only_with_the_same_seed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="engine"):

@@ -1,4 +1,4 @@
-"""The sweep removes what nobody holds, and nothing else."""
+"""The sweep of shared memory removes only files that no process uses."""
 
 import mmap
 import multiprocessing
@@ -20,7 +20,7 @@ def leave(folder: Path, *names: str) -> None:
         os.utime(folder / name, (0, time.time() - 60))
 
 
-def test_leftovers_are_removed_and_strangers_stay(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_foreign_files_stay(tmp_path: Path) -> None:
     leave(tmp_path, "psm_1", "vllm_dist_x-cpushm_0", "sem.mp-a", "somebody_elses")
     assert remove_leftovers(tmp_path) == ["psm_1", "sem.mp-a", "vllm_dist_x-cpushm_0"]
     assert [file.name for file in tmp_path.iterdir()] == ["somebody_elses"]
@@ -28,12 +28,12 @@ def test_leftovers_are_removed_and_strangers_stay(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """In real shared memory: other filesystems map files under other devices than they have."""
+    """A folder in shared memory: other filesystems report another device for mapped files."""
     with TemporaryDirectory(dir=SHM_DIR) as folder:
         yield Path(folder)
 
 
-def test_what_a_living_process_holds_open_or_maps_stays(shared: Path) -> None:
+def test_file_opened_or_mapped_by_a_living_process_stays(shared: Path) -> None:
     leave(shared, "psm_open", "psm_mapped")
     with (shared / "psm_open").open("rb"):
         with (shared / "psm_mapped").open("rb") as file:
@@ -43,7 +43,7 @@ def test_what_a_living_process_holds_open_or_maps_stays(shared: Path) -> None:
     assert remove_leftovers(shared) == ["psm_mapped", "psm_open"]
 
 
-def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
+def test_file_with_the_same_inode_elsewhere_protects_nothing(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(shared, "psm_left")
@@ -53,7 +53,7 @@ def test_a_file_of_the_same_inode_elsewhere_holds_nothing(
     assert remove_leftovers(shared) == ["psm_left"]
 
 
-def test_a_semaphore_in_use_stays_though_it_is_mapped_under_another_name() -> None:
+def test_semaphore_in_use_stays_though_mapped_under_another_name() -> None:
     before = set(os.listdir(SHM_DIR))
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     (name,) = {entry for entry in os.listdir(SHM_DIR) if entry.startswith("sem.mp-")} - before
@@ -63,10 +63,10 @@ def test_a_semaphore_in_use_stays_though_it_is_mapped_under_another_name() -> No
     del semaphore
 
 
-def test_what_was_made_just_now_may_be_mapped_in_a_moment(tmp_path: Path) -> None:
+def test_recently_created_file_stays(tmp_path: Path) -> None:
     (tmp_path / "psm_new").touch()
     assert remove_leftovers(tmp_path) == []
 
 
-def test_a_machine_without_shared_memory_has_nothing_to_sweep(tmp_path: Path) -> None:
+def test_machine_without_shared_memory_has_nothing_to_sweep(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "missing") == []

@@ -1,4 +1,4 @@
-"""Files that others own and cut while they are read."""
+"""Files of another process that are truncated while they are read."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("reader", sorted(READERS))
-def test_a_file_that_shrinks_while_it_is_checked_is_refused(tmp_path: Path, reader: str) -> None:
+def test_file_truncated_while_it_is_checked_is_refused(tmp_path: Path, reader: str) -> None:
     status, refused = read_while_it_shrinks(reader, tmp_path / "model.safetensors")
     assert status == 0, "a mapped file that shrinks ends the process with SIGBUS"
     assert refused > 0

@@ -1,4 +1,4 @@
-"""The real engine: what is not needed ends at once, and what was cut goes on elsewhere."""
+"""Early finish on the real engine: unneeded samples end at once, and cut ones are continued."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,24 +33,24 @@ async def rollouts(served: Served) -> AsyncIterator[AsyncRollouts]:
 
 
 def engine_steps() -> float:
-    """From vLLM's own histogram of the tokens of each step."""
+    """Number of engine steps, from vLLM's own histogram of tokens per step."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     return sum(s.value for s in samples if s.name == "vllm:iteration_tokens_total_count")
 
 
 async def steps_of(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[float, list[Sample]]:
-    """How many steps the engine takes for a group of 16 until it is idle, and the group."""
+    """Number of engine steps for a group of 16 until it is idle, and the group."""
     before = engine_steps()
     [group] = (
         await rollouts.rollout(["Compute 12+34.\n"], n=16, max_tokens=256, seed=5, finish=finish)
     ).groups
-    await asyncio.sleep(0.2)  # what goes on against its orders would be seen now
+    await asyncio.sleep(0.2)  # samples that wrongly continue would be visible now
     taken = group.samples if group.chosen is None else [group.samples[i] for i in group.chosen]
     return engine_steps() - before, list(taken)
 
 
-async def test_what_is_not_needed_ends_within_two_steps(rollouts: AsyncRollouts) -> None:
-    """Some steps are taken before and after the tokens, whether or not anything is cancelled."""
+async def test_unneeded_samples_end_within_two_steps(rollouts: AsyncRollouts) -> None:
+    """A few steps precede and follow the tokens whether or not anything is cancelled."""
     longest, overhead = await least_overhead(rollouts, None)
     assert 0 <= overhead <= 3
     needed, too_many = await least_overhead(rollouts, Finish(samples=4))
@@ -59,7 +59,7 @@ async def test_what_is_not_needed_ends_within_two_steps(rollouts: AsyncRollouts)
 
 
 async def least_overhead(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[int, float]:
-    """The longest needed sample, and the steps beyond its tokens, where nothing else delayed."""
+    """Length of the longest needed sample, and the steps beyond it, at the least delay."""
     runs = [await steps_of(rollouts, finish) for _ in range(8)]
     longest = [max(len(sample.token_ids) for sample in needed) for _, needed in runs]
     assert len(set(longest)) == 1, "a seed gives the same tokens"
@@ -77,12 +77,12 @@ def assert_close(ours: list[float], theirs: list[float]) -> None:
 
 
 async def cut(rollouts: AsyncRollouts, prompt: list[int], num_tokens: int) -> Sample:
-    """A sample that was cut; here by its limit, so that the test knows where."""
+    """A sample that was cut, here by its limit, so that the position is known."""
     result = await rollouts.rollout([prompt], max_tokens=num_tokens, ignore_eos=True)
     return result.groups[0].samples[0]
 
 
-async def test_going_on_under_the_same_weights_finds_the_prefix_cached(
+async def test_continuation_under_the_same_weights_hits_the_prefix_cache(
     rollouts: AsyncRollouts,
 ) -> None:
     prompt = prompt_of(50, first=21)
@@ -101,10 +101,10 @@ async def test_going_on_under_the_same_weights_finds_the_prefix_cached(
     )
 
 
-async def test_going_on_under_other_weights_has_the_logprobs_of_both(
+async def test_continuation_under_other_weights_has_logprobs_of_both(
     rollouts: AsyncRollouts,
 ) -> None:
-    """Old tokens keep those they were sampled with, so that importance weights come out right."""
+    """Old tokens keep their sampling logprobs, so that importance weights are correct."""
     prompt = prompt_of(50, first=22)
     begun = await cut(rollouts, prompt, 70)
     await rollouts.publish_weights("v1", changed_weights())

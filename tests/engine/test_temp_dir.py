@@ -1,4 +1,4 @@
-"""The engine's folder for sockets."""
+"""The engine's directory for sockets."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_folder_goes_with_its_engine(temporary: Path) -> None:
+def test_directory_is_removed_with_its_engine(temporary: Path) -> None:
     temp_dir = TempDir()
     (temp_dir.path / "socket").touch()
     temp_dir.close()
@@ -21,7 +21,7 @@ def test_the_folder_goes_with_its_engine(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_a_dead_ones_folder_is_swept_and_a_living_ones_stays(temporary: Path) -> None:
+def test_directory_of_a_dead_engine_is_removed_and_others_stay(temporary: Path) -> None:
     dead = temporary / "coppice-engine-dead"
     dead.mkdir()
     (dead / ".owner").touch()
@@ -32,7 +32,7 @@ def test_a_dead_ones_folder_is_swept_and_a_living_ones_stays(temporary: Path) ->
     other.close()
 
 
-def test_a_folder_that_is_being_made_stays(temporary: Path) -> None:
+def test_directory_under_construction_stays(temporary: Path) -> None:
     unready = temporary / "coppice-engine-new"
     unready.mkdir()
     TempDir().close()

@@ -1,4 +1,4 @@
-"""Trees on the real engine: what a fork costs, and what its tokens' logprobs are worth."""
+"""Trees on the real engine: the prefill cost of a fork, and the accuracy of logprobs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -49,12 +49,12 @@ async def grown(served: Served, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def tail_of(length: int) -> int:
-    """Of a prompt, what siblings compute again."""
+    """Tokens of a prompt that siblings prefill again."""
     return length - BLOCK * ((length - 1) // BLOCK)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-async def test_a_tree_computes_its_prompt_once_and_each_fork_a_single_token(
+async def test_tree_prefills_its_prompt_once_and_one_token_per_fork(
     served: Served, length: int
 ) -> None:
     before = computed_prompt_tokens()
@@ -66,7 +66,7 @@ async def test_a_tree_computes_its_prompt_once_and_each_fork_a_single_token(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-async def test_a_cut_in_the_past_costs_a_single_token_as_well(served: Served, length: int) -> None:
+async def test_cut_at_an_earlier_position_costs_one_token_too(served: Served, length: int) -> None:
     before = computed_prompt_tokens()
     entropy = {"mode": "entropy", "first_split": 8, "max_depth": 3, "max_leaves": 7}
     group = await grown(served, body(prompt_of(length, first=length % 40 + 1), entropy))
@@ -75,7 +75,7 @@ async def test_a_cut_in_the_past_costs_a_single_token_as_well(served: Served, le
     assert computed_prompt_tokens() - before == length + others
 
 
-async def test_a_search_pays_a_single_token_a_branch(served: Served) -> None:
+async def test_search_costs_one_prefilled_token_per_branch(served: Served) -> None:
     asked = body(prompt_of(50, first=3), {"mode": "external", "max_leaves": 6})
     opened = await served.http.post("/v1/rollouts", json=asked, headers={"Prefer": "respond-async"})
     address = opened.headers["location"]
@@ -98,7 +98,7 @@ async def test_a_search_pays_a_single_token_a_branch(served: Served) -> None:
     ],
     ids=lambda branching: str(branching["mode"]),
 )
-async def test_segments_have_the_logprobs_of_their_rows_scored_alone(
+async def test_segment_logprobs_equal_those_of_their_rows_scored_alone(
     served: Served, branching: dict[str, Any]
 ) -> None:
     prompt = prompt_of(45, first=9)
@@ -119,7 +119,7 @@ async def test_segments_have_the_logprobs_of_their_rows_scored_alone(
     ],
     ids=lambda branching: str(branching["mode"]),
 )
-async def test_keys_and_values_of_a_path_are_those_of_hugging_face(
+async def test_kv_of_a_path_equals_that_of_hugging_face(
     served: Served, branching: dict[str, Any]
 ) -> None:
     prompt, model = prompt_of(45, first=21), reference()
@@ -135,7 +135,7 @@ async def test_keys_and_values_of_a_path_are_those_of_hugging_face(
         await asyncio.to_thread(kv.release)
 
 
-async def test_entropy_is_that_of_the_likeliest_tokens_alone(served: Served) -> None:
+async def test_entropy_is_that_of_the_top_tokens_alone(served: Served) -> None:
     prompt, k = prompt_of(20, first=11), 6
     asked = body(prompt, {"mode": "interval", "entropy": {"k": k}, "max_leaves": 1})
     group = await grown(served, asked)

@@ -1,4 +1,4 @@
-"""The real engine: what a group costs, what its logprobs are worth, where samples end."""
+"""The real engine: prefill cost of a group, accuracy of logprobs, and ends of samples."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ _COUNT = iter(range(10**9))
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
-    """The budget of graphs is taken, and has no effect without a GPU."""
+    """An engine with a CUDA graph budget, which has no effect without a GPU."""
     engine = VllmEngine(settings(), graphs=GraphsSettings(budget_bytes=2**26))
     await engine.start("v0")
     assert engine.graphs() == CudaGraphStats()
@@ -69,7 +69,7 @@ def prompt_of(length: int, *, first: int) -> list[int]:
 
 
 def computed_prompt_tokens() -> float:
-    """From vLLM's own counter."""
+    """Number of prefilled prompt tokens, from vLLM's own counter."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     for sample in samples:
         name, labels = sample.name, sample.labels
@@ -79,7 +79,7 @@ def computed_prompt_tokens() -> float:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 7])
-async def test_a_group_computes_its_prompt_once_and_each_sibling_its_tail(
+async def test_group_prefills_its_prompt_once_and_each_sibling_its_tail(
     engine: VllmEngine, length: int
 ) -> None:
     before = computed_prompt_tokens()
@@ -89,9 +89,11 @@ async def test_a_group_computes_its_prompt_once_and_each_sibling_its_tail(
 
 
 @pytest.mark.parametrize(
-    "distribution", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}], ids=["plain", "cut"]
+    "distribution",
+    [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}],
+    ids=["plain", "truncated"],
 )
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+async def test_logprobs_are_those_of_the_sampling_distribution(
     engine: VllmEngine, distribution: dict[str, Any]
 ) -> None:
     prompt = engine.encode_text("12*34+5")
@@ -104,7 +106,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
         assert worst < 1e-3
 
 
-async def test_greedy_logprobs_are_the_models_own(engine: VllmEngine) -> None:
+async def test_greedy_logprobs_equal_those_of_the_model(engine: VllmEngine) -> None:
     prompt = prompt_of(5, first=1)
     (sample,) = await run(engine, prompt, temperature=0.0, top_p=0.1)
     wanted = teacher_forced(reference(), prompt, sample.token_ids)
@@ -112,7 +114,7 @@ async def test_greedy_logprobs_are_the_models_own(engine: VllmEngine) -> None:
     assert worst < 1e-3
 
 
-async def test_a_score_is_the_models_own_logprob_of_every_token(engine: VllmEngine) -> None:
+async def test_score_equals_the_logprobs_of_the_model(engine: VllmEngine) -> None:
     prompt, response = engine.encode_text("Compute 12+34.\n"), engine.encode_text("answer: 46")
     scored = await engine.score(prompt, response)
     wanted = teacher_forced(reference(), prompt, response)
@@ -120,7 +122,7 @@ async def test_a_score_is_the_models_own_logprob_of_every_token(engine: VllmEngi
     assert max(abs(a - b) for a, b in zip(scored, wanted, strict=True)) < 1e-3
 
 
-async def test_what_was_sampled_plainly_scores_as_it_was_sampled(engine: VllmEngine) -> None:
+async def test_plain_samples_score_as_they_were_sampled(engine: VllmEngine) -> None:
     prompt = prompt_of(70, first=6)
     (sample,) = await run(engine, prompt, max_tokens=40, ignore_eos=True)
     scored = await engine.score(prompt, sample.token_ids)
@@ -131,7 +133,7 @@ async def test_what_was_sampled_plainly_scores_as_it_was_sampled(engine: VllmEng
 def assert_top_logprobs(
     places: Sequence[TopLogprobs], tokens: list[int], before: int, num_top_logprobs: int
 ) -> None:
-    """The places' own tokens end `tokens`; what is likeliest there is the model's word for it."""
+    """Compares top-k logprobs with the model's. `tokens` ends with the sampled tokens."""
     with torch.inference_mode():
         logits = reference()(torch.tensor([tokens])).logits[0].double()
     wanted = logits.log_softmax(-1)[before - 1 : -1]
@@ -145,8 +147,8 @@ def assert_top_logprobs(
             assert ranked.logprob == pytest.approx(float(row[ranked.token_id]), abs=1e-3)
 
 
-async def test_the_likeliest_tokens_come_with_those_that_are_sampled(engine: VllmEngine) -> None:
-    """And cost no sibling its prefix."""
+async def test_top_logprobs_are_returned_for_sampled_tokens(engine: VllmEngine) -> None:
+    """Siblings still hit the prefix cache."""
     prompt = prompt_of(2 * BLOCK + 3, first=7)
     sampling = Sampling(max_tokens=12, ignore_eos=True)
     samples = [
@@ -168,14 +170,14 @@ async def test_the_likeliest_tokens_come_with_those_that_are_sampled(engine: Vll
         assert_top_logprobs(sample.top_logprobs, prompt + sample.token_ids, len(prompt), 4)
 
 
-async def test_the_likeliest_tokens_of_a_prompt_are_the_models(engine: VllmEngine) -> None:
+async def test_top_logprobs_of_a_prompt_equal_those_of_the_model(engine: VllmEngine) -> None:
     prompt = engine.encode_text("Compute 12+34.\n")
     first, *rest = await engine.top_logprobs(prompt, 3)
     assert first == []
     assert_top_logprobs(rest, prompt, 1, 3)
 
 
-async def test_what_is_cut_off_is_not_among_the_likeliest(engine: VllmEngine) -> None:
+async def test_truncated_tokens_are_not_in_the_top_logprobs(engine: VllmEngine) -> None:
     sample = SampleRequest(
         id=f"t{next(_COUNT)}",
         prompt_token_ids=prompt_of(5, first=8),
@@ -195,14 +197,14 @@ async def test_every_token_carries_its_version(engine: VllmEngine) -> None:
     assert (span.version, span.start, span.end) == ("v0", 0, 8)
 
 
-async def test_a_seed_fixes_each_samples_stream(engine: VllmEngine) -> None:
+async def test_seed_determines_the_stream_of_each_sample(engine: VllmEngine) -> None:
     prompt = prompt_of(40, first=3)
     one, two = [await run(engine, prompt, n=4, seed=5, max_tokens=24) for _ in range(2)]
     assert [s.token_ids for s in one] == [s.token_ids for s in two]
     assert len({tuple(s.token_ids) for s in one}) > 1
 
 
-async def test_a_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngine) -> None:
+async def test_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngine) -> None:
     prompt = engine.encode_text("12+3")
     eos = engine.info.eos_token_ids[0]
     (ended,) = await run(engine, prompt, temperature=0.0, max_tokens=256)
@@ -215,14 +217,14 @@ async def test_a_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEng
     assert stopped.token_ids == ended.token_ids[: ended.token_ids.index(stop) + 1]
 
 
-async def test_a_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
+async def test_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
     limit = engine.info.max_context_tokens
     prompt = prompt_of(limit - 3, first=4)
     (sample,) = await run(engine, prompt, max_tokens=3, ignore_eos=True)
     assert (len(sample.token_ids), sample.finish) == (3, "length")
 
 
-async def test_what_the_engine_refuses_enters_it_nowhere(engine: VllmEngine) -> None:
+async def test_refused_request_leaves_nothing_in_the_engine(engine: VllmEngine) -> None:
     good = SampleRequest(
         id="good", prompt_token_ids=[5, 6], sampling=Sampling(max_tokens=900, ignore_eos=True)
     )
@@ -233,7 +235,7 @@ async def test_what_the_engine_refuses_enters_it_nowhere(engine: VllmEngine) -> 
     assert (ping["num_running"], ping["num_waiting"]) == (0, 0)
 
 
-async def test_facts_are_those_of_the_model(engine: VllmEngine) -> None:
+async def test_engine_info_matches_the_model(engine: VllmEngine) -> None:
     config = json.loads((MODEL / "config.json").read_text())
     info = engine.info
     assert info.vocab_size == config["vocab_size"]
@@ -253,14 +255,14 @@ async def test_weights_of_another_model_are_refused_by_name(
     engine.check_weights(MODEL)
 
 
-async def test_messages_are_rendered_by_the_models_own_template(engine: VllmEngine) -> None:
+async def test_messages_are_rendered_with_the_template_of_the_model(engine: VllmEngine) -> None:
     message = {"role": "user", "content": "12+3"}
     rendered = engine.encode_chat(ChatRequest(messages=[message]))
     assert engine.decode(rendered).count("12+3") == 1
     assert all(token < engine.info.vocab_size for token in rendered)
 
 
-async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
+async def test_generation_config_is_ignored_except_for_stop_tokens(
     tmp_path: Path,
 ) -> None:
     """A temperature near zero in the model's config would make every sample the same."""
@@ -283,7 +285,7 @@ async def test_the_models_own_sampling_defaults_are_ignored_but_not_its_ends(
         await engine.stop()
 
 
-async def test_settings_that_vllm_refuses_are_said_in_its_words_and_no_more() -> None:
+async def test_settings_refused_by_vllm_are_reported_in_its_words_alone() -> None:
     engine = VllmEngine(settings(max_context_tokens=100_000))
     with pytest.raises(StartFailed, match="vLLM refuses these settings: .*4096") as failed:
         await engine.start("v0")
@@ -299,7 +301,7 @@ async def test_settings_that_vllm_refuses_are_said_in_its_words_and_no_more() ->
         ("somebody/some-model", None, "pin it with engine.revision"),
     ],
 )
-async def test_a_model_that_is_not_there_is_said_in_one_sentence(
+async def test_missing_model_is_reported_in_one_sentence(
     model: str, revision: str | None, said: str
 ) -> None:
     engine = VllmEngine(settings(Path(model)).model_copy(update={"model": model}))
@@ -319,13 +321,13 @@ async def cached(engine: VllmEngine, prompt: list[int], salt: str | None = None)
     return (await pending).num_cached_tokens
 
 
-async def test_a_prefix_is_shared_within_a_salt_only(engine: VllmEngine) -> None:
+async def test_prefix_is_shared_only_within_a_salt(engine: VllmEngine) -> None:
     prompt = prompt_of(3 * BLOCK + 1, first=41)
     salts = [None, "a:1", "b:1", None, "a:1"]
     assert [await cached(engine, prompt, salt) for salt in salts] == [0, 0, 0, *[3 * BLOCK] * 2]
 
 
-async def test_forgotten_prefixes_are_not_found(engine: VllmEngine) -> None:
+async def test_prefixes_are_not_hit_after_a_reset(engine: VllmEngine) -> None:
     prompt = prompt_of(3 * BLOCK + 1, first=42)
     assert [await cached(engine, prompt) for _ in range(2)] == [0, 3 * BLOCK]
     await engine.pause("keep")

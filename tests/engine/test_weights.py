@@ -1,4 +1,4 @@
-"""Weights swapped in a running engine: nothing of one version is ever served as another."""
+"""Weights updated in a running engine: no KV or token of one version is served as another's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def shared_engine(models: dict[str, Path], expected: Expected) -> Iterator[LiveE
 
 @pytest.fixture
 def engine(shared_engine: LiveEngine, models: dict[str, Path]) -> Iterator[LiveEngine]:
-    """Serves v7 with nothing cached. Every test leaves it idle and with a whole pool."""
+    """An engine with v7 and an empty cache. Every test leaves it idle and all blocks free."""
     shared_engine.swap(models["v7"])
     yield shared_engine
     pool = shared_engine.core.coppice_check_pool()
@@ -80,7 +80,7 @@ def spans(*parts: tuple[str, int, int]) -> list[VersionSpan]:
     return [VersionSpan(version=v, start=start, end=end) for v, start, end in parts]
 
 
-def test_a_swap_in_flight_gives_the_answers_of_a_fresh_engine(
+def test_update_in_flight_gives_the_answers_of_a_fresh_engine(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
@@ -103,7 +103,7 @@ def test_weights_in_bfloat16_are_served_in_float32(
         assert_greedy(oracle, prompt, answer.token_ids)
 
 
-def test_a_request_that_runs_across_a_swap_has_two_spans(
+def test_request_running_across_an_update_has_two_version_spans(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     straddler = engine.submit(SHORT, max_tokens=40)
@@ -115,7 +115,7 @@ def test_a_request_that_runs_across_a_swap_has_two_spans(
     assert answer.token_ids != expected.v7[0].token_ids
 
 
-def test_a_request_that_waits_across_a_swap_uses_the_new_weights_only(
+def test_request_waiting_across_an_update_uses_only_the_new_weights(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     engine.ask(LONG, max_tokens=1)
@@ -132,7 +132,7 @@ def test_a_request_that_waits_across_a_swap_uses_the_new_weights_only(
     assert_same([answer], expected.v8[1:])
 
 
-def test_nothing_cached_is_hit_after_a_rollback(
+def test_no_cached_block_is_hit_after_a_rollback(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     (first,) = engine.ask(LONG, max_tokens=40)
@@ -148,10 +148,10 @@ def test_nothing_cached_is_hit_after_a_rollback(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["within a block", "over several"])
-def test_running_requests_publish_no_block_that_mixes_versions(
+def test_running_requests_publish_no_block_of_mixed_versions(
     engine: LiveEngine, models: dict[str, Path], prompt: list[int]
 ) -> None:
-    """A later prompt must not walk from clean blocks of a chain into the straddler's."""
+    """A later prompt must not reach blocks of the straddling request through clean ones."""
     straddler = engine.submit(prompt, max_tokens=200)
     engine.step(8)
     engine.swap(models["v8"])
@@ -166,7 +166,7 @@ def test_running_requests_publish_no_block_that_mixes_versions(
     assert_same([continued], [recomputed])
 
 
-def test_a_prompt_that_is_half_computed_at_a_swap_is_not_published(
+def test_prompt_half_prefilled_at_an_update_is_not_published(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     straddler = engine.submit(LONG, max_tokens=40)
@@ -179,12 +179,12 @@ def test_a_prompt_that_is_half_computed_at_a_swap_is_not_published(
     assert_same([clean], expected.v8[1:])
 
 
-def test_prefixes_are_only_forgotten_while_paused(engine: LiveEngine) -> None:
+def test_prefix_cache_is_reset_only_while_paused(engine: LiveEngine) -> None:
     with pytest.raises(AssertionError, match="while paused"):
         engine.core.coppice_reset_prefix_cache()
 
 
-def test_forgetting_says_what_it_did(engine: LiveEngine) -> None:
+def test_reset_reports_what_it_did(engine: LiveEngine) -> None:
     engine.ask(LONG, max_tokens=1)
     straddler = engine.submit(SHORT, max_tokens=30)
     engine.step()
@@ -196,7 +196,7 @@ def test_forgetting_says_what_it_did(engine: LiveEngine) -> None:
     assert (pool["num_hashes"], pool["num_hashed_blocks"], pool["num_references"]) == (0, 0, 1)
 
 
-def test_who_watches_the_cache_hears_that_it_is_empty(engine: LiveEngine) -> None:
+def test_cache_event_listeners_receive_the_reset(engine: LiveEngine) -> None:
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     engine.ask(LONG, max_tokens=1)
     assert pool.metrics_collector.block_metrics
@@ -207,7 +207,7 @@ def test_who_watches_the_cache_hears_that_it_is_empty(engine: LiveEngine) -> Non
 
 
 @pytest.mark.parametrize("num_tensors", [0, 1, 9, 20])
-def test_a_load_that_breaks_off_leaves_the_previous_weights(
+def test_interrupted_load_keeps_the_previous_weights(
     engine: LiveEngine, models: dict[str, Path], num_tensors: int
 ) -> None:
     (undisturbed,) = engine.ask(LONG, max_tokens=40)
@@ -222,7 +222,7 @@ def test_a_load_that_breaks_off_leaves_the_previous_weights(
     assert straddled == undisturbed
 
 
-def test_a_load_works_after_one_that_broke_off(
+def test_load_succeeds_after_an_interrupted_one(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     engine.rpc("coppice_fail_next", 9)
@@ -231,7 +231,7 @@ def test_a_load_works_after_one_that_broke_off(
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
 
 
-def test_files_that_changed_since_their_check_touch_nothing(
+def test_files_changed_since_their_check_change_nothing(
     engine: LiveEngine, tmp_path: Path, expected: Expected
 ) -> None:
     tensors = random_tensors(8, tied=False)
@@ -242,7 +242,7 @@ def test_files_that_changed_since_their_check_touch_nothing(
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
 
 
-def test_shards_of_another_type_give_the_same_model(
+def test_shards_of_another_dtype_give_the_same_model(
     engine: LiveEngine, models: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(models["v8"] / "model.safetensors")
@@ -259,7 +259,7 @@ def test_shards_of_another_type_give_the_same_model(
 
 
 @pytest.mark.parametrize("models", [True], ids=["tied"], indirect=True)
-def test_a_head_that_repeats_the_embedding_is_passed_over(
+def test_head_that_repeats_the_embedding_is_skipped(
     engine: LiveEngine, models: dict[str, Path], tmp_path: Path, expected: Expected
 ) -> None:
     tensors = load_file(models["v8"] / "model.safetensors")
@@ -270,7 +270,7 @@ def test_a_head_that_repeats_the_embedding_is_passed_over(
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v8)
 
 
-def test_nothing_is_touched_without_a_way_back(
+def test_nothing_is_changed_without_a_way_to_restore_it(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     absent = str(models["v7"] / "absent")
@@ -283,7 +283,7 @@ def test_nothing_is_touched_without_a_way_back(
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
 
 
-def test_it_is_said_when_the_previous_weights_are_not_back(
+def test_failed_restore_of_the_previous_weights_is_reported(
     engine: LiveEngine, models: dict[str, Path], expected: Expected
 ) -> None:
     engine.rpc("coppice_fail_next", 9, 2)
@@ -294,7 +294,7 @@ def test_it_is_said_when_the_previous_weights_are_not_back(
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
 
 
-def test_a_worker_says_where_it_runs(engine: LiveEngine) -> None:
+def test_worker_reports_its_rank_and_process(engine: LiveEngine) -> None:
     (info,) = engine.rpc("coppice_info")
     assert info["rank"] == 0 and info["num_threads"] >= 1 and info["affinity"]
     assert engine.core.coppice_ping()["pid"] == info["pid"]

@@ -1,4 +1,4 @@
-"""A swap under tensor parallelism: every rank loads, or none does."""
+"""Weights updates under tensor parallelism: every rank loads, or none does."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def engine(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield engine
 
 
-def test_ranks_swap_together(engine: LiveEngine, models: dict[str, Path]) -> None:
+def test_ranks_update_together(engine: LiveEngine, models: dict[str, Path]) -> None:
     before = engine.ask(*PROMPTS, max_tokens=20)
 
     engine.rpc("coppice_fail_next", 9, 1, 1)

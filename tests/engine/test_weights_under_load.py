@@ -1,4 +1,4 @@
-"""Swaps amid preemptions, aborts, shared prefixes and drafts, in a cache that is always full."""
+"""Weights updates during preemptions, aborts, prefix hits and drafts, with a full cache."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ def expected_tokens(model: Path) -> list[list[int]]:
         return [answer.token_ids for answer in engine.ask(*PROMPTS, max_tokens=MAX_TOKENS)]
 
 
-def test_every_answer_that_no_swap_met_is_its_version_s(models: dict[str, Path]) -> None:
+def test_every_answer_not_met_by_an_update_matches_its_version(models: dict[str, Path]) -> None:
     expected = {version: expected_tokens(model) for version, model in models.items()}
     with live_engine(models["v7"], num_gpu_blocks_override=40, **SPECULATION) as engine:
         load = Load(engine)
@@ -44,7 +44,7 @@ def test_every_answer_that_no_swap_met_is_its_version_s(models: dict[str, Path])
 
 
 class Load:
-    """Asks at random, always the same way. `met` are the requests that ran when a swap came."""
+    """Random requests with a fixed seed. `met` are the requests that ran during an update."""
 
     def __init__(self, engine: LiveEngine) -> None:
         self.engine = engine
@@ -65,7 +65,7 @@ class Load:
             self.engine.swap(choose.choice(models))
 
     def look(self, scheduler: Any) -> None:
-        """vLLM appends something of its own to the names of requests."""
+        """Records the running requests and preemptions. vLLM appends a suffix to request names."""
         self.met |= {request.request_id.rpartition("-")[0] for request in scheduler.running}
         self.num_preempted += sum(r.num_preemptions for r in scheduler.requests.values())
 

@@ -1,7 +1,7 @@
-"""Samples that upstream gets wrong on CPU, and the script that draws them without our patches.
+"""Samples that upstream gets wrong on CPU, and the script that draws them without the patches.
 
-A patch cannot be taken out of a process again, so the script is run in one of its own:
-`python -m tests.engine.upstream_defects MODEL` prints what happened as JSON.
+A patch cannot be removed from a process, so the script runs in one of its own: `python -m
+tests.engine.upstream_defects MODEL` prints the outcome as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A real nginx with the example's configuration, in front of replicas of a test's own."""
+"""A real nginx with the example's configuration, in front of the replicas of a test."""
 
 import socket
 import subprocess
@@ -11,13 +11,13 @@ from tests.tools import ROOT, tool, tool_environment
 
 EXAMPLE = ROOT / "examples" / "fleet" / "nginx.conf"
 START_SECONDS = 20.0
-# Where Debian's own would write, which takes root.
+# Debian's default paths, which require root.
 _FOLDERS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 @contextmanager
 def nginx(folder: Path, replicas: Mapping[str, str], *, port: int) -> Iterator[str]:
-    """Its address. `replicas`: host and port for each name in the example."""
+    """Runs nginx; yields its address. `replicas`: host and port for each name in the example."""
     text = EXAMPLE.read_text()
     for name, place in replicas.items():
         assert f"{name}:8000" in text, name
@@ -40,7 +40,7 @@ def nginx(folder: Path, replicas: Mapping[str, str], *, port: int) -> Iterator[s
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    """Until it listens. Nothing is asked of it: what is behind it may live in our own thread."""
+    """Waits until it listens, without a request: a replica may run in this very thread."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

@@ -1,4 +1,4 @@
-"""The task of agents who hear each other, and what the seedling is taught of it."""
+"""The task of agents that read each other's answers, and its training data for the seedling."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ def turns(number: int = 50, *, held_out: bool = False, num_later: int = 2) -> li
     return [agents.draw(rng, SHAPE, held_out=held_out, num_later=num_later) for _ in range(number)]
 
 
-def test_what_is_written_out_is_right_and_so_is_every_line() -> None:
+def test_written_turns_are_correct_in_every_line() -> None:
     for turn in turns():
         for question in (turn.question, *turn.later):
             assert question.reward(question.written_out) == 1.0
@@ -37,15 +37,15 @@ def test_what_is_written_out_is_right_and_so_is_every_line() -> None:
                 assert arithmetic.parse(f"{sides[0]}+0").answer == int(sides[1]), line
 
 
-def test_every_number_that_is_summed_is_said_by_its_peer_and_nowhere_else() -> None:
+def test_every_summed_number_comes_from_one_peer() -> None:
     for turn in turns():
         for name, term in zip(turn.question.names, turn.question.sum.terms, strict=True):
             assert [f"\n{name}={term.left}\n" in said for said in turn.said].count(True) == 1
             assert f"{name}=" not in turn.own + turn.told + turn.ask
 
 
-def test_peers_who_say_something_else_make_another_answer_right() -> None:
-    """The rest of a prompt may be the same, as their own numbers stand in what they say only."""
+def test_other_answers_of_peers_change_the_correct_answer() -> None:
+    """The rest of a prompt may be equal, since the peers' numbers are only in their answers."""
     turn = turns(1)[0]
     first, *others = turn.question.sum.terms
     more = arithmetic.Problem(terms=(replace(first, left=first.left + 1), *others))
@@ -54,7 +54,7 @@ def test_peers_who_say_something_else_make_another_answer_right() -> None:
     assert other.reward(turn.question.written_out) == 0.0
 
 
-def test_held_out_questions_are_never_taught(words: PreTrainedTokenizerFast) -> None:
+def test_held_out_questions_are_never_in_the_training_data(words: PreTrainedTokenizerFast) -> None:
     for turn in turns(5, held_out=True, num_later=0):
         assert turn.question.sum.held_out
     batch = next(train_agents.stream(words, seed=3, num_steps=9))
@@ -64,7 +64,7 @@ def test_held_out_questions_are_never_taught(words: PreTrainedTokenizerFast) -> 
 
 
 def responses(words: PreTrainedTokenizerFast, labels_T: torch.Tensor) -> list[str]:
-    """All that a row is trained on."""
+    """All texts of a row that have labels."""
     taught = words.decode(labels_T[labels_T != batches.IGNORED].tolist())
     assert isinstance(taught, str) and taught.endswith(tokenizer.END)
     return taught.split(tokenizer.END)[:-1]
@@ -76,7 +76,7 @@ def summed(response: str) -> arithmetic.Problem:
     return arithmetic.parse("".join(values.get(symbol, symbol) for symbol in asked))
 
 
-def test_the_same_seed_gives_the_same_turns_and_batches(words: PreTrainedTokenizerFast) -> None:
+def test_same_seed_gives_the_same_turns_and_batches(words: PreTrainedTokenizerFast) -> None:
     assert turns(5) == turns(5)
     one, other = (next(train_agents.stream(words, seed=3, num_steps=9)) for _ in range(2))
     assert torch.equal(one.tokens_BT, other.tokens_BT)
@@ -90,8 +90,8 @@ def test_prompts_grow_to_a_thousand_tokens(words: PreTrainedTokenizerFast) -> No
         assert least < max(len(words.encode(prompt)) for prompt in prompts) < most
 
 
-def test_agents_are_told_apart_before_they_are_taught(words: PreTrainedTokenizerFast) -> None:
-    """Beside others that no problem contains, the seedling sees no difference between two."""
+def test_agents_are_distinguishable_before_training(words: PreTrainedTokenizerFast) -> None:
+    """In contrast, the seedling cannot distinguish two tokens that no problem contains."""
     model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
     before = alike(model, words)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_agents_are_told_apart_before_they_are_taught(words: PreTrainedTokenizer
 
 
 def alike(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:
-    """The least cosine of two agents' embeddings."""
+    """The smallest cosine between two agents' embeddings."""
     rows = model.get_input_embeddings().weight.detach()[words.encode(agents.AGENTS)]
     rows = rows / rows.norm(dim=1, keepdim=True)
     return float((rows @ rows.T).min())

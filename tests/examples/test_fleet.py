@@ -26,7 +26,7 @@ NUM_SESSIONS = 24
 
 
 class Front:
-    """Its address, and the replicas by their names."""
+    """nginx's address, and the replicas by name."""
 
     def __init__(self, url: str, replicas: dict[str, Served]) -> None:
         self.url = url
@@ -64,13 +64,13 @@ async def places(front: Front, sessions: range) -> list[str]:
     return [front.place_of(result.id) for result in results]
 
 
-async def test_a_session_stays_with_its_replica_and_sessions_are_spread(front: Front) -> None:
+async def test_session_stays_with_its_replica_and_sessions_are_spread(front: Front) -> None:
     first, second = [await places(front, range(NUM_SESSIONS)) for _ in "ab"]
     assert first == second
     assert set(Counter(first)) == {"a", "b"}
 
 
-async def test_what_drains_gets_nothing_new_and_no_other_session_moves(front: Front) -> None:
+async def test_draining_replica_gets_nothing_new_and_sessions_stay(front: Front) -> None:
     before = await places(front, range(NUM_SESSIONS))
     await front.replicas["a"].server.drain(1)
     after = await places(front, range(NUM_SESSIONS))
@@ -78,7 +78,7 @@ async def test_what_drains_gets_nothing_new_and_no_other_session_moves(front: Fr
     assert "a" in before
 
 
-async def test_a_request_that_all_refuse_leaves_the_next_one_alone(front: Front) -> None:
+async def test_request_refused_by_all_leaves_the_next_one_alone(front: Front) -> None:
     too_new = body(group(1), policy={"min_version": "v7"})
     async with httpx.AsyncClient(base_url=front.url) as http:
         for _ in "ab":
@@ -87,7 +87,7 @@ async def test_a_request_that_all_refuse_leaves_the_next_one_alone(front: Front)
             assert (await http.post("/v1/rollouts", json=body(group(1)))).status_code == 200
 
 
-async def test_a_rollout_is_found_through_the_one_address(front: Front) -> None:
+async def test_rollout_is_found_through_the_one_address(front: Front) -> None:
     async with AsyncRollouts(front.url) as rollouts:
         pending = [await rollouts.submit([[1, 2, 3]], max_tokens=4) for _ in range(24)]
         assert {front.place_of(one.id) for one in pending} == {"a", "b"}
@@ -96,7 +96,7 @@ async def test_a_rollout_is_found_through_the_one_address(front: Front) -> None:
                 assert (await one.wait(30)).id == one.id
 
 
-async def test_a_retry_goes_where_the_first_try_went(front: Front) -> None:
+async def test_retry_reaches_the_replica_of_the_first_try(front: Front) -> None:
     async with httpx.AsyncClient(base_url=front.url) as http:
         for number in range(8):
             key = {"idempotency-key": f"k-{number}"}
@@ -107,7 +107,7 @@ async def test_a_retry_goes_where_the_first_try_went(front: Front) -> None:
 
 
 @pytest.mark.engine
-def test_the_second_turn_of_a_session_finds_the_first_one_cached(tmp_path: Path) -> None:
+def test_second_turn_of_a_session_hits_the_cache_of_the_first(tmp_path: Path) -> None:
     port = free_port()
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path))

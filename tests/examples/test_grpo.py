@@ -1,4 +1,4 @@
-"""The demonstration learns, says so only when it does, and shows it."""
+"""The GRPO example learns, reports a gain only if there is one, and plots it."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def questions(seed: int = 1) -> Questions:
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_it_learns(tmp_path: Path) -> None:
+def test_example_learns(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "examples.grpo", "--seed", "1", "--out", str(tmp_path)],
         cwd=ROOT,
@@ -62,12 +62,12 @@ def test_it_learns(tmp_path: Path) -> None:
     assert gain.size >= 0.10
     assert gain.size >= 3 * gain.standard_error
     assert str(gain) in ran.stdout
-    # Weights arrived while samples were running: tokens of one step come from more than one lag.
+    # Weights were updated while samples ran: tokens of one step have more than one lag.
     assert 0 < sum(step.versions_behind for step in steps) < len(steps)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_gain_is_of_the_last_ten_steps_over_the_first_ten() -> None:
+def test_gain_compares_the_last_ten_steps_with_the_first_ten() -> None:
     gain = compute_gain(history([0.4, 0.6] * 5 + [0.0] * 7 + [0.7, 0.9] * 5))
     assert gain.before == pytest.approx(0.5)
     assert gain.after == pytest.approx(0.8)
@@ -83,22 +83,22 @@ def test_a_gain_is_of_the_last_ten_steps_over_the_first_ten() -> None:
         ([0.8] * 10 + [0.5] * 10, "a loss"),
     ],
 )
-def test_less_than_that_is_no_gain(rewards: list[float], why: str) -> None:
+def test_smaller_gain_is_not_reported(rewards: list[float], why: str) -> None:
     assert not compute_gain(history(rewards)).learned, why
 
 
-def test_a_gain_of_fewer_steps_is_refused() -> None:
+def test_gain_of_too_few_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 20 steps, not 19"):
         compute_gain(history([0.5] * 19))
 
 
-def test_the_table_has_a_line_for_every_ten_steps() -> None:
+def test_table_has_a_row_for_every_ten_steps() -> None:
     head, *lines = table(history([0.25] * 10 + [0.75] * 5)).splitlines()
     assert all(part in head for part in PARTS)
     assert [line.split()[:2] for line in lines] == [["1-10", "0.250"], ["11-15", "0.750"]]
 
 
-def test_the_history_is_kept_and_drawn(tmp_path: Path) -> None:
+def test_history_is_saved_and_plotted(tmp_path: Path) -> None:
     steps = history([0.5] * 10 + [0.7] * 10)
     save(steps, tmp_path / "steps.json")
     assert [Step(**s) for s in json.loads((tmp_path / "steps.json").read_text())] == steps
@@ -106,7 +106,7 @@ def test_the_history_is_kept_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_stopwatch_adds_up_what_happens_inside() -> None:
+def test_stopwatch_sums_its_intervals() -> None:
     watch = Stopwatch()
     for _ in range(2):
         with watch("rewards"):
@@ -115,7 +115,7 @@ def test_a_stopwatch_adds_up_what_happens_inside() -> None:
     assert watch.seconds["rewards"] > 0 == watch.seconds["weights"]
 
 
-def test_held_out_questions_are_the_same_for_every_seed_and_never_trained_on() -> None:
+def test_held_out_questions_are_fixed_and_never_trained_on() -> None:
     one, other = questions(1), questions(2)
     assert one.held_out == other.held_out
     assert all(parse(question.text).held_out for question in one.held_out)
@@ -132,7 +132,7 @@ def test_held_out_questions_are_the_same_for_every_seed_and_never_trained_on() -
         ("answer: {}", "length", 0.0),
     ],
 )
-def test_only_a_right_answer_that_ended_is_rewarded(
+def test_only_a_correct_finished_answer_is_rewarded(
     response: str, finish_reason: FinishReason, reward: float
 ) -> None:
     asked = questions()
@@ -151,7 +151,7 @@ def test_only_a_right_answer_that_ended_is_rewarded(
 
 
 @pytest.mark.slow
-def test_the_learner_makes_what_was_rewarded_likelier() -> None:
+def test_learner_makes_rewarded_responses_more_likely() -> None:
     learner = Learner(1e-4)
     group = TrainingGroup(
         prompt=torch.arange(5), responses=(torch.arange(10, 16), torch.arange(20, 26))
@@ -164,7 +164,7 @@ def test_the_learner_makes_what_was_rewarded_likelier() -> None:
     assert after[1] < before[1]
 
 
-def test_a_batch_of_groups_that_are_all_right_or_all_wrong_changes_nothing() -> None:
+def test_batch_of_equal_rewards_changes_nothing() -> None:
     learner = Learner(1e-4)
     before = learner.weights()
     group = TrainingGroup(prompt=torch.arange(5), responses=(torch.arange(3), torch.arange(4)))
@@ -173,7 +173,7 @@ def test_a_batch_of_groups_that_are_all_right_or_all_wrong_changes_nothing() -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
-def test_what_is_published_has_the_names_of_the_checkpoint() -> None:
+def test_published_tensors_have_the_names_of_the_checkpoint() -> None:
     weights = Learner(1e-4).weights()
     stored = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.bfloat16)
     assert weights.keys() == dict(stored.named_parameters()).keys()

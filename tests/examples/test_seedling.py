@@ -1,4 +1,4 @@
-"""The seedling: its task, its tokenizer, its weights, and what growing must not change."""
+"""The seedling model: its task, tokenizer and weights, and the invariants of growing it."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def greedy(model: Qwen3ForCausalLM, tokens: torch.Tensor, max_tokens: int = 48) 
     return response
 
 
-def test_both_ways_to_respond_state_the_right_answer() -> None:
+def test_both_response_formats_give_the_correct_answer() -> None:
     rng = random.Random(1)
     for _ in range(300):
         problem = arithmetic.draw(rng, held_out=False)
@@ -82,7 +82,7 @@ def test_only_a_last_line_with_the_exact_answer_is_rewarded(response: str, expec
 
 
 @pytest.mark.parametrize("prompt", ["", "Compute 47.", "1+1 or 2+2?"])
-def test_a_prompt_without_exactly_one_problem_is_refused(prompt: str) -> None:
+def test_prompt_without_exactly_one_problem_is_refused(prompt: str) -> None:
     with pytest.raises(ValueError, match="one arithmetic expression"):
         arithmetic.reward(prompt, "answer: 2")
 
@@ -105,7 +105,7 @@ def test_no_held_out_problem_is_in_the_training_stream(
     assert all(p.held_out for p in measure.held_out_problems(seed=7, num_prompts=50))
 
 
-def test_a_batch_asks_for_the_response_and_its_end_only(
+def test_batch_labels_only_the_response_and_its_end(
     words: PreTrainedTokenizerFast,
 ) -> None:
     batch = next(batches.stream(words, seed=7, tokens_per_batch=2048, at_once_share=0.2))
@@ -129,13 +129,13 @@ def test_every_byte_has_a_token(words: PreTrainedTokenizerFast) -> None:
     assert words.decode(words.encode(text)) == text
 
 
-def test_the_committed_tokenizer_is_the_one_the_code_builds(
+def test_committed_tokenizer_is_the_one_the_code_builds(
     words: PreTrainedTokenizerFast,
 ) -> None:
     assert words.backend_tokenizer.to_str() == tokenizer.build().backend_tokenizer.to_str()
 
 
-def test_a_user_message_is_the_same_text_as_the_bare_prompt(
+def test_user_message_equals_the_bare_prompt(
     words: PreTrainedTokenizerFast,
 ) -> None:
     messages = [{"role": "user", "content": "Compute 17*24+5."}]
@@ -143,7 +143,7 @@ def test_a_user_message_is_the_same_text_as_the_bare_prompt(
     assert text == "Compute 17*24+5.\n"
 
 
-def test_the_seedling_ends_an_easy_response_by_itself(
+def test_seedling_ends_an_easy_response_by_itself(
     words: PreTrainedTokenizerFast, seedling: Qwen3ForCausalLM
 ) -> None:
     response = greedy(seedling, torch.tensor([words.encode("Compute 20*3.\n")]))
@@ -175,11 +175,11 @@ def test_growing_keeps_every_greedy_choice_in_bfloat16(prompt_tokens: list[torch
         with torch.no_grad():
             chosen = [model(whole).logits[:, tokens.shape[1] - 1 :] for model in (seedling, grown)]
         ours = chosen[1].gather(-1, chosen[0].argmax(-1, keepdim=True)).squeeze(-1)
-        best = chosen[1].amax(-1)  # a choice may differ where bfloat16 cannot tell two apart
+        best = chosen[1].amax(-1)  # a choice may differ where two are equal in bfloat16
         assert (best - ours <= best.abs() * 2**-6).all()
 
 
-def test_untying_keeps_the_logits_and_gives_the_head_its_own_tensor(
+def test_untying_keeps_the_logits_and_separates_the_head(
     seedling: Qwen3ForCausalLM, prompt_tokens: list[torch.Tensor], tmp_path: Path
 ) -> None:
     grow.untie(seedling).save_pretrained(tmp_path)
@@ -190,12 +190,12 @@ def test_untying_keeps_the_logits_and_gives_the_head_its_own_tensor(
             assert (untied(tokens).logits - seedling(tokens).logits).abs().max() < 1e-5
 
 
-def test_the_committed_model_is_small() -> None:
+def test_committed_model_is_small() -> None:
     num_bytes = sum(path.stat().st_size for path in grow.SEEDLING.iterdir())
     assert num_bytes <= 8 * 1024 * 1024
 
 
-def test_the_measured_figures_lie_where_reinforcement_learning_wants_them() -> None:
+def test_measured_accuracy_leaves_room_for_reinforcement_learning() -> None:
     measured = json.loads((grow.SEEDLING / "measured.json").read_text())
     assert 0.3 <= measured["pass_at_1"] <= 0.6
     assert measured["p95_over_p50"] >= 3

@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own engine, as parsed objects."""
+"""The chart rendered by Helm, as parsed objects."""
 
 import json
 from copy import deepcopy
@@ -26,7 +26,7 @@ def defaults() -> Object:
 
 
 def objects(values: Object, **release: str) -> list[Object]:
-    """A copy of its own for every caller."""
+    """The objects, copied for every caller."""
     return deepcopy(_objects(json.dumps(values), **release))
 
 

@@ -1,4 +1,4 @@
-"""What the pods of a release promise."""
+"""Invariants of the pods of a release."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 def value(values: Object, *path: str) -> Any:
-    """What was set, or the default."""
+    """The configured value, or the default."""
     for tree in (values, defaults()):
         found: Any = tree
         for name in path:
@@ -40,7 +40,7 @@ def value(values: Object, *path: str) -> Any:
 
 
 @every_file
-def test_the_server_takes_the_settings(file: Path, tmp_path: Path) -> None:
+def test_server_accepts_the_settings(file: Path, tmp_path: Path) -> None:
     written = tmp_path / "settings.yaml"
     values = values_of(file)
     written.write_text(yaml.safe_dump(settings(values)))
@@ -49,7 +49,7 @@ def test_the_server_takes_the_settings(file: Path, tmp_path: Path) -> None:
     load_settings(environ=environ, file=written)
 
 
-def test_replicas_show_one_another_the_key_of_the_secret() -> None:
+def test_replicas_authenticate_with_the_key_of_the_secret() -> None:
     values = values_of(Path(__file__).parent / "values" / "peers.yaml")
     file = Path(settings(values)["weights"]["peer_key_file"])
     [volume] = [v for v in pod(values)["volumes"] if v["name"] == "keys"]
@@ -61,7 +61,7 @@ def test_replicas_show_one_another_the_key_of_the_secret() -> None:
 
 
 @every_file
-def test_the_grace_period_is_the_sum_of_the_drain(file: Path) -> None:
+def test_grace_period_is_the_sum_of_the_drain(file: Path) -> None:
     values = values_of(file)
     names = ("endpointSeconds", "requestSeconds", "teardownSeconds")
     endpoint, request, teardown = (value(values, "drain", name) for name in names)
@@ -72,7 +72,7 @@ def test_the_grace_period_is_the_sum_of_the_drain(file: Path) -> None:
 
 
 @every_file
-def test_probes_ask_three_questions_at_a_named_port(file: Path) -> None:
+def test_probes_use_three_paths_at_a_named_port(file: Path) -> None:
     values = values_of(file)
     found = container(values)
     probes = {name: found[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
@@ -85,7 +85,7 @@ def test_probes_ask_three_questions_at_a_named_port(file: Path) -> None:
 
 
 @every_file
-def test_a_start_has_one_budget(file: Path) -> None:
+def test_start_has_one_time_budget(file: Path) -> None:
     values = values_of(file)
     seconds = value(values, "probes", "startup", "maxSeconds")
     probe = container(values)["startupProbe"]
@@ -95,7 +95,7 @@ def test_a_start_has_one_budget(file: Path) -> None:
 
 
 @every_file
-def test_shared_memory_is_what_the_values_add_up_to(file: Path) -> None:
+def test_shared_memory_is_the_sum_of_the_values(file: Path) -> None:
     values = values_of(file)
     [shm] = [v for v in pod(values)["volumes"] if v["name"] == "shm"]
     assert shm["emptyDir"]["medium"] == "Memory"
@@ -104,8 +104,8 @@ def test_shared_memory_is_what_the_values_add_up_to(file: Path) -> None:
     assert 0 < size < int(memory.removesuffix("Gi")) * 2**30
 
 
-def test_segments_are_granted_in_full() -> None:
-    """Half of what the arena leaves of the mount holds them wherever the engine's share does."""
+def test_span_memory_is_granted_in_full() -> None:
+    """Half of the mount without the arena holds the spans, in addition to the engine's share."""
     shm = {"engine": "4608Mi", "arena": "1Gi"}
     resources = {"limits": {"memory": "16Gi"}}
     values = {**WITH_KEYS, "shm": shm, "resources": resources, "kv": {"segments_bytes": 4 * 2**30}}
@@ -115,15 +115,15 @@ def test_segments_are_granted_in_full() -> None:
     assert (size - 2**30) / 2 >= 4 * 2**30
 
 
-def test_the_arena_is_granted_in_full() -> None:
-    """The server takes at most half of what the mount has left."""
+def test_arena_is_granted_in_full() -> None:
+    """The server takes at most half of the mount's free space."""
     values = {**WITH_KEYS, "shm": {"engine": "512Mi", "arena": "2G"}}
     [shm] = [v for v in pod(values)["volumes"] if v["name"] == "shm"]
     assert int(shm["emptyDir"]["sizeLimit"]) == 512 * 2**20 + 2 * 2 * 10**9
 
 
 @every_file
-def test_what_selects_pods_is_on_them_and_cannot_be_changed(file: Path) -> None:
+def test_selector_labels_are_on_the_pods_and_constant(file: Path) -> None:
     values = values_of(file)
     selector = {"app.kubernetes.io/name": "coppice", "app.kubernetes.io/instance": "rl"}
     deployment = one("Deployment", values)
@@ -150,14 +150,14 @@ def test_pods_are_confined(file: Path) -> None:
 
 
 @every_file
-def test_an_image_is_never_the_latest(file: Path) -> None:
+def test_image_is_never_latest(file: Path) -> None:
     image = container(values_of(file))["image"]
     assert not image.endswith(":latest")
     assert ":" in image or "@sha256:" in image
 
 
 @every_file
-def test_nothing_secret_is_in_an_object(file: Path) -> None:
+def test_no_object_contains_a_secret(file: Path) -> None:
     values = values_of(file)
     assert "Secret" not in kinds(values)
     keys = settings(values)["server"].get("keys_file")
@@ -169,13 +169,13 @@ def test_nothing_secret_is_in_an_object(file: Path) -> None:
 
 
 @every_file
-def test_objects_have_names_and_a_namespace_of_their_own(file: Path) -> None:
+def test_objects_have_unique_names_and_a_namespace(file: Path) -> None:
     found = [o for o in objects(values_of(file)) if not o["metadata"]["name"].endswith("more")]
     assert len({(o["kind"], o["metadata"]["name"]) for o in found}) == len(found)
     assert {o["metadata"]["namespace"] for o in found} == {"rl"}
 
 
-def test_replicas_are_left_to_an_autoscaler() -> None:
+def test_replicas_are_omitted_with_an_autoscaler() -> None:
     assert one("Deployment", WITH_KEYS)["spec"]["replicas"] == 1
     for kind in ("hpa", "keda"):
         values = {**WITH_KEYS, "autoscaling": {"kind": kind}}
@@ -198,7 +198,7 @@ def test_only_several_replicas_have_a_disruption_budget(values: Object, present:
         assert one("PodDisruptionBudget", {**WITH_KEYS, **values})["spec"]["maxUnavailable"] == 1
 
 
-def test_a_scaler_looks_at_its_own_release_alone() -> None:
+def test_autoscaler_selects_only_its_own_release() -> None:
     keda = {**WITH_KEYS, "autoscaling": {"kind": "keda"}}
     [trigger] = one("ScaledObject", keda, name="a", namespace="b")["spec"]["triggers"]
     assert 'job="a-coppice",namespace="b"' in trigger["metadata"]["query"]
@@ -210,7 +210,7 @@ def test_a_scaler_looks_at_its_own_release_alone() -> None:
     assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] >= 300
 
 
-def test_rules_are_narrowed_to_the_release() -> None:
+def test_rules_are_restricted_to_the_release() -> None:
     values = {**WITH_KEYS, "prometheusRule": {"enabled": True}}
     groups = one("PrometheusRule", values, name="a", namespace="b")["spec"]["groups"]
     queries = [rule["expr"] for group in groups for rule in group["rules"]]
@@ -221,7 +221,7 @@ def test_rules_are_narrowed_to_the_release() -> None:
     assert service == "a-coppice", "the operator names the job after the Service"
 
 
-def test_only_who_is_listed_reaches_the_pods() -> None:
+def test_only_listed_callers_reach_the_pods() -> None:
     trainers = [{"podSelector": {"matchLabels": {"app": "trainer"}}}]
     values = {**WITH_KEYS, "networkPolicy": {"callers": trainers}}
     spec = one("NetworkPolicy", values)["spec"]
@@ -234,7 +234,7 @@ def test_only_who_is_listed_reaches_the_pods() -> None:
     assert {port["port"] for port in dns["ports"]} == {53}
 
 
-def test_operators_and_scrapes_have_a_port_of_their_own_where_one_is_named() -> None:
+def test_admin_calls_and_scrapes_have_a_separate_port_if_configured() -> None:
     trainers = [{"podSelector": {"matchLabels": {"app": "trainer"}}}]
     values = {
         **WITH_KEYS,
@@ -258,6 +258,6 @@ def test_operators_and_scrapes_have_a_port_of_their_own_where_one_is_named() -> 
     assert operators["from"] == trainers
 
 
-def test_without_a_list_of_callers_only_the_namespace_is_let_in() -> None:
+def test_without_a_list_of_callers_only_the_namespace_has_access() -> None:
     api = one("NetworkPolicy", WITH_KEYS)["spec"]["ingress"][0]
     assert api["from"] == [{"podSelector": {}}]

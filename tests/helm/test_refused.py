@@ -1,4 +1,4 @@
-"""Values that are refused at the render, and with what words."""
+"""Values refused by the render, and the error messages."""
 
 from typing import Any
 
@@ -54,12 +54,12 @@ MISTAKES: list[tuple[str, Object]] = [
 
 
 @pytest.mark.parametrize(("words", "mistake"), MISTAKES, ids=[repr(m) for _, m in MISTAKES])
-def test_a_mistake_is_refused_by_name(words: str, mistake: Object) -> None:
+def test_mistake_is_refused_by_name(words: str, mistake: Object) -> None:
     with pytest.raises(HelmError, match=words):
         templates({**WITH_KEYS, **mistake})
 
 
-def test_the_mistakes_are_all_that_is_wrong() -> None:
+def test_mistakes_are_the_only_invalid_values() -> None:
     templates(WITH_KEYS)
 
 
@@ -80,7 +80,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     ids=".".join,
 )
 def test_every_value_has_a_type(path: tuple[str, ...]) -> None:
-    """A wrong type must make the render fail, or the schema is not loaded at all."""
+    """A wrong type must fail the render; otherwise the schema is not loaded at all."""
     wrong: Any = 7.5
     for name in reversed(path):
         wrong = {name: wrong}
@@ -88,7 +88,7 @@ def test_every_value_has_a_type(path: tuple[str, ...]) -> None:
         templates({**WITH_KEYS, **wrong})
 
 
-def test_every_setting_of_the_server_is_a_value_or_set_by_the_chart() -> None:
+def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
     by_the_chart = {
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
         "engine": {"model", "revision", "start_seconds", "prompt_kv"},

@@ -1,4 +1,4 @@
-"""Every values file: lint, render, and objects that three versions of Kubernetes take."""
+"""Every values file: lint, render, and validation for three versions of Kubernetes."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ from tests.helm.chart import FILES, WITH_KEYS, Object, objects, settings, values
 pytestmark = pytest.mark.slow
 
 VERSIONS = ("1.29", "1.31", "1.34")
-# Kinds of operators, of which Kubernetes has no schema: what each must have, by path.
+# Required paths of custom resource kinds, for which Kubernetes has no schema.
 CUSTOM = {
     "ServiceMonitor": ("spec.selector.matchLabels", "spec.endpoints"),
     "PrometheusRule": ("spec.groups",),
@@ -34,19 +34,22 @@ def at(tree: Any, path: str) -> Any:
 
 @cache
 def taken(text: str, version: str) -> None:
-    """Cached: many files have a Service in common, and a validation takes long."""
+    """Validates an object.
+
+    Cached: many files have the same Service, and a validation takes long.
+    """
     kubernetes_validate.validate(json.loads(text), version, strict=True)
 
 
 @every_file
 def test_lint_finds_nothing(file: Path) -> None:
     found = helm_python.lint(str(CHART), values_of(file), strict=True)
-    # Of severity 1 (info) is only that the chart has no icon.
+    # The only finding of severity 1 (info) is the missing icon.
     assert [message for message in found["messages"] if message["severity"] > 1] == []
 
 
 @every_file
-def test_kubernetes_takes_every_object(file: Path) -> None:
+def test_kubernetes_accepts_every_object(file: Path) -> None:
     for found in objects(values_of(file)):
         if found["kind"] in CUSTOM:
             assert all(at(found, path) for path in CUSTOM[found["kind"]])
@@ -55,7 +58,7 @@ def test_kubernetes_takes_every_object(file: Path) -> None:
             taken(json.dumps(found), version)
 
 
-def test_the_validation_sees_a_misspelt_field() -> None:
+def test_validation_detects_a_misspelt_field() -> None:
     [deployment] = [o for o in objects(values_of(FILES[0])) if o["kind"] == "Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     container["livenesProbe"] = container.pop("livenessProbe")
@@ -64,21 +67,21 @@ def test_the_validation_sees_a_misspelt_field() -> None:
 
 
 @pytest.mark.parametrize("example", golden.EXAMPLES, ids=lambda example: example.stem)
-def test_the_renders_of_the_examples_are_those_that_were_reviewed(example: Path) -> None:
+def test_renders_of_the_examples_equal_the_reviewed_ones(example: Path) -> None:
     assert golden.golden(example).read_text() == golden.render(example), "make chart"
 
 
-def test_the_readme_and_the_schema_are_generated() -> None:
+def test_readme_and_schema_are_generated() -> None:
     assert readme.FILE.read_text() == readme.render(), "make chart"
     assert schema.FILE.read_text() == schema.render(), "make chart"
 
 
-def test_helm_is_not_told_to_ignore_the_schema() -> None:
-    """As in another chart of this field, whose schema ships and is never loaded."""
+def test_helm_does_not_ignore_the_schema() -> None:
+    """A known mistake: a chart whose .helmignore excludes its schema never loads it."""
     assert "schema" not in (CHART / ".helmignore").read_text()
 
 
-def test_without_keys_the_names_of_the_service_are_answered() -> None:
+def test_without_keys_the_service_names_are_answered() -> None:
     values: Object = {"auth": {"allowOpen": True, "allowedHosts": ["rollouts.example"]}}
     render = settings(values)["server"]
     assert render["allowed_hosts"] == [

@@ -1,4 +1,4 @@
-"""Latencies of small requests, alone and beside readers of prompt KV in processes of their own."""
+"""Latencies of small requests, alone and next to prompt KV readers in separate processes."""
 
 import socket
 import statistics
@@ -21,7 +21,7 @@ SMALL = {"groups": [{"prompt": {"token_ids": [1, 2, 3]}, "n": 4}], "sampling": {
 
 @dataclass(frozen=True, kw_only=True)
 class Latencies:
-    """In milliseconds."""
+    """Latencies in milliseconds."""
 
     probes: list[float]
     rollouts: list[float]
@@ -55,7 +55,7 @@ def latencies(url: str, num_rounds: int) -> Latencies:
 
 @contextmanager
 def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
-    """Each fetches the handle again and again."""
+    """Processes that each fetch the handle in a loop."""
     command = [sys.executable, "-m", "tests.invariants.kv_load", url]
     processes = [Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
     try:
@@ -72,7 +72,7 @@ def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
 
 
 def loopback_bytes_per_second(num_bytes: int = 2**29) -> float:
-    """Of a bare socket that is read into memory that is already there."""
+    """Throughput of a bare loopback socket read into memory that is already mapped."""
     piece, room = memoryview(bytes(2**20)), memoryview(bytearray(2**20))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -1,9 +1,10 @@
-"""A server in a process of its own whose prompts' keys and values are as large as a real model's.
+"""A server in its own process whose prompt KV is as large as a real model's.
 
     python -m tests.invariants.kv_server MAX_BYTES_PER_SECOND [nixl]
 
-It prints its address and serves until its standard input ends. The engine is the fake one: of the
-transports only the bytes matter. They are those of Qwen3-8B, 144 KiB a token.
+It prints its address and serves until its standard input is closed. It uses the fake engine:
+transports are measured, for which only the number of bytes matters, here that of Qwen3-8B, 144 KiB
+per token.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Callers in threads of their own, each on a new connection a request, and what became of it."""
+"""Callers in threads, each with a new connection per request, and the results of their calls."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ KINDS = ("plain", "stream", "keyed")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """`outcome` of its groups, or the `code` of the problem; `broken`: no whole answer came."""
+    """`outcome` of its groups, or the `code` of the problem; `broken`: no complete answer."""
 
     began: float
     outcomes: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Load:
             self._threads.append(thread)
 
     def end(self) -> None:
-        """Everybody comes back: a caller that hangs fails here."""
+        """Joins every caller; one that hangs fails here."""
         self._over.set()
         for thread in self._threads:
             thread.join(CALL_SECONDS + 30)

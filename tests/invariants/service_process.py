@@ -1,5 +1,7 @@
-"""A real `coppice serve` in a process group of its own, with nothing of its files outside a folder
-of its own, so that what it leaves can be counted."""
+"""A real `coppice serve` in its own process group.
+
+It writes only to a folder of its own, so that leftover files can be counted.
+"""
 
 import getpass
 import os
@@ -22,7 +24,7 @@ from engine.runtime.shared_memory import FileId, file_id, files_used_by, find_le
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
 _READY = re.compile(r"ready: serving .* on (http://\S+?)[\"\s]")
-# Compiled kernels are not leftovers: they are for the next one.
+# Compiled kernels are not leftovers: the next engine reuses them.
 _COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 
 
@@ -35,9 +37,9 @@ def until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerHome:
-    """Where a server keeps everything. Short: a Unix socket's path may have 107 bytes.
+    """The folder for all files of a server. Short: the path of a Unix socket has at most 107 bytes.
 
-    `held` are files that its processes had: what engines of others leave is not its own.
+    `held` are files that its processes had open: leftovers of other engines are excluded.
     """
 
     path: Path
@@ -56,7 +58,7 @@ class ServerHome:
         return self.path / "log"
 
     def leftover_files(self) -> list[str]:
-        """But for the log, and what living processes share."""
+        """Leftover files, except the log and files shared by living processes."""
         files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
         shared = [file for file in find_leftovers() if self._held(file)]
         return sorted(map(str, [*files, *shared]))
@@ -64,7 +66,7 @@ class ServerHome:
     def _held(self, file: Path) -> bool:
         try:
             return file_id(file.stat()) in self.held
-        except FileNotFoundError:  # swept by the start of another engine
+        except FileNotFoundError:  # removed by the start of another engine
             return False
 
 
@@ -81,7 +83,7 @@ def home() -> Iterator[ServerHome]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceProcess:
-    """`url` once it serves."""
+    """`url` is set once it serves."""
 
     process: subprocess.Popen[bytes]
     home: ServerHome
@@ -98,7 +100,7 @@ class ServiceProcess:
         return self.home.log.read_text()
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
-        """To the service, or as a terminal does it, to its whole process group."""
+        """Sends a signal to the service or, as a terminal does, to its whole process group."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def wait(self, seconds: float) -> int:
@@ -108,7 +110,10 @@ class ServiceProcess:
             raise AssertionError(f"still running after {seconds} s:\n{self.log[-4000:]}") from None
 
     def record_open_files(self) -> None:
-        """What it leaves can be told from what others do. Takes some time."""
+        """Records the files that its processes hold, to tell its leftovers from those of others.
+
+        Slow.
+        """
         for pid in (self.process.pid, *(child.pid for child in self.descendants)):
             self.home.held.update(files_used_by(pid))
 
@@ -126,13 +131,13 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(place: ServerHome, *flags: str) -> Iterator[ServiceProcess]:
-    """Killed with all that is its if the test leaves it running."""
+    """Kills the service and its descendants if the test leaves it running."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(place.weights), "--log.format", "json", *flags]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
     environment["TMPDIR"] = str(place.temporary)
-    environment.setdefault("COPPICE_ENGINE__CPU_THREADS", "1")  # another test computes beside it
-    # With it other engines of the tests start sooner (Makefile).
+    environment.setdefault("COPPICE_ENGINE__CPU_THREADS", "1")  # other tests need the cores
+    # A shared compile cache makes other engines of the tests start faster (Makefile).
     environment.pop("TORCHDYNAMO_DISABLE", None)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED))
     with place.log.open("wb") as log:

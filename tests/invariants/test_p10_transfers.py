@@ -1,7 +1,7 @@
-"""P10: readers of prompt KV do not slow down everybody else.
+"""P10: readers of prompt KV do not slow down other requests.
 
-The figures of the promise are measured by bench/kv_transport.py, on a quiet machine. The bounds
-here hold where others compute as well: they show that nobody stands still for a transfer.
+The figures of the invariant are measured by bench/kv_transport.py on a quiet machine. The bounds
+here also hold on a busy machine: they show that no request blocks during a transfer.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.invariants.kv_server import kv_server
 pytestmark = pytest.mark.slow
 
 
-def test_probes_and_small_rollouts_are_answered_while_four_read() -> None:
+def test_probes_and_small_rollouts_are_answered_during_four_reads() -> None:
     with kv_server(loopback_bytes_per_second() / 4) as url:
         handle = handle_of(url, 512)
         idle = latencies(url, 50)

@@ -1,5 +1,8 @@
-"""P1: no accepted group disappears. It ends once, its caller and the metrics agree on how, and none
-of its samples outlives it in the engine."""
+"""P1: no accepted group disappears.
+
+It ends once, its caller and the metrics report the same outcome, and none of its samples outlives
+it in the engine.
+"""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_closed_connection_ends_the_samples_of_every_group(
+async def test_closed_connection_ends_the_samples_of_every_group(
     tmp_path: Path, stream: bool
 ) -> None:
     engine = YieldingEngine(instant=False)
@@ -40,7 +43,7 @@ async def test_a_closed_connection_ends_the_samples_of_every_group(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, stream: bool) -> None:
+async def test_disconnect_before_the_start_samples_nothing(tmp_path: Path, stream: bool) -> None:
     engine = YieldingEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         async with served.server.rollouts.close_gate():
@@ -56,7 +59,7 @@ async def test_who_leaves_before_the_start_is_not_sampled_for(tmp_path: Path, st
                 await asyncio.sleep(0.001)
 
 
-async def test_a_second_reader_of_a_stream_ends_nothing_by_leaving(tmp_path: Path) -> None:
+async def test_disconnect_of_a_second_reader_of_a_stream_ends_nothing(tmp_path: Path) -> None:
     engine = YieldingEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=2), stream=True)
@@ -76,7 +79,7 @@ async def test_a_second_reader_of_a_stream_ends_nothing_by_leaving(tmp_path: Pat
     assert records[-1]["outcome"] == "done"
 
 
-async def test_a_rollout_that_is_cancelled_before_its_first_step_ends_too(tmp_path: Path) -> None:
+async def test_rollout_cancelled_before_its_first_step_ends(tmp_path: Path) -> None:
     server = Server(settings_for(tmp_path), FakeEngine())
     started: list[Rollout] = []
 
@@ -95,9 +98,11 @@ async def test_a_rollout_that_is_cancelled_before_its_first_step_ends_too(tmp_pa
 
 
 @pytest.mark.parametrize("how", ["delete", "leave", "break"])
-async def test_an_end_at_any_turn_of_the_loop_leaves_no_sample(tmp_path: Path, how: str) -> None:
-    """Every await of a rollout and of its groups is met: before the first step, around the
-    submission, while sampling, and within an abort."""
+async def test_end_at_any_iteration_of_the_loop_leaves_no_sample(tmp_path: Path, how: str) -> None:
+    """Covers every await of a rollout and its groups.
+
+    Before the first step, around the submission, while sampling, and within an abort.
+    """
     for num_turns in range(24):
         engine = YieldingEngine(instant=False)
         server = Server(settings_for(tmp_path), engine)

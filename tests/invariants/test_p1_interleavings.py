@@ -1,8 +1,8 @@
-"""P1 and P2 against a model: rollouts under random interleavings of everything that can happen.
+"""P1 and P2 against a model: rollouts under random interleavings of all events.
 
-Each step is a turn or two of the event loop, so that the next one falls into the middle of what the
-last one began; the engine hesitates at every call for the same reason. At the end the books must
-balance whatever happened.
+Each step takes one or two iterations of the event loop, so that the next step interrupts the
+previous one; the engine yields at every call for the same reason. At the end the accounts must
+balance.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ BRANCHING = {"mode": "interval", "interval": 1, "max_depth": 2, "max_leaves": 4}
 
 @dataclass
 class Seen:
-    """What one caller saw: the rollout it was given, and its answer or problem."""
+    """One caller's view: the rollout ID it received, and its answer or problem."""
 
     rollout: Rollout | None = None
     answer: RolloutAnswer | None = None
@@ -69,7 +69,7 @@ class World:
     async def _call(
         self, request: RolloutRequest, claim: IdempotencyClaim | None, detached: bool, seen: Seen
     ) -> None:
-        """As the route does it."""
+        """Calls the manager as the route does."""
         rollouts = self.server.rollouts
         try:
             seen.rollout = await rollouts.start(
@@ -145,9 +145,9 @@ def take(world: World, name: str, given: Any) -> None:
 
 
 async def settle(world: World) -> None:
-    """Time goes on until nobody waits any more; a deadlock ends here.
+    """Runs until no task waits any more; fails on a deadlock.
 
-    What was told to end does so while no token is sampled.
+    Aborted rollouts must end while no token is sampled.
     """
     await yield_loop(50)
     for _, seen in world.callers:
@@ -180,7 +180,7 @@ async def live(steps: list[tuple[Step, int]], folder: Path) -> None:
 
 
 def check(world: World) -> None:
-    """Whatever happened: everything ended once, and everybody says the same about how."""
+    """Asserts that everything ended once, with the same outcome in every account."""
     server = world.server
     started = {seen.rollout.id: seen.rollout for _, seen in world.callers if seen.rollout}
     ended = [rollout for rollout in started.values() if rollout.ended]
@@ -203,7 +203,7 @@ def check(world: World) -> None:
 
 
 def _is_complete(group_: Group, answer: GroupAnswer) -> bool:
-    """A tree that nothing happened to has all its leaves; whatever did, its books balance."""
+    """A tree without interruption has all its leaves; the counts of any other are consistent."""
     if answer.segments is None:
         return len(answer.samples) == group_.n
     for segment in answer.segments:
@@ -221,7 +221,7 @@ def _check_versions(rollout: Rollout) -> None:
 
 
 def _check_keys(world: World, ended: list[Rollout]) -> None:
-    """P2: of one request under one key, at most one rollout comes to an answer."""
+    """P2: of requests with the same content and key, at most one rollout is answered."""
     answered = Counter(r.claim for r in ended if r.claim is not None and r.error is None)
     assert all(number == 1 for number in answered.values())
 
@@ -240,7 +240,7 @@ def _staged(label: str, sequence: int, folder: Path) -> Version:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(STEPS, st.integers(0, 6)), min_size=3, max_size=30))
-def test_every_group_ends_once_whatever_happens(
+def test_every_group_ends_once_under_any_interleaving(
     tmp_path_factory: Any, steps: list[tuple[Step, int]]
 ) -> None:
     folder: Path = tmp_path_factory.getbasetemp() / uuid.uuid4().hex

@@ -1,5 +1,7 @@
-"""P2: a retried POST with the same key gets the same rollout, however often its connection breaks
-and at whatever byte, and is sampled once."""
+"""P2: a retried POST with the same key gets the same rollout, which is sampled once.
+
+This holds however often the connection breaks and at whatever byte.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,7 @@ NUM_RETRIES = 40
 
 
 async def broken_off(served: Served, request: bytes, sent: int, received: int) -> None:
-    """Sends and reads so many bytes, then resets the connection."""
+    """Sends and reads this many bytes, then resets the connection."""
     address = urlsplit(served.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(request[:sent])
@@ -29,7 +31,7 @@ async def broken_off(served: Served, request: bytes, sent: int, received: int) -
     writer.transport.abort()
 
 
-async def test_connections_that_break_at_any_byte_sample_nothing_twice(tmp_path: Path) -> None:
+async def test_connections_broken_at_any_byte_sample_nothing_twice(tmp_path: Path) -> None:
     choose = random.Random(2)
     engine = FakeEngine(instant=False)
     asked = json.dumps(body(group(1, n=2), stream=True)).encode()

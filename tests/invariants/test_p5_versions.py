@@ -1,9 +1,9 @@
 """P5: every token is labelled with the version that sampled it.
 
-Two versions of the seedling, greedy in float32, swapped again and again under load. Each span must
-be what Hugging Face's forward of that version's weights would have chosen next. After `keep` the
-tokens before a swap stay in the cache as the older weights computed them, so there the claim is
-exact for the first span only.
+Two versions of the seedling model, greedy in float32, are swapped repeatedly under load. Each
+version span must equal the greedy continuation by a Hugging Face forward with that version's
+weights. After `keep`, KV of the tokens before a swap stays as the older weights computed it, so the
+check is exact for the first span only.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ CHECKED = 8
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, disturbed enough to choose other tokens."""
+    """The same model, perturbed enough to choose other tokens."""
     directory = tmp_path_factory.mktemp("versions") / "other"
     shutil.copytree(MODEL, directory)
     draw = torch.Generator().manual_seed(11)
@@ -46,7 +46,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def ask(served: Served, number: int, over: asyncio.Event) -> list[dict[str, Any]]:
-    """One after the other until it is over; prompts with their samples."""
+    """Sends one request after another until `over` is set; returns prompts with their samples."""
     answered = []
     while not over.is_set():
         prompt = [number + 3, *range(4, 4 + 7 * number), number + 5]
@@ -61,7 +61,7 @@ async def ask(served: Served, number: int, over: asyncio.Event) -> list[dict[str
 
 
 async def swapped_under_load(served: Served, mode: str) -> list[dict[str, Any]]:
-    """The samples that met the most swaps."""
+    """The samples with the most swaps."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         callers = [tasks.create_task(ask(served, i, over)) for i in range(CALLERS)]
@@ -87,7 +87,7 @@ def checked(samples: list[dict[str, Any]], models: dict[str, Any], *, whole: boo
         yield "-".join(span["version"] for span in spans)
 
 
-async def test_every_token_is_what_the_version_on_its_label_chooses(
+async def test_every_token_is_the_greedy_choice_of_its_labelled_version(
     tmp_path: Path, other: Path
 ) -> None:
     models = {"first": reference(), "other": reference(other)}

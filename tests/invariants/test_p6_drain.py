@@ -1,4 +1,4 @@
-"""P6: a drain loses nothing that was admitted before it, wherever it was."""
+"""P6: a drain loses no request admitted before it, in any state."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def admitted(served: Served, num_samples: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_group_that_waits_for_an_activation_is_answered(tmp_path: Path) -> None:
+async def test_group_waiting_for_an_activation_is_answered(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         async with served.server.rollouts.close_gate():
@@ -42,7 +42,7 @@ async def test_a_group_that_waits_for_an_activation_is_answered(tmp_path: Path) 
         await draining
 
 
-async def test_a_score_is_answered(tmp_path: Path) -> None:
+async def test_score_is_answered(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.score_gate = asyncio.Event()
     async with serving(engine, tmp_path) as served:
@@ -57,7 +57,7 @@ async def test_a_score_is_answered(tmp_path: Path) -> None:
         await draining
 
 
-async def test_what_is_frozen_can_be_resumed_and_ends(tmp_path: Path) -> None:
+async def test_frozen_sample_can_be_resumed_and_ends(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await served.http.post("/v1/pause", json={})
@@ -70,7 +70,7 @@ async def test_what_is_frozen_can_be_resumed_and_ends(tmp_path: Path) -> None:
         await draining
 
 
-async def test_what_stays_frozen_comes_back_with_its_tokens_in_the_end(tmp_path: Path) -> None:
+async def test_frozen_sample_returns_its_tokens_at_the_end_of_the_drain(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         frozen = post(served)
@@ -83,7 +83,7 @@ async def test_what_stays_frozen_comes_back_with_its_tokens_in_the_end(tmp_path:
     assert [len(s["token_ids"]) for s in answer["groups"][0]["samples"]] == [3, 3]
 
 
-async def test_an_activation_that_waits_for_the_last_group_is_no_deadlock(tmp_path: Path) -> None:
+async def test_activation_in_mode_wait_does_not_deadlock_a_drain(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         await served.http.put("/v1/weights/v1", content=b"w")
@@ -104,7 +104,7 @@ async def test_an_activation_that_waits_for_the_last_group_is_no_deadlock(tmp_pa
     assert answer["groups"][0]["samples"][0]["versions"][0]["version"] == "v1"
 
 
-async def test_what_could_not_start_in_time_is_told_to_go_elsewhere(tmp_path: Path) -> None:
+async def test_group_that_could_not_start_in_time_gets_a_retryable_problem(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         async with served.server.rollouts.close_gate():
             waiting = post(served)
@@ -123,7 +123,7 @@ NDJSON = {"accept": "application/x-ndjson"}
 
 
 async def awaits_fetch(served: Served) -> str:
-    """Where the answer is that somebody was told to come back for."""
+    """Starts an asynchronous rollout; returns the location of its answer."""
     accepted = await served.http.post("/v1/rollouts", json=body(group(1)), headers=ASYNC)
     assert accepted.status_code == 202
     place: str = accepted.headers["location"]
@@ -136,7 +136,7 @@ async def ended(served: Served) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, NDJSON])
-async def test_an_answer_that_was_promised_is_waited_for_until_it_is_fetched(
+async def test_drain_waits_for_a_promised_answer_until_it_is_fetched(
     tmp_path: Path, headers: dict[str, str]
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -151,7 +151,7 @@ async def test_an_answer_that_was_promised_is_waited_for_until_it_is_fetched(
             await draining
 
 
-async def test_an_answer_that_nobody_fetches_is_waited_for_no_longer_than_the_bound(
+async def test_drain_timeout_bounds_the_wait_for_an_unfetched_answer(
     tmp_path: Path,
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -161,14 +161,14 @@ async def test_an_answer_that_nobody_fetches_is_waited_for_no_longer_than_the_bo
         assert (await served.http.get(place)).status_code == 200, "while it still listens"
 
 
-async def test_an_answer_is_waited_for_no_longer_than_any_is_kept(tmp_path: Path) -> None:
+async def test_drain_waits_no_longer_for_an_answer_than_its_ttl(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits={"keep_answers_seconds": 0.2}) as served:
         await awaits_fetch(served)
         async with asyncio.timeout(30):
             await drain(served)
 
 
-async def test_an_answer_that_was_given_to_its_caller_is_not_waited_for(tmp_path: Path) -> None:
+async def test_drain_does_not_wait_for_a_delivered_answer(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked, key = body(group(1)), {"idempotency-key": "k"}
         assert (await served.http.post("/v1/rollouts", json=asked, headers=key)).is_success
@@ -176,7 +176,7 @@ async def test_an_answer_that_was_given_to_its_caller_is_not_waited_for(tmp_path
             await drain(served)
 
 
-async def test_a_caller_who_left_while_waiting_has_not_fetched_the_answer(tmp_path: Path) -> None:
+async def test_disconnected_long_poll_does_not_count_as_fetched(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         place = await awaits_fetch(served)

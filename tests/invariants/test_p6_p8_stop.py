@@ -1,4 +1,4 @@
-"""P6, P7 and P8 on a real server under load: what signals do to it, its callers and its engine."""
+"""P6, P7 and P8 on a real server under load: signals and their effect on server and callers."""
 
 import re
 import signal
@@ -38,7 +38,7 @@ def status(server: ServiceProcess) -> dict[str, int]:
 
 
 def rollouts_running(server: ServiceProcess) -> int:
-    """Of callers that call again and again: for an instant there may be none."""
+    """Rollouts of callers that send one request after another: for an instant there may be none."""
     seen = (status(server)["rollouts_running"] for _ in range(1000))
     return next(filter(None, seen), 0)
 
@@ -49,15 +49,15 @@ def counted(server: ServiceProcess) -> dict[str, int]:
     return {outcome: int(float(count)) for outcome, count in found if float(count)}
 
 
-def test_sigterm_under_load_answers_everyone_who_came_before_it(place: ServerHome) -> None:
+def test_sigterm_under_load_answers_every_earlier_request(place: ServerHome) -> None:
     with service(place, *FRUGAL) as server:
         with load(server.url, max_tokens=24) as early:
             warm(early, 12)
         assert all(call.outcomes == ["done"] * 2 for call in early.calls)
         assert counted(server) == {"done": 2 * len(early.calls)}
 
-        # They can all end in one step, and the drain with them: one that has just begun a long call
-        # keeps the server until the others have come again.
+        # All running calls can end in one step, and the drain with them. One long call, just
+        # started, keeps the server up until every caller has sent its next request.
         with (
             load(server.url, max_tokens=200, num_threads=3) as running,
             load(server.url, max_tokens=450, num_threads=1) as long,
@@ -86,7 +86,7 @@ def test_sigterm_under_load_answers_everyone_who_came_before_it(place: ServerHom
     assert place.leftover_files() == []
 
 
-def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: ServerHome) -> None:
+def test_second_ctrl_c_ends_everything_at_once(place: ServerHome) -> None:
     with service(place, *FRUGAL, "--server.drain-seconds", "600") as server:
         with load(server.url, max_tokens=900) as running:
             until(
@@ -109,7 +109,7 @@ def test_a_second_ctrl_c_of_the_terminal_ends_all_at_once(place: ServerHome) -> 
     assert place.leftover_files() == []
 
 
-def test_a_killed_service_leaves_no_orphan_and_the_next_start_sweeps(place: ServerHome) -> None:
+def test_killed_service_leaves_no_orphan_and_the_next_start_cleans_up(place: ServerHome) -> None:
     with service(place, *FRUGAL) as server:
         upload = httpx.put(f"{server.url}/v1/weights/v1/files/a.safetensors", content=b"w")
         assert upload.json()["state"] == "incomplete"

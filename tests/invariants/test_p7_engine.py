@@ -1,5 +1,7 @@
-"""P7: when the engine dies or hangs, the probes say so and whoever waits for it is told, also where
-vLLM itself would leave them waiting for ever."""
+"""P7: when the engine dies or hangs, the probes report it and every waiting call fails.
+
+This includes calls that vLLM itself would leave waiting forever.
+"""
 
 import asyncio
 import signal
@@ -32,7 +34,7 @@ async def refuses_everything(engine: VllmEngine) -> None:
     await engine.abort(["unknown"])
 
 
-async def test_a_death_during_an_activation_fails_it_at_once() -> None:
+async def test_engine_death_during_an_activation_fails_it_at_once() -> None:
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
         await engine.pause("keep")
         frozen = asked(one_sample(engine, 5))
@@ -49,7 +51,7 @@ async def test_a_death_during_an_activation_fails_it_at_once() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [("EngineCore", {}), ("Worker", {"tensor_parallel_size": 2})]
 )
-async def test_a_hang_that_goes_on_is_made_a_death(name: str, ranks: dict[str, Any]) -> None:
+async def test_persistent_hang_is_treated_as_death(name: str, ranks: dict[str, Any]) -> None:
     async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:
         running = asked(one_sample(engine, 900))
         await asyncio.sleep(0.3)

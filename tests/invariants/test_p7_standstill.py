@@ -1,4 +1,4 @@
-"""P7: a service that stood still, as in a suspended machine, does not kill its healthy engine."""
+"""P7: a service that was suspended, as with its machine, does not kill its healthy engine."""
 
 import signal
 import time
@@ -32,11 +32,11 @@ def stand_still(server: ServiceProcess) -> None:
     server.signal(signal.SIGCONT)
 
 
-def test_a_service_that_was_suspended_serves_on(place: ServerHome) -> None:
+def test_suspended_service_continues_to_serve(place: ServerHome) -> None:
     flags = ("--engine.step-seconds", str(STEP_SECONDS), "--engine.hang-seconds", str(HANG_SECONDS))
     with service(place, *flags) as server:
         stand_still(server)
         assert httpx.get(f"{server.url}/livez", timeout=30).status_code == 200
-        time.sleep(STEP_SECONDS)  # in which the watch judges again
+        time.sleep(STEP_SECONDS)  # in which the watchdog checks again
         answer = httpx.post(f"{server.url}/v1/rollouts", json=BODY, timeout=60)
         assert answer.status_code == 200, answer.text

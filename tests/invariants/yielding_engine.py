@@ -1,4 +1,4 @@
-"""The fake engine with every await a real suspension, as vLLM's may be."""
+"""The fake engine with a real suspension at every await, as vLLM may have."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -14,7 +14,7 @@ async def yield_loop(number: int = 3) -> None:
 
 
 class YieldingEngine(FakeEngine):
-    """Whoever is cancelled can be cancelled before and after each call takes effect."""
+    """A caller can be cancelled before and after each call takes effect."""
 
     num_rejections = 0
 

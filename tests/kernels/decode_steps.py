@@ -1,8 +1,8 @@
-"""Decode steps whose rows share prefixes, as trees: what the rows read, and who shares what.
+"""Decode steps whose rows share prefixes, as trees, with their sharing plans.
 
-A tree is a list of levels, from the root down, as Hydragen's tests write them: [[7, 7], [9, 10,
-11, 4]] is two prompts of 7 tokens, each with two rows of their own length. A level's entries are
-dealt to those above it in equal runs; the last level is the rows' suffixes.
+A tree is a list of levels, from the root down, as in Hydragen's tests: [[7, 7], [9, 10, 11, 4]] is
+two prompts of 7 tokens, each with two rows of their own length. A level's entries are assigned to
+those above it in equal runs; the last level is the rows' suffixes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ HYDRAGEN: list[Levels] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a model's attention, and of the cache."""
+    """Shape of a model's attention and of its KV cache."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -46,7 +46,7 @@ class Node:
 
 
 def nodes_of(levels: Levels) -> list[Node]:
-    """Of all but the last level, parents before children; those without tokens are none."""
+    """Nodes of all levels but the last, parents before children, without empty ones."""
     num_rows = len(levels[-1])
     nodes: list[Node] = []
     begins = [0] * num_rows
@@ -65,10 +65,10 @@ def nodes_of(levels: Levels) -> list[Node]:
 def step_of(
     levels: Levels, shape: Shape, *, query_tokens: Sequence[int] | int = 1, seed: int = 0
 ) -> tuple[SharingPlan, Step]:
-    """A step in float64 and its plan. Blocks lie anywhere; what no row has written is NaN.
+    """A step in float64 and its plan. Blocks are in random order; unwritten values are NaN.
 
-    A block wholly inside a node is one for all of its rows; of other blocks every row has its own,
-    with a copy of what is shared.
+    A block entirely inside a node is shared by all of its rows; of other blocks every row has its
+    own, with a copy of the shared tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     nodes = nodes_of(levels)
@@ -134,7 +134,7 @@ def nothing_shared(num_rows: int) -> SharingPlan:
 
 
 def rounded(step: Step, dtype: torch.dtype) -> Step:
-    """What a cache of this type holds, in float64."""
+    """The step with values rounded to a cache dtype, in float64."""
     return replace(
         step,
         query=step.query.to(dtype).double(),

@@ -1,8 +1,8 @@
-"""The Triton kernels in Triton's interpreter, which is switched on before they are imported.
+"""The Triton kernels in Triton's interpreter, which is enabled before they are imported.
 
-test_cuda_kernel.py runs this file in a process of its own: elsewhere in the process, vLLM's Triton
-kernels must stay what they are. In float16 alone: of bfloat16 operands Triton 3.9's interpreter
-multiplies the bits as whole numbers.
+test_cuda_kernel.py runs this file in a process of its own: vLLM's Triton kernels must stay compiled
+in the main one. Only float16 is tested: Triton 3.9's interpreter multiplies the bits of bfloat16
+operands as integers.
 """
 
 import pytest
@@ -48,12 +48,12 @@ def test_head_sizes(head_size: int) -> None:
 
 
 @pytest.mark.parametrize("levels", HYDRAGEN[:3], ids=str)
-def test_hydragens_sizes(levels: Levels) -> None:
+def test_hydragen_sizes(levels: Levels) -> None:
     shape = Shape(num_heads=8, num_kv_heads=1)
     assert_right(*step_of(levels, shape), shape)
 
 
-def test_a_long_prefix_is_cut_into_items() -> None:
+def test_long_prefix_is_cut_into_items() -> None:
     shape = Shape(num_heads=2, num_kv_heads=1)
     plan, step = step_of([[1500], [1, 600]], shape)
     assert_right(plan, step, shape, num_processors=16)
@@ -72,8 +72,8 @@ def test_any_tree(case: Drawn) -> None:
     assert_right(plan, step, case.shape, query_tokens=4)
 
 
-def test_a_list_serves_one_plan_after_another_and_rows_that_grow() -> None:
-    """As a captured graph does: the same buffers, other contents."""
+def test_work_list_buffers_serve_several_plans_and_growing_rows() -> None:
+    """As with a captured graph: the same buffers, other contents."""
     shape = Shape()
     work = work_list(shape, num_rows=4, device="cpu")
     for levels in (TREE, [[64], [3, 4]], TREE):
@@ -85,7 +85,7 @@ def test_a_list_serves_one_plan_after_another_and_rows_that_grow() -> None:
         torch.testing.assert_close(got, reference.full_attention(step)[0], atol=CLOSE, rtol=0)
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
+def test_plan_that_does_not_fit_is_refused() -> None:
     shape = Shape()
     plan, step = step_of([[64], [1] * 9], shape)
     work = work_list(shape, num_rows=8, device="cpu")

@@ -1,4 +1,4 @@
-"""The slow way, one vector or value at a time: what the fast ways have to equal."""
+"""Reference implementation of packing and unpacking, one vector or value at a time."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The slow way, one token's channels at a time in float64: what the fast one has to equal."""
+"""Reference implementation of KV prediction, one token's channels at a time in float64."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def slow_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.T
             own = _of(source, part, token)
             distances = [math.dist(own, _of(base, part, token)) for base in bases]
             zero_distance = math.hypot(*own)
-            if min(distances) == 0:  # it has the very text
+            if min(distances) == 0:  # its base is the same text
                 shares = [float(distance == 0) for distance in distances]
                 total = sum(shares)
             else:
@@ -32,7 +32,7 @@ def slow_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.T
 def slow_predict(
     source: torch.Tensor, shift: int, observations: Sequence[Observation], rotary: RotaryParams
 ) -> torch.Tensor:
-    """The offset of each, in the place where the prediction stands, added one after the other."""
+    """Adds each source's offset, shifted to the prediction's position, one after the other."""
     out = _shifted(source, shift, rotary)
     has_no_base = any(seen.base is None for seen in observations)
     for layer in range(1, len(out)):

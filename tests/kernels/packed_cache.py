@@ -11,7 +11,7 @@ from kernels.shared_prefix_attention.reference import Step
 
 
 def packed(keys: Tensor, values: Tensor) -> Tensor:
-    """[blocks, B, Hkv, D] twice -> [blocks, Hkv, B, 2 * D], the shape under which vLLM holds it."""
+    """[blocks, B, Hkv, D] twice -> [blocks, Hkv, B, 2 * D], the shape of vLLM's tensor."""
     blocks, block_size, num_kv_heads, head_size = keys.shape
     both = torch.stack(
         [keys.permute(0, 2, 3, 1).flatten(2), values.permute(0, 2, 1, 3).flatten(2)], dim=2
@@ -33,7 +33,7 @@ def run_decode(
     isa: cpu.Isa | None = None,
     num_threads: int | None = None,
 ) -> Result:
-    """The compiled kernel's answer to a step."""
+    """The compiled kernel's result for a step."""
     query = step.query.to(dtype)
     result = Result(torch.full_like(query, torch.nan), torch.empty(query.shape[:2]))
     decoding = cpu.DecodeStep(

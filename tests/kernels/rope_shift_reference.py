@@ -1,4 +1,4 @@
-"""The slow way, one pair of channels at a time in float64: what the fast ones have to equal."""
+"""Reference implementation of the RoPE shift, one pair of channels at a time in float64."""
 
 import math
 
@@ -8,7 +8,7 @@ from kernels.rope_shift.rope_params import RotaryParams
 
 
 def slow_shift(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
-    """[.., D] as they would be `shift` positions later, in float64."""
+    """[.., D] moved by `shift` positions, in float64."""
     half = len(rotary.frequencies)
     moved = keys.double().clone()
     for before, after in zip(

@@ -1,4 +1,4 @@
-"""Whether what is compiled is there, and built so that one library does for every processor."""
+"""The compiled libraries exist, and one library serves every processor."""
 
 import platform
 import shutil
@@ -16,21 +16,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_kernel_is_built_wherever_there_is_a_compiler() -> None:
-    """Elsewhere its tests are skipped, and say so."""
+def test_attention_kernel_is_built_wherever_there_is_a_compiler() -> None:
+    """Without one its tests are skipped, with a reason."""
     assert cpu.is_built(), (
         "scripts/setup.sh builds it, and so does python setup.py build_ext --inplace"
     )
     assert cpu.best_isa() is not None
 
 
-def test_the_draft_store_is_built_wherever_there_is_a_compiler() -> None:
+def test_draft_store_is_built_wherever_there_is_a_compiler() -> None:
     assert store.is_built()
 
 
 @pytest.mark.slow
-def test_what_is_compiled_for_one_processor_is_not_called_on_another(tmp_path: Path) -> None:
-    """The linker keeps one of several copies of a template: the one for AVX-512 must not be it."""
+def test_code_for_one_isa_is_not_called_on_another(tmp_path: Path) -> None:
+    """The linker keeps one of several copies of a template: it must not be the AVX-512 one."""
     sources = Path(cpu.__file__).parent / "csrc"
     flags = ["-std=c++17", "-O1", "-fno-exceptions", "-mavx2", "-mfma", "-fopenmp"]
     compiled = tmp_path / "avx2.o"
@@ -40,7 +40,7 @@ def test_what_is_compiled_for_one_processor_is_not_called_on_another(tmp_path: P
     assert not shared
 
 
-def test_a_variant_can_be_limited_for_tests() -> None:
+def test_isa_can_be_limited_for_tests() -> None:
     avx2, avx512 = cpu.Isa.AVX2, cpu.Isa.AVX512_BF16
     assert [limited(avx512, None), limited(avx512, "avx2")] == [avx512, avx2]
     assert [limited(avx2, "avx2"), limited(avx2, "avx512_bf16")] == [avx2, avx2]

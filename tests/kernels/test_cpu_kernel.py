@@ -1,4 +1,4 @@
-"""The compiled kernel against the reference in float64: each variant, each type, any tree."""
+"""The compiled kernel against the reference in float64: each ISA, each dtype, any tree."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def isas() -> list[cpu.Isa]:
-    """Those that this processor has: each one has all of those before it."""
+    """ISAs of this processor: each includes all those before it."""
     best = cpu.best_isa()
     return [isa for isa in cpu.Isa if best is not None and isa <= best]
 
@@ -33,15 +33,18 @@ ISAS = [
 DTYPES = [torch.bfloat16, torch.float32]
 TREE: Levels = [[70], [33, 64], [5, 200, 32, 1, 77, 31]]
 
-# The largest error of any output, of which the largest are between 4 and 8: there bfloat16 itself
+# The largest error of any output. The largest outputs are between 4 and 8, where bfloat16 itself
 # rounds by up to 2**-6 = 1.6e-2, and its probabilities are rounded as well.
 CLOSE = {torch.bfloat16: 3e-2, torch.float32: 5e-6}
 CLOSE_LSE = 5e-6
 
 
 def close_lse(dtype: torch.dtype, isa: cpu.Isa) -> float:
-    """Where probabilities are bfloat16 too, sums are those of the rounded ones: by them the outputs
-    are divided."""
+    """Tolerance of the log-sum-exp.
+
+    Where probabilities are bfloat16 too, the sums are of rounded values, by which the outputs are
+    divided.
+    """
     rounded_sums = dtype == torch.bfloat16 and isa == cpu.Isa.AVX512_BF16
     return 5e-3 if rounded_sums else CLOSE_LSE
 
@@ -57,7 +60,7 @@ def assert_right(
 
 
 @pytest.mark.slow
-def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
+def test_kernel_loads_no_openmp_runtime_of_its_own() -> None:
     """Threads of two runtimes would compete for the same processors."""
     script = (
         "import re, torch; torch.ones(10**6).sum(); "
@@ -72,7 +75,7 @@ def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
-def test_hydragens_sizes(levels: Levels, dtype: torch.dtype, isa: cpu.Isa) -> None:
+def test_hydragen_sizes(levels: Levels, dtype: torch.dtype, isa: cpu.Isa) -> None:
     assert_right(*step_of(levels, Shape(num_heads=8, num_kv_heads=1)), dtype, isa)
 
 
@@ -86,7 +89,7 @@ def test_head_sizes(head_size: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("query_tokens", [1, 5, 16])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 7, 16])
-def test_query_heads_to_a_kv_head(ratio: int, query_tokens: int, isa: cpu.Isa) -> None:
+def test_ratios_of_query_heads_to_kv_heads(ratio: int, query_tokens: int, isa: cpu.Isa) -> None:
     levels: Levels = [[130], [query_tokens - 1 + extra for extra in (0, 1, 40)]]
     shape = Shape(num_heads=2 * ratio, num_kv_heads=2)
     assert_right(*step_of(levels, shape, query_tokens=query_tokens), torch.float32, isa)
@@ -95,7 +98,7 @@ def test_query_heads_to_a_kv_head(ratio: int, query_tokens: int, isa: cpu.Isa) -
 
 @settings(deadline=None, max_examples=20)
 @given(case=random_values())
-def test_any_tree(case: Drawn) -> None:
+def test_any_tree_equals_the_reference(case: Drawn) -> None:
     plan, step = step_of(case.levels, case.shape, query_tokens=case.query_tokens, seed=case.seed)
     for dtype in DTYPES:
         for isa in isas():
@@ -123,7 +126,7 @@ def test_nothing_shared_is_attention_row_by_row(dtype: torch.dtype, isa: cpu.Isa
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
-    """What the queries of one unit gather is bounded: 32,768 floats."""
+    """The queries gathered by one unit are bounded: 32,768 floats."""
     levels: Levels = [[200], [3] * 20]
     plan, step = step_of(levels, Shape(num_heads=8, num_kv_heads=1, head_size=256))
     assert_right(plan, step, torch.float32, isa)
@@ -132,8 +135,8 @@ def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("louder", ["prefix", "suffixes"])
-def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: cpu.Isa) -> None:
-    """Logarithms 50 and more apart, so that one piece is nothing beside the other."""
+def test_parts_with_very_different_sums(louder: str, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    """Log-sum-exps that differ by 50 and more, so that one part is negligible."""
     plan, step = step_of([[320], [1, 200]], Shape(), seed=3)
     split_attention = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
     step.keys[split_attention if louder == "prefix" else ~split_attention] *= 20
@@ -151,8 +154,8 @@ def test_pieces_whose_sums_are_far_apart(louder: str, dtype: torch.dtype, isa: c
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rise", [3, 20])
-def test_scores_that_rise_all_the_way(rise: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
-    """From one tile to the next by less than what raises a row's maximum, and by more."""
+def test_steadily_increasing_scores(rise: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
+    """From tile to tile by less than the threshold that raises a row's maximum, and by more."""
     plan, step = step_of([[520], [1, 200]], Shape(), query_tokens=2, seed=4)
     step.query[..., 0] = 1 / step.scale
     for row, length in zip(step.block_table.long(), step.seq_lens.tolist(), strict=True):
@@ -171,7 +174,7 @@ def test_scores_that_rise_all_the_way(rise: int, dtype: torch.dtype, isa: cpu.Is
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("score", [-500, -30, 30, 500])
 def test_scores_far_from_zero(score: int, dtype: torch.dtype, isa: cpu.Isa) -> None:
-    """Weights are relative to 1 until that shows to be far off."""
+    """Weights are relative to 1 until that is far from the maximum."""
     plan, step = step_of([[150], [1, 300]], Shape(), query_tokens=2, seed=5)
     step.query[..., 0], step.keys[..., 0] = 1 / step.scale, score
     step = rounded(step, dtype)
@@ -182,15 +185,15 @@ def test_scores_far_from_zero(score: int, dtype: torch.dtype, isa: cpu.Isa) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
+def test_row_without_tokens_is_zero(isa: cpu.Isa) -> None:
     plan, step = step_of([[0], [0, 40]], Shape())
     got = run_decode(plan, step, torch.float32, isa=isa)
     assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
-    """The first of three in a row of two: no engine asks for it, and no other token may suffer."""
+def test_query_token_with_an_empty_context_is_zero(isa: cpu.Isa) -> None:
+    """The first of three in a row of two: no engine requests it, and others must be unaffected."""
     plan, step = step_of([[0], [2, 40]], Shape(), query_tokens=3)
     got = run_decode(plan, step, torch.float32, isa=isa)
     assert got.out[0].eq(0).all() and got.lse[0].isneginf().all()
@@ -199,7 +202,7 @@ def test_a_token_that_sees_nothing_is_zero(isa: cpu.Isa) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_that_is_no_number_harms_no_other(dtype: torch.dtype, isa: cpu.Isa) -> None:
+def test_nan_query_affects_no_other_query(dtype: torch.dtype, isa: cpu.Isa) -> None:
     plan, step = step_of([[300], [1, 40, 7]], Shape())
     step = rounded(step, dtype)
     want, _ = reference.full_attention(step)
@@ -209,8 +212,8 @@ def test_a_query_that_is_no_number_harms_no_other(dtype: torch.dtype, isa: cpu.I
     assert got[1].isnan().all()
 
 
-def test_a_slice_of_a_step_can_be_served_alone() -> None:
-    """Mixed steps: the rows before are someone else's, and their outputs are left as they are."""
+def test_slice_of_a_step_can_be_served_alone() -> None:
+    """Mixed steps: the rows before it are served elsewhere, and their outputs are not written."""
     plan, step = step_of(TREE, Shape())
     want, _ = reference.full_attention(step)
     query = step.query.float()
@@ -245,7 +248,7 @@ def test_a_slice_of_a_step_can_be_served_alone() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_supported_has_a_reason(
+def test_unsupported_configuration_has_a_reason(
     change: dict[str, object], reason: cpu.UnsupportedReason | None
 ) -> None:
     layer: dict[str, object] = {

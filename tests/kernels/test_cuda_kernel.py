@@ -1,4 +1,4 @@
-"""The Triton kernels where there is no GPU: in Triton's interpreter, and compiled for one."""
+"""The Triton kernels without a GPU: run in Triton's interpreter, and compiled for a GPU."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ POINTERS = {"outputs": "*fp32", "lses": "*fp32"} | dict.fromkeys(
 STRIDES = ("query_stride", "block_stride", "token_stride", "head_stride", "table_stride")
 
 
-def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
+def test_triton_kernels_are_correct_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, "tests/kernels/interpreted_attention.py", "tests/kernels/interpreted_shift.py"],
@@ -39,7 +39,7 @@ def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
 
 
 def compiled(kernel: Any, constants: dict[str, int], num_warps: int) -> Any:
-    """For bfloat16 on an H100 or H200, by Triton's own copy of NVIDIA's assembler."""
+    """Compiles for bfloat16 on an H100 or H200, with Triton's own copy of NVIDIA's assembler."""
     values = dict.fromkeys([*STRIDES, "out_stride"], "i32") | {"scale": "fp32"}
     types = {name: POINTERS.get(name, values.get(name, "*i32")) for name in kernel.arg_names}
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
@@ -48,18 +48,18 @@ def compiled(kernel: Any, constants: dict[str, int], num_warps: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_triton_kernels_compile_for_a_gpu() -> None:
+def test_triton_kernels_compile_for_a_gpu() -> None:
     sizes = {"num_heads": 32, "head_size": 80, "padded_size": 128, "max_query_tokens": 1}
     blocks = {"block_size": 16, "ratio": 4, "num_queries": 64, "num_tokens": 64}
     attend = compiled(cuda._attention_kernel, sizes | blocks, num_warps=4)
     merge = compiled(cuda._merge_kernel, sizes, num_warps=1)
     assert attend.asm["cubin"] and merge.asm["cubin"]
-    # What a thread block of every GPU since the A10 has.
+    # The shared memory of a thread block on every GPU since the A10.
     assert attend.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_rotation_compiles_for_a_gpu() -> None:
+def test_rope_shift_compiles_for_a_gpu() -> None:
     kernel = rotary_cuda._rotate_kernel
     types = {"keys": "*bf16", "cosines": "*fp32", "sines": "*fp32"}
     types |= dict.fromkeys(("num_rows", "head_dim", "half"), "i32")

@@ -44,7 +44,7 @@ def test_head_sizes_on_a_gpu(head_size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
-def test_hydragens_sizes_on_a_gpu(levels: Levels, num_kv_heads: int) -> None:
+def test_hydragen_sizes_on_a_gpu(levels: Levels, num_kv_heads: int) -> None:
     shape = Shape(num_heads=8, num_kv_heads=num_kv_heads, head_size=128)
     assert_right(levels, shape, torch.float16)
 
@@ -54,7 +54,7 @@ def test_several_query_tokens_on_a_gpu() -> None:
     assert_right(levels, Shape(num_heads=8, num_kv_heads=2), torch.bfloat16, query_tokens=5)
 
 
-def test_a_captured_graph_serves_later_plans_and_lengths() -> None:
+def test_captured_graph_serves_later_plans_and_lengths() -> None:
     shape = Shape(num_heads=8, num_kv_heads=2, head_size=128)
     plan, step = step_of(TREE, shape)
     work, inputs = on_gpu(shape, 4), Inputs(step, torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""Unpacking against the slow reference, over edge shapes and orders that no processor has."""
+"""Packing and unpacking against the reference, over edge shapes and random orders."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.kv_layout_reference import slow_gather, slow_pack, slow_scatt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS, BLOCKS = 2, 9
-# heads, tokens a block, head_dim, the prompt's blocks, its tokens
+# heads, tokens per block, head_dim, the prompt's blocks, its tokens
 SHAPES = [
     (1, 1, 1, [3], 1),
     (2, 16, 8, [5], 1),
@@ -31,7 +31,7 @@ def shuffled(num_values: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("max_indices", [1, MAX_INDICES])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_unpack_equals_the_slow_way_whatever_the_order(
+def test_unpack_equals_the_reference_in_any_order(
     heads: int,
     block: int,
     dim: int,
@@ -48,7 +48,7 @@ def test_unpack_equals_the_slow_way_whatever_the_order(
     assert torch.equal(out, expected)
 
 
-# How a GPU's cache lies in memory, as permutations of [layer, block, head, token, content].
+# Memory layouts of a GPU's cache, as permutations of [layer, block, head, token, content].
 LAYOUTS = {
     "HND": (0, 1, 2, 3, 4),
     "NHD": (0, 1, 3, 2, 4),
@@ -61,7 +61,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_gather_equals_the_slow_way_in_every_layout(
+def test_gather_equals_the_reference_in_every_layout(
     heads: int, block: int, dim: int, ids: list[int], num_tokens: int, layout: str
 ) -> None:
     stored = LAYOUTS[layout]
@@ -79,7 +79,7 @@ def test_gather_equals_the_slow_way_in_every_layout(
 
 @pytest.mark.parametrize("max_indices", [1, MAX_INDICES])
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_pack_equals_the_slow_way_and_leaves_all_else_alone(
+def test_pack_equals_the_reference_and_writes_nothing_else(
     heads: int, block: int, dim: int, ids: list[int], num_tokens: int, max_indices: int
 ) -> None:
     caches = random_values(LAYERS, BLOCKS, heads, block, 2 * dim, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def test_pack_equals_the_slow_way_and_leaves_all_else_alone(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_scatter_equals_the_slow_way_in_every_layout(
+def test_scatter_equals_the_reference_in_every_layout(
     heads: int, block: int, dim: int, ids: list[int], num_tokens: int, layout: str
 ) -> None:
     stored = LAYOUTS[layout]
@@ -110,7 +110,7 @@ def test_scatter_equals_the_slow_way_in_every_layout(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(caches, expected, strict=True))
 
 
-def test_a_rank_writes_its_own_heads_and_no_others() -> None:
+def test_rank_writes_only_its_own_heads() -> None:
     caches = list(random_values(LAYERS, BLOCKS, 2, 16, 16, dtype=torch.float32))
     order = PackOrder(shuffled(128, 1), shuffled(128, 2))
     alone = torch.empty(LAYERS, 2, 2, 20, 8)
@@ -123,7 +123,7 @@ def test_a_rank_writes_its_own_heads_and_no_others() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_values", [1, 128, 129, 128 * 128, 128 * 128 + 1])
-def test_an_order_is_learnt_from_what_was_written(num_values: int, dtype: torch.dtype) -> None:
+def test_order_is_learned_from_written_values(num_values: int, dtype: torch.dtype) -> None:
     order = shuffled(num_values, 3)
     written = []
     for digit in index_digits(num_values, dtype):
@@ -133,7 +133,7 @@ def test_an_order_is_learnt_from_what_was_written(num_values: int, dtype: torch.
     assert torch.equal(infer_order(written), order)
 
 
-def test_what_is_no_reordering_is_refused() -> None:
+def test_values_that_are_not_a_permutation_are_refused() -> None:
     digits = [digit.expand(2, -1).clone() for digit in index_digits(256, torch.float32)]
     repeated = [digit.clone() for digit in digits]
     for digit in repeated:

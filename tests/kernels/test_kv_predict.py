@@ -1,4 +1,4 @@
-"""Prediction from observed texts, against the slow way over edge shapes."""
+"""KV prediction from observed texts, against the reference over edge shapes."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def moved(whole: torch.Tensor, shift: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_weights_are_those_of_the_slow_way(shape: tuple[int, ...], scale: float) -> None:
+def test_weights_equal_the_reference(shape: tuple[int, ...], scale: float) -> None:
     source, *bases = (scale * values(shape, seed) for seed in range(4))
     found = token_weights(source, bases)
     assert (found - slow_weights(source, bases)).abs().max() < CLOSE
@@ -48,7 +48,7 @@ def test_weights_are_those_of_the_slow_way(shape: tuple[int, ...], scale: float)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_the_source_itself_leaves_nothing_to_others(scale: float) -> None:
+def test_identical_text_has_the_whole_weight(scale: float) -> None:
     source, other = (scale * values((2, 2, 1, 6, 8), seed) for seed in range(2))
     found = token_weights(source, [other, source])
     assert (found[1] == 1).all() and (found[0] < 1e-20).all()
@@ -56,7 +56,7 @@ def test_the_source_itself_leaves_nothing_to_others(scale: float) -> None:
     assert (found - slow_weights(source, [other, source])).abs().max() < CLOSE
 
 
-def test_what_is_far_off_tells_next_to_nothing() -> None:
+def test_distant_text_has_almost_no_weight() -> None:
     source = values((2, 2, 1, 6, 8), 0)
     assert token_weights(source, [source + 100]).max() < 1e-2
 
@@ -65,7 +65,7 @@ def test_what_is_far_off_tells_next_to_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bases", [True, False])
 @pytest.mark.parametrize("shifts", [(0, 0, 0), (7, 0, -3)])
-def test_a_prediction_is_that_of_the_slow_way(
+def test_prediction_equals_the_reference(
     shape: tuple[int, ...], dtype: torch.dtype, with_bases: bool, shifts: tuple[int, int, int]
 ) -> None:
     source = values(shape, 0, dtype)
@@ -86,11 +86,11 @@ def test_a_prediction_is_that_of_the_slow_way(
     assert all(map(torch.equal, before, [source, *(seen.real for seen in observations)]))
 
 
-def test_of_the_same_text_what_was_observed_is_predicted() -> None:
+def test_prediction_from_the_same_text_equals_its_kv() -> None:
     shape = (4, 2, 2, 6, 32)
     text, other = values(shape, 0), values(shape, 1)
     real = moved(text, 9) + 0.1 * values(shape, 2)
-    real[0] = moved(text, 9)[0]  # which has seen nothing else
+    real[0] = moved(text, 9)[0]  # which has no context
     weights = token_weights(text, [text, other])
     observations = [
         Observation(real=real, shift=4, base=text, weights=weights[0]),
@@ -100,7 +100,7 @@ def test_of_the_same_text_what_was_observed_is_predicted() -> None:
     assert (found - moved(real, 4)).abs().max() < CLOSE
 
 
-def test_it_is_written_in_the_types_of_caches() -> None:
+def test_output_is_written_in_cache_dtypes() -> None:
     source, real = values((2, 2, 1, 3, 8), 0), values((2, 2, 1, 3, 8), 1)
     seen = Observation(real=real, shift=3, base=source, weights=torch.ones(2, 3))
     whole = predicted(source, 5, [seen], turning(8))
@@ -108,7 +108,7 @@ def test_it_is_written_in_the_types_of_caches() -> None:
     assert torch.equal(small, whole.bfloat16())
 
 
-def test_nothing_is_turned_that_stays() -> None:
+def test_kv_that_does_not_move_is_not_rotated() -> None:
     source, real = values((2, 2, 1, 3, 8), 0), values((2, 2, 1, 3, 8), 1)
     whole = torch.ones(2, 3)
     found = predicted(source, 0, [Observation(real=real, shift=0, base=None, weights=whole)], None)

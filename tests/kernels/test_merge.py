@@ -15,7 +15,7 @@ HEAD_SIZES = [1, 63, 64, 80, 96, 112, 128, 129, 192, 256]
 def pieces(
     lengths: list[int], head_size: int, *, loud: float = 1.0, seed: int = 0
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """A query and runs of keys and values; each run's keys are louder than the one's before."""
+    """A query and runs of keys and values; each run's keys are larger than the one's before."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(3, 4, head_size, generator=generator, dtype=torch.float64)
     keys = [
@@ -44,7 +44,7 @@ def assert_as_one(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> No
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_pieces_merge_to_the_softmax_over_all_of_them(head_size: int) -> None:
+def test_parts_merge_to_the_softmax_over_all_of_them(head_size: int) -> None:
     assert_as_one(*pieces([5, 1, 9], head_size))
 
 
@@ -54,14 +54,14 @@ def test_pieces_merge_to_the_softmax_over_all_of_them(head_size: int) -> None:
     head_size=st.sampled_from(HEAD_SIZES),
     seed=st.integers(0, 2**16),
 )
-def test_any_number_of_pieces_merges_some_of_them_empty(
+def test_any_number_of_parts_merges_with_some_empty(
     lengths: list[int], head_size: int, seed: int
 ) -> None:
     assert_as_one(*pieces(lengths, head_size, seed=seed))
 
 
 @pytest.mark.parametrize("gap", [-700.0, -80.0, -50.0, 50.0, 80.0, 700.0])
-def test_a_piece_far_above_another_does_not_overflow(gap: float) -> None:
+def test_part_far_above_another_does_not_overflow(gap: float) -> None:
     outs = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     out, lse = merge(outs, torch.tensor([3.0, 3.0 + gap], dtype=torch.float64))
     share = torch.sigmoid(torch.tensor(gap, dtype=torch.float64))
@@ -69,12 +69,12 @@ def test_a_piece_far_above_another_does_not_overflow(gap: float) -> None:
     assert lse == pytest.approx(3 + max(gap, 0), abs=1e-12)
 
 
-def test_an_empty_piece_counts_for_nothing_whatever_it_holds() -> None:
+def test_empty_part_is_ignored_whatever_it_contains() -> None:
     outs = torch.tensor([[1.5], [torch.nan]])
     out, lse = merge(outs, torch.tensor([0.25, -torch.inf]))
     assert (out.item(), lse.item()) == (1.5, 0.25)
 
 
-def test_pieces_that_are_all_empty_give_zero() -> None:
+def test_parts_that_are_all_empty_give_zero() -> None:
     out, lse = merge(torch.full((2, 1), torch.nan), torch.full((2,), -torch.inf))
     assert (out.item(), lse.item()) == (0.0, -torch.inf)

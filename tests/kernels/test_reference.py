@@ -1,4 +1,4 @@
-"""Attention by pieces of a plan is attention: the references against each other, in float64."""
+"""Attention over the parts of a plan equals plain attention: two references in float64."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def assert_same(levels: Levels, shape: Shape, query_tokens: list[int] | int, see
 
 
 @pytest.mark.parametrize("levels", HYDRAGEN, ids=str)
-def test_sharing_changes_nothing_at_hydragens_sizes(levels: Levels) -> None:
+def test_sharing_changes_nothing_at_hydragen_sizes(levels: Levels) -> None:
     assert_same(levels, Shape(head_size=32), 1, seed=0)
 
 

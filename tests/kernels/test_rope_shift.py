@@ -1,4 +1,4 @@
-"""Keys moved to other positions: against the slow reference, and against Hugging Face's rotary."""
+"""Keys moved to other positions: against the reference, and against Hugging Face's RoPE."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def rotary(kind: str = "default") -> RotaryParams:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [1, -1, 57, -300])
-def test_it_equals_the_slow_way(kind: str, shift: int) -> None:
+def test_shift_equals_the_reference(kind: str, shift: int) -> None:
     keys = random_values(2, 5, HEAD_DIM)
     moved = shift_keys(keys, shift, rotary(kind))
     torch.testing.assert_close(
@@ -67,20 +67,22 @@ def test_it_equals_the_slow_way(kind: str, shift: int) -> None:
     shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     seed=st.integers(0, 2**16),
 )
-def test_there_and_back_is_where_it_was(kind: str, shift: int, shape: list[int], seed: int) -> None:
+def test_shift_and_its_inverse_restore_the_keys(
+    kind: str, shift: int, shape: list[int], seed: int
+) -> None:
     keys = random_values(*shape, HEAD_DIM, seed=seed)
     back = shift_keys(shift_keys(keys, shift, rotary(kind)), -shift, rotary(kind))
     torch.testing.assert_close(back, keys, atol=2e-6, rtol=0)
 
 
-def test_moved_by_nothing_it_is_the_same_bits_elsewhere() -> None:
+def test_zero_shift_copies_the_bits() -> None:
     keys = random_values(3, HEAD_DIM, dtype=torch.bfloat16)
     moved = shift_keys(keys, 0, rotary())
     assert torch.equal(moved, keys) and moved.data_ptr() != keys.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_types_are_rounded_once(dtype: torch.dtype) -> None:
+def test_short_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
     keys = random_values(4, HEAD_DIM, dtype=dtype)
     exact = slow_shift(keys, 9, rotary()).to(dtype)
     torch.testing.assert_close(
@@ -89,7 +91,7 @@ def test_short_types_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def rotated(config: Any, keys: torch.Tensor, first: int) -> torch.Tensor:
-    """[T, D] as Hugging Face's Llama turns them from position `first` on."""
+    """[T, D] as rotated by Hugging Face's Llama from position `first` on."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     positions = torch.arange(first, first + len(keys))[None]
@@ -100,7 +102,7 @@ def rotated(config: Any, keys: torch.Tensor, first: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "yarn", "yarn without truncation"])
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (3, 200), (250, 17)])
-def test_a_moved_key_is_the_one_hugging_face_computes_there(
+def test_moved_key_equals_the_one_hugging_face_computes_there(
     kind: str, first: int, second: int
 ) -> None:
     from transformers import LlamaConfig
@@ -129,6 +131,6 @@ def test_a_moved_key_is_the_one_hugging_face_computes_there(
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "original_max_position"),
     ],
 )
-def test_any_other_turn_is_refused_by_name(rope: dict[str, Any], why: str) -> None:
+def test_unsupported_rope_is_refused_by_name(rope: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedRotary, match=why):
         parse_rotary(rope, HEAD_DIM)

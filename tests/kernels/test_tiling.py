@@ -1,4 +1,4 @@
-"""How a plan is cut into items: every row's positions once each, whatever is shared."""
+"""Division of a plan into items: each position of each row once, whatever is shared."""
 
 import numpy as np
 import pytest
@@ -56,11 +56,11 @@ def test_items_cover_every_position_of_every_row_once(case: Drawn) -> None:
 
 
 @pytest.mark.parametrize("target_items", [1, 7, 1000])
-def test_more_items_are_made_where_more_are_wanted(target_items: int) -> None:
+def test_more_items_are_made_on_request(target_items: int) -> None:
     covered([[5000], [700, 10]], Shape(), rows_per_item=8, target_items=target_items)
 
 
-def test_a_suffix_goes_on_beyond_what_was_planned() -> None:
+def test_suffix_may_outgrow_its_plan() -> None:
     plan, _ = step_of([[64], [3, 700]], Shape())
     cut = split_into_items(
         plan, np.array([3, 700], np.int32), block_size=32, rows_per_item=8, target_items=100

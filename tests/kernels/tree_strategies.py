@@ -23,8 +23,11 @@ def random_values(
     longest: int = 100,
     most_query_tokens: int = 16,
 ) -> Drawn:
-    """Up to three levels of any lengths, whole blocks or not, some of them nothing at all, over
-    rows whose suffixes go from their own tokens to several blocks."""
+    """Up to three levels of any lengths over rows with suffixes.
+
+    Levels may be empty or end within a block. Suffixes range from a row's own query tokens to
+    several blocks.
+    """
     widths = draw(st.sampled_from([(1,), (2,), (3,), (1, 1), (1, 2), (2, 2), (3, 2), (2, 1, 2)]))
     block_size = draw(st.sampled_from([32, 64]))
     tokens = st.one_of(
@@ -37,7 +40,7 @@ def random_values(
         levels.append([draw(tokens) for _ in range(count)])
     num_rows = count * draw(st.integers(1, 3))
     query_tokens = [draw(st.sampled_from(range(1, most_query_tokens + 1))) for _ in range(num_rows)]
-    # A prefix is seen by all tokens of a row, so the tokens after the first are in its suffix.
+    # All query tokens of a row attend to a prefix, so the tokens after the first are in its suffix.
     levels.append([num - 1 + draw(tokens) for num in query_tokens])
     num_kv_heads = draw(st.integers(1, 2))
     return Drawn(

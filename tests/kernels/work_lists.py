@@ -1,4 +1,4 @@
-"""A work list for a step of the tests, and the Triton kernels' answer to it."""
+"""Work lists for steps of the tests, and the Triton kernels' results."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def work_list(
 
 
 class Inputs:
-    """A step's tensors on a device, where they stay: a captured graph reads them again."""
+    """A step's tensors on a device, at fixed addresses: a captured graph reads them again."""
 
     def __init__(self, step: Step, dtype: torch.dtype, device: str) -> None:
         self.query = step.query.to(device, dtype)

@@ -1,7 +1,7 @@
-"""What a query names: series, and for each the labels it is narrowed or grouped by.
+"""Series in a PromQL query, with the labels that each is filtered or grouped by.
 
-Not a parser of PromQL: every series that our queries name is followed by its matchers in braces,
-and a test holds them to it.
+Not a parser of PromQL: every series in this repository's queries is followed by its matchers in
+braces, which a test checks.
 """
 
 import re
@@ -41,7 +41,7 @@ def selectors(query: str) -> Iterator[Selector]:
 
 
 def names(query: str) -> set[str]:
-    """Every name of a series, whether or not matchers follow it."""
+    """Every series name, whether or not matchers follow it."""
     return set(_NAME.findall(query))
 
 
@@ -50,7 +50,7 @@ def families() -> dict[str, Metric]:
 
 
 def own_series() -> dict[str, Metric]:
-    """Every series of ours, by the name that queries use."""
+    """Every series of the server, by its name in queries."""
     return {
         name + suffix: family
         for name, family in families().items()
@@ -59,7 +59,7 @@ def own_series() -> dict[str, Metric]:
 
 
 def labels_of(family: Metric) -> dict[str, set[str]]:
-    """The labels of a metric with the values that are there from the start, if any are."""
+    """The labels of a metric, with the values that exist from the start, if any."""
     return {
         name: {s.labels[name] for s in family.samples if name in s.labels}
         for name in label_names(family.name)
@@ -77,7 +77,7 @@ def label_names(family: str) -> tuple[str, ...]:
 
 @cache
 def vllms_series() -> set[str]:
-    """As its source writes them: vLLM itself is too large to import for this."""
+    """Series names found in vLLM's source: importing vLLM for this would be slow."""
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     v1 = Path(spec.origin).parent / "v1"

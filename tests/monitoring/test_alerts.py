@@ -1,4 +1,4 @@
-"""Every alert over series that make it fire, and over others, as near as may be, that do not."""
+"""Every alert over series that make it fire, and over similar ones that do not."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +108,7 @@ CASES = [
         "CoppiceFaultsCritical",
         "critical",
         {**requests(20), **problems("engine_dead", 6)},
-        # Being full is no fault, and one fault in two requests is no trend.
+        # Backpressure is no error, and one error in two requests is no trend.
         {**requests(20), **problems("overloaded", 15), **problems("internal", 3)},
     ),
     Case(
@@ -138,7 +138,7 @@ CASES = [
         "CoppiceArenaQuarantined",
         "warning",
         arena(leased=30, quarantined=60),
-        # Without prompt KV there is no arena: nothing of nothing.
+        # Without prompt KV there is no arena: zero divided by zero.
         {**arena(leased=60, quarantined=30), **arena(leased=0, quarantined=0, free=0, labels=B)},
         {"instance": "a:8000"},
     ),
@@ -168,7 +168,7 @@ CASES = [
         "CoppiceWeightVersionSkew",
         "warning",
         {**levels("coppice_weights_sequence", 7), **levels("coppice_weights_sequence", 8, B)},
-        # One replica a few minutes after the other is how versions are rolled out.
+        # Updating replicas a few minutes apart is the normal way to roll out a version.
         {
             **levels("coppice_weights_sequence", 8),
             f"coppice_weights_sequence{{{B}}}": "7x10 8x50",
@@ -216,11 +216,11 @@ def one_test(series: Series, expected: dict[str, list[dict[str, Any]]]) -> dict[
 
 
 def check(tmp_path: Path, tests: list[dict[str, Any]]) -> None:
-    """In one run of promtool, which takes longer to start than to test; it names what fails."""
+    """Runs promtool once, since it takes longer to start than to test; it names the failures."""
     file = tmp_path / "test.yaml"
     content = {
         "rule_files": [str(rules) for rules in RULES],
-        "evaluation_interval": "5m",  # twelve looks an hour tell as much as sixty
+        "evaluation_interval": "5m",  # 12 evaluations per hour suffice
         "tests": tests,
     }
     file.write_text(yaml.safe_dump(content))
@@ -229,7 +229,7 @@ def check(tmp_path: Path, tests: list[dict[str, Any]]) -> None:
 
 
 def alert(case: Case) -> dict[str, Any]:
-    """As it must come; the summary is the rule's own, with the labels put in."""
+    """The expected alert; its summary is the rule's own, with the labels inserted."""
     labels = {"job": "coppice", "namespace": "rl", "severity": case.severity, **case.labels}
     present = {name: value for name, value in labels.items() if value}
     [rule] = [
@@ -250,11 +250,11 @@ def test_every_alert_fires(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_alert_is_quiet_where_it_should_be(tmp_path: Path) -> None:
+def test_every_alert_is_quiet_in_its_quiet_case(tmp_path: Path) -> None:
     check(tmp_path, [one_test(case.quiet, {case.alert: []}) for case in CASES])
 
 
-def test_the_cases_tell_firing_from_quiet(tmp_path: Path) -> None:
+def test_cases_distinguish_firing_from_quiet(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="CoppicePausedLong"):
         check(tmp_path, [one_test(CASES[-2].fires, {"CoppicePausedLong": []})])
 
@@ -264,8 +264,8 @@ def test_every_alert_has_its_case() -> None:
     assert [rule["alert"] for rule in group["rules"]] == [case.alert for case in CASES]
 
 
-def test_no_alert_fires_where_nothing_happens(tmp_path: Path) -> None:
-    """A healthy replica that nobody uses: no ratio of nothing to nothing fires."""
+def test_no_alert_fires_on_an_idle_replica(tmp_path: Path) -> None:
+    """A healthy replica without traffic: no ratio of zero to zero fires."""
     idle = {
         **{name: v for case in CASES[:4] for name, v in case.quiet.items()},
         **groups(0, 0),

@@ -1,4 +1,4 @@
-"""A real Prometheus, with our rules, scraping a real server over HTTP."""
+"""A real Prometheus with this repository's rules, scraping a real server over HTTP."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ ROLLOUT = {
 
 @contextmanager
 def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
-    """Its address. The log goes to a file: a full pipe would stop it."""
+    """Runs Prometheus; yields its address. The log goes to a file: a full pipe would block it."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules) for rules in RULES],
@@ -62,7 +62,7 @@ def asked(url: str, query: str) -> list[dict[str, Any]]:
 
 
 def awaited(url: str, query: str) -> list[dict[str, Any]]:
-    """As soon as the query finds something."""
+    """Returns as soon as the query has a result."""
     due = time.monotonic() + DEADLINE_SECONDS
     while not (found := asked(url, query)):
         assert time.monotonic() < due, query
@@ -71,7 +71,7 @@ def awaited(url: str, query: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_prometheus_scrapes_a_server_and_judges_it_by_our_rules(tmp_path: Path) -> None:
+def test_prometheus_scrapes_a_server_and_evaluates_the_rules(tmp_path: Path) -> None:
     with (
         serving_in_thread(FakeEngine(), tmp_path) as url,
         prometheus(tmp_path, url.removeprefix("http://")) as watching,

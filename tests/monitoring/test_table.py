@@ -1,4 +1,4 @@
-"""docs/metrics.md is the table of our metrics; rules and dashboard name nothing else."""
+"""docs/metrics.md is the table of the server's metrics; rules and dashboard use no others."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def queries() -> Iterator[tuple[str, str]]:
 QUERIES = [pytest.param(expr, id=name) for name, expr in queries()]
 
 
-def test_the_documented_metrics_are_those_of_the_server() -> None:
+def test_documented_metrics_are_those_of_the_server() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = [row.groupdict() for row in map(_ROW.match, text.splitlines()) if row]
     documented = {
@@ -67,14 +67,14 @@ def test_the_documented_metrics_are_those_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_names_only_series_that_exist(query: str) -> None:
+def test_query_names_only_existing_series(query: str) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     known = own_series().keys() | vllms_series() | recorded | OF_THE_PROCESS
     assert names(query) <= known
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_every_series_is_narrowed_to_a_release(query: str) -> None:
+def test_every_series_is_restricted_to_a_release(query: str) -> None:
     """Otherwise an alert in one namespace fires for another's release."""
     narrowed = list(selectors(query))
     assert {s.name for s in narrowed} == names(query)
@@ -83,7 +83,7 @@ def test_every_series_is_narrowed_to_a_release(query: str) -> None:
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_asks_for_labels_and_values_that_exist(query: str) -> None:
+def test_query_uses_only_existing_labels_and_values(query: str) -> None:
     series = own_series()
     for selector in selectors(query):
         if selector.name not in series:
@@ -97,7 +97,7 @@ def test_a_query_asks_for_labels_and_values_that_exist(query: str) -> None:
             assert not labels[label] or set(wanted) <= labels[label], (label, value)
 
 
-def test_a_label_is_grouped_by_only_where_a_series_has_it() -> None:
+def test_label_is_grouped_by_only_where_a_series_has_it() -> None:
     for _, query in queries():
         known = OF_TARGETS.union(
             *(labels_of(own_series()[n]) for n in names(query) & own_series().keys())
@@ -106,7 +106,7 @@ def test_a_label_is_grouped_by_only_where_a_series_has_it() -> None:
             assert {label.strip() for label in group.split(",")} <= known, query
 
 
-def test_our_metrics_are_named_as_prometheus_asks() -> None:
+def test_metrics_follow_the_prometheus_naming_rules() -> None:
     metrics = Metrics()
     metrics.requests.labels("/v1/rollouts", "200").inc()
     text = "".join(
@@ -120,11 +120,11 @@ def test_our_metrics_are_named_as_prometheus_asks() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_dashboard_is_what_its_table_says() -> None:
+def test_dashboard_is_generated_from_its_table() -> None:
     assert dashboard.FILE.read_text() == dashboard.render(), "python -m helm.dashboard"
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = dashboard.dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -136,7 +136,7 @@ def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
     assert len(set(cells)) == len(cells)
 
 
-def test_every_alert_has_a_severity_a_summary_and_a_page_of_the_runbook() -> None:
+def test_every_alert_has_severity_summary_and_runbook_page() -> None:
     runbook = (ROOT / "docs" / "runbook.md").read_text()
     alerts = [rule for rule in rules() if "alert" in rule]
     for alert in alerts:
@@ -147,6 +147,6 @@ def test_every_alert_has_a_severity_a_summary_and_a_page_of_the_runbook() -> Non
     assert headings == {alert["alert"] for alert in alerts}
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     checked = promtool("check", "rules", *(MONITORING / file.name for file in RULES))
     assert checked.returncode == 0, checked.stderr

@@ -1,4 +1,4 @@
-"""Promtool and the files that it looks at."""
+"""Promtool and the files that it checks."""
 
 import subprocess
 from pathlib import Path

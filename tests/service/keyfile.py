@@ -1,4 +1,4 @@
-"""A file of keys, for tests of who may do what."""
+"""A file of API keys, for tests of authorization."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from service.auth.keys import generate_key
 
 
 def write_keys(file: Path, **roles: str) -> dict[str, str]:
-    """Keys by name, made anew; `roles` names each one's, separated by commas."""
+    """Creates new keys, returned by name; `roles` has each key's roles, separated by commas."""
     made = {name: generate_key(name, of.split(",")) for name, of in roles.items()}
     file.write_text("".join(lines for _, lines in made.values()), encoding="utf-8")
     return {name: secret for name, (secret, _) in made.items()}

@@ -1,4 +1,4 @@
-"""A client that speaks bytes, for what no well-behaved client would send."""
+"""A raw socket client, for bytes that no conforming HTTP client sends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,16 +22,18 @@ class Raw:
         await self.writer.drain()
 
     async def answer(self) -> tuple[int, bytes]:
-        """Status and body of what the server answers before it closes; (0, b"") for nothing."""
+        """Status and body of the server's answer before it closes; (0, b"") without one."""
         return parsed(await self.rest())
 
     async def closed(self) -> bool:
-        """Whether the server drops the connection without another word."""
+        """True if the server closes the connection without sending anything more."""
         return await self.rest() == b""
 
     async def rest(self) -> bytes:
-        """All that comes before the end, be it a reset: what was sent to a server that had already
-        answered makes one."""
+        """All bytes until the connection ends, including by a reset.
+
+        A reset occurs if bytes are sent to a server that has already answered.
+        """
         received = b""
         try:
             while chunk := await asyncio.wait_for(self.reader.read(2**16), 10):
@@ -52,7 +54,7 @@ async def raw(served: Served, **options: Any) -> AsyncIterator[Raw]:
 
 
 def parsed(data: bytes) -> tuple[int, bytes]:
-    """The first answer in these bytes."""
+    """The first HTTP response in these bytes."""
     if not data:
         return 0, b""
     parser = h11.Connection(h11.CLIENT)

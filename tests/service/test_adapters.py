@@ -1,4 +1,4 @@
-"""/v1/adapters: loading and unloading, what it means for those who are sampling, and labels."""
+"""/v1/adapters: loading, unloading, their effect on running samples, and version labels."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ from tests.serving import Served, serving
 async def adapted(
     tmp_path: Path, engine: FakeEngine | None = None, **sections: Any
 ) -> AsyncIterator[Served]:
-    """With places for two adapters, unless the engine is given."""
+    """A server with capacity for two adapters, unless the engine is given."""
     weights = {"source_directories": [tmp_path / "sources"]}
     engine = engine or FakeEngine(max_adapters=2)
     async with serving(engine, tmp_path, weights=weights, **sections) as served:
@@ -63,7 +63,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["code"]
 
 
-async def test_a_rollout_under_an_adapter_says_which_version_of_it(tmp_path: Path) -> None:
+async def test_rollout_with_an_adapter_reports_the_adapter_version(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         loaded = await load(served, "policy", saved(tmp_path), version="step-7")
         assert loaded.status_code == 201
@@ -83,7 +83,7 @@ async def test_a_rollout_under_an_adapter_says_which_version_of_it(tmp_path: Pat
         assert spans(await sample(served, None)) == [{"version": "v0", "start": 0, "end": 4}]
 
 
-async def test_a_rollout_keeps_the_adapter_that_it_began_with(tmp_path: Path) -> None:
+async def test_rollout_keeps_the_adapter_it_started_with(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path, scale=1.0), version="1")
@@ -98,7 +98,7 @@ async def test_a_rollout_keeps_the_adapter_that_it_began_with(tmp_path: Path) ->
         assert [request.adapter for request in engine.submitted] == ["policy@1", "policy@2"]
 
 
-async def test_a_place_is_taken_back_once_nobody_runs_there(tmp_path: Path) -> None:
+async def test_adapter_slot_is_freed_once_no_sample_uses_it(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path, scale=1.0), version="1")
@@ -117,7 +117,7 @@ async def test_a_place_is_taken_back_once_nobody_runs_there(tmp_path: Path) -> N
         assert set(engine.adapters) == {"policy@2", "policy@3"}
 
 
-async def test_the_same_files_again_change_nothing(tmp_path: Path) -> None:
+async def test_reloading_identical_files_changes_nothing(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         first = await load(served, "policy", saved(tmp_path))
@@ -130,7 +130,7 @@ async def test_the_same_files_again_change_nothing(tmp_path: Path) -> None:
         assert engine.calls == ["load policy@update-1", "load policy@update-2"]
 
 
-async def test_a_version_is_never_another_adapter(tmp_path: Path) -> None:
+async def test_version_never_names_two_adapters(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         await load(served, "policy", saved(tmp_path), version="1")
         refused = await load(served, "policy", saved(tmp_path, scale=2.0), version="1")
@@ -138,7 +138,7 @@ async def test_a_version_is_never_another_adapter(tmp_path: Path) -> None:
         assert await listed(served) == [("policy@1", True, 0)]
 
 
-async def test_a_version_that_was_replaced_is_no_other_adapter_either(tmp_path: Path) -> None:
+async def test_replaced_version_never_names_another_adapter(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         await load(served, "policy", saved(tmp_path), version="1")
         await load(served, "policy", saved(tmp_path, scale=2.0), version="2")
@@ -149,14 +149,14 @@ async def test_a_version_that_was_replaced_is_no_other_adapter_either(tmp_path: 
         assert await listed(served) == [("policy@1", True, 0)]
 
 
-async def test_the_next_version_is_one_that_nobody_has_named(tmp_path: Path) -> None:
+async def test_next_version_is_one_never_used(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         await load(served, "policy", saved(tmp_path), version="update-1")
         other = await load(served, "policy", saved(tmp_path, scale=2.0))
         assert other.json()["version"] == "update-2"
 
 
-async def test_an_unloaded_adapter_is_found_no_more_and_its_samples_go_on(tmp_path: Path) -> None:
+async def test_unloaded_adapter_is_not_found_and_its_samples_continue(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path), version="1")
@@ -173,7 +173,7 @@ async def test_an_unloaded_adapter_is_found_no_more_and_its_samples_go_on(tmp_pa
         assert await listed(served) == []
 
 
-async def test_only_the_current_version_can_be_asked_for(tmp_path: Path) -> None:
+async def test_only_the_current_version_can_be_requested(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         await load(served, "policy", saved(tmp_path), version="1")
         await load(served, "policy", saved(tmp_path, scale=2.0), version="2")
@@ -184,7 +184,7 @@ async def test_only_the_current_version_can_be_asked_for(tmp_path: Path) -> None
         assert (told["code"], told["detail"]) == ("adapter_not_found", "'policy' is at version '2'")
 
 
-async def test_a_trainer_may_write_the_next_one_over_the_files(tmp_path: Path) -> None:
+async def test_trainer_may_overwrite_the_files_after_a_load(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path), version="1")
@@ -196,7 +196,7 @@ async def test_a_trainer_may_write_the_next_one_over_the_files(tmp_path: Path) -
         assert not held.exists()
 
 
-async def test_an_upload_is_the_same_as_a_directory(tmp_path: Path) -> None:
+async def test_upload_is_equivalent_to_a_directory(tmp_path: Path) -> None:
     content = tensors_file(adapter_config=json.dumps(adapter_config()))
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
@@ -216,7 +216,7 @@ async def test_an_upload_is_the_same_as_a_directory(tmp_path: Path) -> None:
         assert [path for path in home.parent.iterdir() if path != home and path.is_dir()] == []
 
 
-async def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+async def test_refused_adapter_leaves_nothing(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         refused = await load(served, "policy", saved(tmp_path, refused="rank 64 is above 16"))
@@ -233,7 +233,7 @@ async def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
             assert value("coppice_adapter_loads_total", {"outcome": outcome}) == 1
 
 
-async def test_adapters_are_taken_from_configured_directories_alone(tmp_path: Path) -> None:
+async def test_adapters_load_only_from_configured_directories(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         outside = saved_adapter(tmp_path / "elsewhere")
         link = Path(saved(tmp_path, "linked")) / "adapter_model.safetensors"
@@ -243,15 +243,15 @@ async def test_adapters_are_taken_from_configured_directories_alone(tmp_path: Pa
             assert refusal(await load(served, "policy", path)) == (422, "path_refused")
 
 
-def test_a_file_that_is_longer_than_it_says_is_copied_up_to_its_limit(tmp_path: Path) -> None:
-    """As one that grows meanwhile. Files of /proc say that they are empty."""
+def test_file_longer_than_its_size_is_copied_up_to_the_limit(tmp_path: Path) -> None:
+    """As for a file that grows during the copy. Files in /proc report size 0."""
     with pytest.raises(WeightsRefused, match="at most 100 bytes"):
         _copy({"a": Path("/proc/self/maps")}, {"a": 100}, tmp_path)
     assert (tmp_path / "a").stat().st_size <= 100
 
 
-async def test_links_inside_are_followed(tmp_path: Path) -> None:
-    """As a hub's cache is made of them."""
+async def test_symbolic_links_inside_the_directory_are_followed(tmp_path: Path) -> None:
+    """A Hugging Face hub cache consists of them."""
     engine = FakeEngine(max_adapters=1)
     async with adapted(tmp_path, engine) as served:
         folder = Path(saved(tmp_path))
@@ -262,20 +262,20 @@ async def test_links_inside_are_followed(tmp_path: Path) -> None:
         assert held.read_bytes() == tensors_file() and not held.is_symlink()
 
 
-async def test_without_places_nothing_is_loaded(tmp_path: Path) -> None:
+async def test_without_adapter_capacity_nothing_is_loaded(tmp_path: Path) -> None:
     async with adapted(tmp_path, FakeEngine()) as served:
         assert refusal(await load(served, "policy", saved(tmp_path))) == (422, "unsupported")
         assert (await served.http.get("/v1/adapters")).json()["max_adapters"] == 0
         assert refusal(await sample(served, "policy")) == (404, "adapter_not_found")
 
 
-async def test_an_adapter_cannot_have_the_models_own_name(tmp_path: Path) -> None:
+async def test_adapter_cannot_have_the_name_of_the_model(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         assert refusal(await load(served, "fake", saved(tmp_path))) == (422, "invalid_request")
 
 
-async def test_adapters_stay_when_weights_are_activated(tmp_path: Path) -> None:
-    """A sample that runs on has tokens of both versions, under the one adapter."""
+async def test_adapters_survive_a_weights_activation(tmp_path: Path) -> None:
+    """A sample running across it has tokens of both versions, under the one adapter."""
     engine = FakeEngine(instant=False, max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path), version="1")
@@ -292,7 +292,7 @@ async def test_adapters_stay_when_weights_are_activated(tmp_path: Path) -> None:
         assert set(engine.adapters) == {"policy@1"}
 
 
-async def test_a_sample_that_goes_on_is_labelled_piece_by_piece(tmp_path: Path) -> None:
+async def test_continued_sample_is_labelled_per_part(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path), version="2")
@@ -305,7 +305,7 @@ async def test_a_sample_that_goes_on_is_labelled_piece_by_piece(tmp_path: Path) 
         ]
 
 
-async def test_every_segment_of_a_tree_is_under_the_adapter(tmp_path: Path) -> None:
+async def test_every_segment_of_a_tree_uses_the_adapter(tmp_path: Path) -> None:
     engine = FakeEngine(max_adapters=2)
     async with adapted(tmp_path, engine) as served:
         await load(served, "policy", saved(tmp_path), version="1")
@@ -323,7 +323,7 @@ async def test_every_segment_of_a_tree_is_under_the_adapter(tmp_path: Path) -> N
         assert {request.adapter for request in engine.submitted} == {"policy@1"}
 
 
-async def test_prompt_kv_is_the_base_models_alone(tmp_path: Path) -> None:
+async def test_prompt_kv_is_exported_only_for_the_base_model(tmp_path: Path) -> None:
     async with adapted(tmp_path, FakeEngine(max_adapters=1, prompt_kv=True)) as served:
         await load(served, "policy", saved(tmp_path))
         refused = await sample(served, "policy", kv={})
@@ -331,7 +331,7 @@ async def test_prompt_kv_is_the_base_models_alone(tmp_path: Path) -> None:
         assert "kv" in refused.json()["detail"]
 
 
-async def test_responses_are_scored_under_the_adapter_that_is_named(tmp_path: Path) -> None:
+async def test_responses_are_scored_under_the_named_adapter(tmp_path: Path) -> None:
     async with adapted(tmp_path) as served:
         await load(served, "policy", saved(tmp_path), version="1")
         item = {"prompt": {"token_ids": [1]}, "responses": [[2]]}
@@ -343,13 +343,13 @@ async def test_responses_are_scored_under_the_adapter_that_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["-a", "a" * 65, "a@b"])
-async def test_names_are_labels(tmp_path: Path, name: str) -> None:
+async def test_adapter_names_are_validated(tmp_path: Path, name: str) -> None:
     async with adapted(tmp_path) as served:
         refused = await load(served, name, saved(tmp_path))
         assert refused.json()["errors"][0]["location"] == "name"
 
 
-async def test_an_adapter_of_one_replica_is_said_to_be_missing_on_another(tmp_path: Path) -> None:
+async def test_adapter_of_one_replica_is_not_found_on_another(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     engines = [FakeEngine(max_adapters=2) for _ in range(2)]
     weights = {"source_directories": [tmp_path / "sources"]}

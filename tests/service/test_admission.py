@@ -1,4 +1,4 @@
-"""Limits on what is under way: what is held is given back exactly once, however it ends."""
+"""Admission limits: every reservation is released exactly once, however the request ends."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ LIMITS = LimitsSettings(max_samples_per_key=8, max_prompt_tokens_per_key=20, max
 
 
 class Books(RuleBasedStateMachine):
-    """Against the plainest model: a list of what is held."""
+    """The controller against a model: a list of the reservations."""
 
     reserved = Bundle("reserved")
 
@@ -73,7 +73,7 @@ class Books(RuleBasedStateMachine):
 TestBooks = Books.TestCase
 
 
-def test_what_is_held_for_a_block_is_given_back_when_it_fails() -> None:
+def test_reservation_for_a_block_is_released_when_it_raises() -> None:
     admission = Admission(LIMITS)
     with pytest.raises(RuntimeError), admission.reserved("a", samples=3, prompt_tokens=3):
         assert admission.num_samples == 3
@@ -83,7 +83,7 @@ def test_what_is_held_for_a_block_is_given_back_when_it_fails() -> None:
 
 
 @given(samples=st.integers(1, 2**31), tokens=st.integers(1, 2**31))
-def test_without_limits_per_key_only_the_servers_counts(samples: int, tokens: int) -> None:
+def test_without_per_key_limits_only_server_limits_apply(samples: int, tokens: int) -> None:
     admission = Admission(LimitsSettings(max_samples_running=2**31))
     with admission.reserved("a", samples=samples, prompt_tokens=tokens):
         admission.check()
@@ -97,7 +97,7 @@ async def post(served: Served, n: int = 1, tokens: int = 1, **options: Any) -> h
     return await served.http.post("/v1/rollouts", json=asked, **options)
 
 
-async def test_a_key_over_its_samples_gets_429_and_another_key_is_served(tmp_path: Path) -> None:
+async def test_key_over_its_sample_limit_gets_429_and_others_are_served(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = {name: bearer(key) for name, key in write_keys(file, a="rollout", b="rollout").items()}
     engine = FakeEngine(instant=False)
@@ -116,7 +116,7 @@ async def test_a_key_over_its_samples_gets_429_and_another_key_is_served(tmp_pat
         assert (await post(served, 3, headers=keys["a"])).status_code == 200
 
 
-async def test_prompt_tokens_count_once_a_group(tmp_path: Path) -> None:
+async def test_prompt_tokens_count_once_per_group(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     limits = {"max_prompt_tokens_per_key": 10}
     async with serving(engine, tmp_path, limits=limits) as served, asyncio.TaskGroup() as tasks:
@@ -128,7 +128,7 @@ async def test_prompt_tokens_count_once_a_group(tmp_path: Path) -> None:
         engine.step(4)
 
 
-async def test_a_full_server_answers_503(tmp_path: Path) -> None:
+async def test_full_server_answers_503(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     limits = {"max_samples_running": 2}
     async with serving(engine, tmp_path, limits=limits) as served, asyncio.TaskGroup() as tasks:
@@ -149,7 +149,7 @@ async def test_a_full_server_answers_503(tmp_path: Path) -> None:
         ({"max_prompt_tokens_per_key": 2}, 1, 3),
     ],
 )
-async def test_what_never_fits_is_not_to_be_retried(
+async def test_request_that_can_never_fit_is_not_retryable(
     tmp_path: Path, limits: dict[str, int], n: int, tokens: int
 ) -> None:
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
@@ -176,7 +176,7 @@ async def _died(served: Served, engine: FakeEngine, asked: asyncio.Task[httpx.Re
 
 @pytest.mark.parametrize("end", [_done, _left, _deleted, _died])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_rollout_gives_back_what_it_held_however_it_ends(
+async def test_rollout_releases_its_reservation_however_it_ends(
     tmp_path: Path, end: Any, stream: bool
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -193,14 +193,14 @@ async def test_a_rollout_gives_back_what_it_held_however_it_ends(
         served.server.admission.check()
 
 
-async def test_what_is_refused_after_admission_gives_its_place_back(tmp_path: Path) -> None:
+async def test_request_refused_after_admission_releases_its_reservation(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked = body(group(1), policy={"exact_version": "v9"})
         assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 409
         assert served.server.admission.num_samples == 0
 
 
-async def test_scoring_counts_a_sample_a_response_and_all_their_tokens(tmp_path: Path) -> None:
+async def test_scoring_reserves_one_sample_per_response_and_all_tokens(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.score_gate = asyncio.Event()
     item = {"prompt": {"token_ids": [1, 2]}, "responses": [[3, 4], [5]]}
@@ -216,7 +216,7 @@ async def test_scoring_counts_a_sample_a_response_and_all_their_tokens(tmp_path:
         assert served.server.admission.num_samples == 0
 
 
-async def test_a_retry_that_finds_its_rollout_takes_no_second_place(tmp_path: Path) -> None:
+async def test_retry_of_a_running_rollout_reserves_nothing(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, limits={"max_samples_per_key": 1}) as served:
         headers = {"idempotency-key": "a", "prefer": "respond-async"}
@@ -227,7 +227,7 @@ async def test_a_retry_that_finds_its_rollout_takes_no_second_place(tmp_path: Pa
         await running_samples(served, 0)
 
 
-async def test_a_stop_gives_everything_back(tmp_path: Path) -> None:
+async def test_stop_releases_every_reservation(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         waiting = asyncio.create_task(post(served, 4))

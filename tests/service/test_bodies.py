@@ -1,4 +1,4 @@
-"""How a body becomes a request: whole numbers, and faults without end."""
+"""Request body parsing: integers, limits, and bounded error reports."""
 
 import asyncio
 import json
@@ -41,14 +41,14 @@ def refused(body: bytes, parse: Parse) -> InvalidRequest:
 
 
 @pytest.mark.parametrize("number", ["56", "56.0", "5.6e1", "56.000", "560E-1"])
-def test_a_whole_number_is_an_integer_however_it_is_written(parse: Parse, number: str) -> None:
+def test_whole_number_is_an_integer_in_any_notation(parse: Parse, number: str) -> None:
     parsed = parse(asked(f"1, {number}", f', "n": {number}'), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == [1, 56]
     assert parsed.groups[0].n == 56
     assert type(parsed.groups[0].n) is int
 
 
-def test_whole_numbers_do_for_fractions(parse: Parse) -> None:
+def test_integers_are_accepted_as_floats(parse: Parse) -> None:
     body = b'{"groups": [{"prompt": {"text": "a"}, "n": 2.0}], "sampling": {"temperature": 1.0}}'
     assert parse(body, RolloutRequest).sampling.temperature == 1.0
 
@@ -78,13 +78,13 @@ def test_nothing_else_is_an_integer(parse: Parse, number: str) -> None:
     ],
     ids=["garbage", "two", "deep", "surrogate", "encoded surrogate", "byte order mark", "utf-16"],
 )
-def test_what_is_no_json_in_utf_8_is_said_to_be_none(parse: Parse, body: bytes) -> None:
+def test_invalid_json_or_utf_8_is_reported_as_such(parse: Parse, body: bytes) -> None:
     with pytest.raises(InvalidJson):
         parse(body, RolloutRequest)
 
 
-def test_of_a_million_wrong_token_ids_the_first_is_named(parse: Parse) -> None:
-    """Listing them all would hold up the event loop for seconds."""
+def test_first_of_a_million_invalid_token_ids_is_reported(parse: Parse) -> None:
+    """Listing all of them would block the event loop for seconds."""
     body = asked(", ".join(["1"] * 7 + ['""'] * 1_000_000))
     began = time.process_time()
     error = refused(body, parse)
@@ -93,7 +93,7 @@ def test_of_a_million_wrong_token_ids_the_first_is_named(parse: Parse) -> None:
 
 
 @pytest.mark.parametrize("index", [0, SLICE_TOKENS - 1, SLICE_TOKENS, 3 * SLICE_TOKENS + 5])
-def test_a_wrong_token_id_is_named_by_its_index_in_the_whole_list(parse: Parse, index: int) -> None:
+def test_invalid_token_id_is_reported_by_its_index(parse: Parse, index: int) -> None:
     token_ids = ["1"] * (3 * SLICE_TOKENS + 6)
     token_ids[index] = "-2"
     assert refused(asked(",".join(token_ids)), parse).errors == [
@@ -104,7 +104,7 @@ def test_a_wrong_token_id_is_named_by_its_index_in_the_whole_list(parse: Parse, 
     ]
 
 
-def test_a_long_list_of_token_ids_keeps_its_order_and_its_bounds(parse: Parse) -> None:
+def test_long_token_list_keeps_its_order_and_bounds(parse: Parse) -> None:
     token_ids = list(range(2 * SLICE_TOKENS + 1))
     parsed = parse(asked(",".join(map(str, token_ids))), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == token_ids
@@ -113,7 +113,7 @@ def test_a_long_list_of_token_ids_keeps_its_order_and_its_bounds(parse: Parse) -
 
 
 @pytest.mark.parametrize("number", [1, MAX_FIELD_ERRORS, MAX_FIELD_ERRORS + 1])
-def test_faults_are_counted_and_the_first_named_unless_they_are_legion(
+def test_errors_are_counted_and_the_first_ones_listed_up_to_a_limit(
     parse: Parse, number: int
 ) -> None:
     unknown: dict[str, Any] = {f"x{i}": 0 for i in range(number)}
@@ -123,7 +123,7 @@ def test_faults_are_counted_and_the_first_named_unless_they_are_legion(
     assert len(error.errors or []) == listed
 
 
-def test_the_bounds_of_an_integer_are_in_its_error(parse: Parse) -> None:
+def test_integer_bounds_are_in_the_error(parse: Parse) -> None:
     (error,) = refused(asked("1", ', "n": 0'), parse).errors or []
     assert error["message"] == "Input should be an integer at least 1 and at most 1024"
 
@@ -135,7 +135,7 @@ def large(num_lists: int = 3) -> bytes:
 
 
 async def turns_during(bodies: Bodies, body: bytes) -> int:
-    """Turns of the event loop while the body is parsed."""
+    """Iterations of the event loop while the body is parsed."""
     parsed = asyncio.create_task(bodies.parsed(body, RolloutRequest))
     turns = 0
     while not parsed.done():
@@ -145,14 +145,14 @@ async def turns_during(bodies: Bodies, body: bytes) -> int:
     return turns
 
 
-async def test_the_event_loop_turns_while_a_large_body_is_parsed() -> None:
-    """One call of pydantic holds the GIL to its end, also in a thread: it leaves 2 turns."""
+async def test_event_loop_runs_while_a_large_body_is_parsed() -> None:
+    """A single pydantic call holds the GIL throughout, even in a thread: it leaves 2 iterations."""
     with_bodies = Bodies(LimitsSettings())
     assert await turns_during(with_bodies, large()) >= 10
     with_bodies.close()
 
 
-async def test_a_key_with_large_bodies_waiting_is_refused_more_and_others_are_not() -> None:
+async def test_key_with_too_many_queued_bodies_is_refused_and_others_are_not() -> None:
     body = large(1)
     with_bodies = Bodies(LimitsSettings(max_body_bytes=len(body)))
 
@@ -175,14 +175,14 @@ def test_values_are_counted_before_they_are_built(item: str) -> None:
         parse_in_steps(body, RolloutRequest, JsonLimits(values=1999, containers=1500))
 
 
-def test_commas_and_brackets_in_text_are_no_values() -> None:
+def test_commas_and_brackets_in_strings_are_not_values() -> None:
     body = json.dumps({"groups": [{"prompt": {"text": ',[{]}"' * 5000}}]}).encode()
     parsed = parse_in_steps(body, RolloutRequest, JsonLimits(values=10, containers=4))
     assert parsed.groups[0].prompt.text == ',[{]}"' * 5000
 
 
-def test_members_of_one_object_are_bounded() -> None:
-    """Every unknown one would be a fault of its own."""
+def test_members_of_an_object_are_bounded() -> None:
+    """Every unknown member would be an error of its own."""
     members = ", ".join(f'"{i}": 0' for i in range(MAX_MEMBERS + 1))
     with pytest.raises(BodyTooLarge, match="members"):
         parse_in_steps(f"{{{members}}}".encode(), RolloutRequest, LIMITS)

@@ -1,4 +1,4 @@
-"""Requests of web pages: DNS rebinding, other sites' forms and images, and the live page."""
+"""Requests from web pages: DNS rebinding, cross-site forms and images, and the dashboard."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ PATHS = ["/livez", "/metrics", "/v1/status", "/v1/weights/v0/files/a.safetensors
 
 @asynccontextmanager
 async def browser(served: Served) -> AsyncIterator[httpx.AsyncClient]:
-    """A client whose answers are not compared with the contract: it has no page and no compat."""
+    """A client without contract checks: the contract excludes the dashboard and compat routes."""
     async with httpx.AsyncClient(base_url=served.url, verify=TLS) as http:
         yield http
 
@@ -41,7 +41,7 @@ def refused(answer: httpx.Response) -> bool:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("headers", [REBOUND, CROSS, LINK, {"origin": "http://evil.example"}])
-async def test_without_keys_nothing_is_told_to_pages_of_others(
+async def test_without_keys_foreign_pages_get_no_answer(
     tmp_path: Path, path: str, headers: dict[str, str]
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served, browser(served) as http:
@@ -50,7 +50,7 @@ async def test_without_keys_nothing_is_told_to_pages_of_others(
 
 
 @pytest.mark.parametrize("port", ["callers", "operators"])
-async def test_the_operators_port_is_no_exception(tmp_path: Path, port: str) -> None:
+async def test_admin_port_applies_the_same_checks(tmp_path: Path, port: str) -> None:
     server = {"operators_port": 0}
     async with serving(FakeEngine(), tmp_path, server=server) as served:
         app = served.app if port == "callers" else served.app.state.operators
@@ -76,7 +76,7 @@ def allowed(name: str, **settings: Any) -> bool:
         *(socket.gethostname(), f"{socket.gethostname()}:8000"),
     ],
 )  # fmt: skip
-def test_loopback_addresses_and_the_own_name_are_always_answered(host: str) -> None:
+def test_loopback_addresses_and_the_own_name_are_answered(host: str) -> None:
     assert allowed(host)
 
 
@@ -88,7 +88,7 @@ def test_loopback_addresses_and_the_own_name_are_always_answered(host: str) -> N
         *("notlocalhost", "127.0.0.1:8000.evil.example", "a b", "evil.example:", "localhost:80:80"),
     ],
 )  # fmt: skip
-def test_other_names_are_not(host: str) -> None:
+def test_other_names_are_refused(host: str) -> None:
     assert not allowed(host)
 
 
@@ -108,7 +108,7 @@ def test_configured_names_are_answered(settings: dict[str, Any], host: str) -> N
     assert not allowed(host)
 
 
-async def test_with_keys_any_name_is_answered(tmp_path: Path) -> None:
+async def test_with_keys_any_host_name_is_answered(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     key = bearer(write_keys(file, a="rollout")["a"])
     async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
@@ -117,10 +117,10 @@ async def test_with_keys_any_name_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("headers", [CROSS, LINK, {"origin": "null"}, {"origin": "http://evil"}])
-async def test_a_browser_that_knows_a_key_does_not_use_it_for_other_sites(
+async def test_stored_browser_credentials_are_refused_for_other_sites(
     tmp_path: Path, headers: dict[str, str]
 ) -> None:
-    """Basic credentials are sent with every request, whatever page it is for."""
+    """Browsers send Basic credentials with every request to a host, whichever page makes it."""
     file = tmp_path / "keys.yaml"
     secret = write_keys(file, a="admin")["a"]
     server = {"keys_file": file}
@@ -131,7 +131,7 @@ async def test_a_browser_that_knows_a_key_does_not_use_it_for_other_sites(
         assert not served.server.activation.paused
 
 
-async def test_the_live_page_can_be_linked_to_and_watches(tmp_path: Path) -> None:
+async def test_dashboard_can_be_linked_to_and_polls(tmp_path: Path) -> None:
     server = {"ui": True}
     async with serving(FakeEngine(), tmp_path, server=server) as served, browser(served) as http:
         assert (await http.get("/ui", headers=LINK)).status_code == 200
@@ -146,10 +146,10 @@ async def test_the_live_page_can_be_linked_to_and_watches(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "headers", [OWN, TYPED, FIREFOX, {"referer": "http://evil.example/"}, {"origin": "null"}]
 )
-async def test_a_get_that_changes_something_is_not_for_browsers(
+async def test_state_changing_get_is_refused_from_browsers(
     tmp_path: Path, headers: dict[str, str]
 ) -> None:
-    """`<img src=http://10.0.0.7:8000/flush_cache>` on a plain HTTP page carries no mark at all."""
+    """A plain-HTTP page with `<img src=http://10.0.0.7:8000/flush_cache>` sends no such header."""
     async with serving(FakeEngine(), tmp_path) as served, browser(served) as http:
         assert refused(await http.get("/flush_cache", headers=headers))
         assert (await http.get("/flush_cache")).status_code == 200

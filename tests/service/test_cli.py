@@ -1,4 +1,4 @@
-"""The command line, with the engine and the server replaced at their seams."""
+"""The command line, with fakes for the engine and the server."""
 
 import socket
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from service.http.shutdown import ServerLifecycle
 
 
 class IdleServer:
-    """Stands for an engine that nobody calls, and for the server around it."""
+    """Replaces the engine, which is never called, and its server."""
 
     def health(self) -> EngineHealth:
         return EngineHealth(stage="serving", alive=True, age_seconds=0.0)
@@ -57,13 +57,13 @@ def refuse(text: str) -> Callable[..., Any]:
     return part
 
 
-def test_there_is_one_flag_for_every_field() -> None:
+def test_every_field_has_one_flag() -> None:
     fields = [(section, name) for section, name, _ in settings_fields()]
     assert [(flag.section, flag.name) for flag in settings_flags()] == fields
     assert len(settings_flags()) == sum(len(section) for section in redacted(Settings()).values())
 
 
-def test_check_config_prints_the_resolved_tree() -> None:
+def test_check_config_prints_the_resolved_settings() -> None:
     result = run("check-config", "--port", "9", "--engine.block-size", "64")
     assert result.exit_code == 0
     tree = yaml.safe_load(result.stdout)
@@ -72,20 +72,20 @@ def test_check_config_prints_the_resolved_tree() -> None:
     assert tree["limits"] == redacted(Settings())["limits"]
 
 
-def test_what_check_config_prints_can_be_read_back(tmp_path: Path) -> None:
+def test_check_config_output_can_be_read_back(tmp_path: Path) -> None:
     file = tmp_path / "coppice.yaml"
     file.write_text(run("check-config", "--log.format", "json").stdout, encoding="utf-8")
     result = run("check-config", "--config", str(file))
     assert yaml.safe_load(result.stdout) == yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-def test_the_environment_reaches_the_tree() -> None:
+def test_environment_reaches_the_settings() -> None:
     result = run("check-config", environ={"COPPICE_LOG__LEVEL": "debug"})
     assert yaml.safe_load(result.stdout)["log"]["level"] == "debug"
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])
-def test_bad_settings_end_with_a_line_each_and_code_2(command: str) -> None:
+def test_invalid_settings_exit_with_code_2_and_a_line_each(command: str) -> None:
     result = run(command, "--port", "x", "--engine.block-size", "33")
     assert result.exit_code == 2
     lines = result.stderr.splitlines()
@@ -93,7 +93,7 @@ def test_bad_settings_end_with_a_line_each_and_code_2(command: str) -> None:
     assert all(line.startswith("coppice: ") for line in lines)
 
 
-def test_an_unknown_flag_ends_with_code_2() -> None:
+def test_unknown_flag_exits_with_code_2() -> None:
     assert run("serve", "--engine.nope", "1").exit_code == 2
 
 
@@ -103,7 +103,7 @@ def test_versions_are_printed() -> None:
     assert [line.split()[0] for line in result.stdout.splitlines()][::2] == ["coppice", "torch"]
 
 
-def test_serve_puts_the_parts_together() -> None:
+def test_serve_wires_engine_app_and_server() -> None:
     ran = []
 
     def run_server(
@@ -127,13 +127,13 @@ def test_serve_logs_the_settings_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("part", ["load_engine", "create_app", "run_server"])
-def test_a_failed_start_is_one_sentence_and_code_1(part: str) -> None:
+def test_failed_start_prints_one_sentence_and_exits_with_code_1(part: str) -> None:
     components = replace(PARTS, **{part: refuse("the disk is full")})
     result = run("serve", "--port", "0", components=components)
     assert (result.exit_code, result.stderr) == (1, "coppice: the disk is full\n")
 
 
-def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
+def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     components = replace(PARTS, load_engine=refuse("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts, long polls, replays, idempotency keys and the packed answer."""
+"""Asynchronous rollouts, long polling, replay, idempotency keys and packed answers."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ async def start(served: Served, asked: dict[str, Any], **headers: str) -> httpx.
     return await served.http.post("/v1/rollouts", json=asked, headers=headers)
 
 
-async def test_an_asynchronous_rollout_is_answered_when_somebody_comes_back(tmp_path: Path) -> None:
+async def test_asynchronous_rollout_is_returned_by_a_later_get(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         accepted = await start(served, body(group(1, n=2)), **ASYNC)
@@ -52,7 +52,7 @@ async def test_an_asynchronous_rollout_is_answered_when_somebody_comes_back(tmp_
 @pytest.mark.parametrize(
     "prefer", [["Respond-Async"], ["wait=5", "respond-async"], ["wait=5, RESPOND-ASYNC; x=1"]]
 )
-async def test_a_preference_is_read_in_any_case_and_from_every_line(
+async def test_prefer_header_is_parsed_in_any_case_and_from_every_line(
     tmp_path: Path, prefer: list[str]
 ) -> None:
     lines = [("prefer", value) for value in prefer]
@@ -62,7 +62,7 @@ async def test_a_preference_is_read_in_any_case_and_from_every_line(
 
 
 @pytest.mark.parametrize("seconds", ["0", "60", "60.0", "0.12345", "1e-5", "6E1"])
-async def test_the_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None:
+async def test_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         accepted = await start(served, body(group(1)), **ASYNC)
         query = {"wait": seconds}
@@ -81,7 +81,7 @@ async def test_the_wait_is_any_json_number(tmp_path: Path, seconds: str) -> None
         {"weight": "1"},
     ],
 )
-async def test_how_long_to_wait_is_a_number_of_seconds(tmp_path: Path, query: Any) -> None:
+async def test_wait_query_is_a_number_of_seconds(tmp_path: Path, query: Any) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         accepted = await start(served, body(group(1)), **ASYNC)
         refused = await served.http.get(accepted.headers["location"], params=query)
@@ -89,7 +89,7 @@ async def test_how_long_to_wait_is_a_number_of_seconds(tmp_path: Path, query: An
     assert [fault["location"] for fault in refused.json()["errors"]] == list(query)
 
 
-async def test_a_stream_can_be_read_again_from_its_start(tmp_path: Path) -> None:
+async def test_stream_can_be_read_again_from_its_start(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         place = (await start(served, body(group(1, n=2)), **ASYNC)).headers["location"]
@@ -104,7 +104,7 @@ async def test_a_stream_can_be_read_again_from_its_start(tmp_path: Path) -> None
     assert [record["type"] for record in records] == ["start", "sample", "sample", "group", "end"]
 
 
-async def test_a_retry_attaches_to_what_runs_and_later_gets_the_same_answer(tmp_path: Path) -> None:
+async def test_retry_attaches_to_the_running_rollout_and_gets_its_answer(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     key = {"idempotency-key": "step-1"}
     async with serving(engine, tmp_path) as served:
@@ -125,7 +125,7 @@ async def test_a_retry_attaches_to_what_runs_and_later_gets_the_same_answer(tmp_
         assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
 
 
-async def test_a_retry_while_the_first_is_still_being_read_is_told_to_come_again(
+async def test_retry_during_the_first_upload_is_asked_to_retry_later(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine()
@@ -138,7 +138,7 @@ async def test_a_retry_while_the_first_is_still_being_read_is_told_to_come_again
         first.cancel()
 
 
-async def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
+async def test_refusal_is_not_cached(tmp_path: Path) -> None:
     engine = FakeEngine()
     key = {"idempotency-key": "k"}
     async with serving(engine, tmp_path) as served:
@@ -149,7 +149,7 @@ async def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
         assert (await start(served, wanted, **key)).status_code == 200
 
 
-async def test_a_retry_after_the_answer_had_to_go_never_starts_a_second_rollout(
+async def test_retry_after_eviction_never_starts_a_second_rollout(
     tmp_path: Path,
 ) -> None:
     key = {"idempotency-key": "k"}
@@ -161,7 +161,7 @@ async def test_a_retry_after_the_answer_had_to_go_never_starts_a_second_rollout(
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "\u00e9"])
-async def test_an_idempotency_key_is_visible_ascii(tmp_path: Path, key: str) -> None:
+async def test_idempotency_key_is_visible_ascii(tmp_path: Path, key: str) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await served.http.post(
             "/v1/rollouts",
@@ -171,7 +171,7 @@ async def test_an_idempotency_key_is_visible_ascii(tmp_path: Path, key: str) -> 
     assert refused.json()["code"] == "invalid_request"
 
 
-async def test_what_is_kept_is_bounded_in_time_and_bytes(tmp_path: Path) -> None:
+async def test_result_cache_is_bounded_in_time_and_bytes(tmp_path: Path) -> None:
     limits = {"keep_answers_seconds": 2, "keep_answers_bytes": 50_000}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         places = [(await start(served, body(group(1)), **ASYNC)).headers["location"] for _ in "ab"]
@@ -185,7 +185,7 @@ async def test_what_is_kept_is_bounded_in_time_and_bytes(tmp_path: Path) -> None
         assert (await served.http.get(third)).status_code == 404
 
 
-async def test_an_idempotency_key_is_forgotten_with_its_answer(tmp_path: Path) -> None:
+async def test_idempotency_key_is_evicted_with_its_answer(tmp_path: Path) -> None:
     limits = {"keep_answers_seconds": 0.1}
     key = {"idempotency-key": "k"}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
@@ -195,7 +195,7 @@ async def test_an_idempotency_key_is_forgotten_with_its_answer(tmp_path: Path) -
     assert first.json()["id"] != second.json()["id"]
 
 
-async def test_the_packed_answer_says_the_same_in_fewer_bytes(tmp_path: Path) -> None:
+async def test_packed_answer_is_equivalent_and_smaller(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked = {
             "groups": [group(1, n=2), group(2, 3)],

@@ -1,4 +1,4 @@
-"""The bound on connections, and the limit of open files."""
+"""The limit on connections, and the limit on open files."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def opened(stack: AsyncExitStack, served: Served, count: int) -> list[Raw]
 
 
 async def busy(stack: AsyncExitStack, served: Served, count: int) -> None:
-    """Connections with a running request each."""
+    """Opens connections with one running request each."""
     for client in await opened(stack, served, count):
         await client.send(sized())
     await running_samples(served, count)
@@ -41,7 +41,7 @@ async def until_open(served: Served, count: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", GET, b"G", GET + b"GET /li"])
-async def test_connections_that_wait_do_not_lock_others_out(tmp_path: Path, sent: bytes) -> None:
+async def test_idle_connections_do_not_block_new_ones(tmp_path: Path, sent: bytes) -> None:
     async with serving(FakeEngine(), tmp_path, limits=FEW, wait=False) as served:
         async with AsyncExitStack() as stack:
             for client in await opened(stack, served, 12):
@@ -83,12 +83,12 @@ async def test_connections_past_the_reserve_are_dropped(tmp_path: Path) -> None:
         await opened(stack, served, RESERVED_CONNECTIONS)
         async with raw(served) as client:
             assert await client.closed()
-        await until_open(served, 4)  # nobody holds the reserve without a request
+        await until_open(served, 4)  # no idle connection holds the reserve
         engine.step(4)
         await running_samples(served, 0)
 
 
-async def test_the_head_past_the_limit_has_little_time(tmp_path: Path) -> None:
+async def test_request_head_past_the_limit_has_a_short_timeout(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
         await served.http.aclose()
@@ -108,7 +108,7 @@ class Idle:
         self.closed = True
 
 
-def test_the_one_that_waited_longest_is_closed() -> None:
+def test_longest_idle_connection_is_closed() -> None:
     connections = Connections(2)
     first, second, third = Idle(), Idle(), Idle()
     connections.add(first)
@@ -120,7 +120,7 @@ def test_the_one_that_waited_longest_is_closed() -> None:
     assert connections.num_open == 2
 
 
-def test_what_the_process_may_open_bounds_connections() -> None:
+def test_file_descriptor_limit_bounds_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
@@ -131,7 +131,7 @@ def test_what_the_process_may_open_bounds_connections() -> None:
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(256, 4096), (512, 512)])
-def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int) -> None:
+def test_soft_limit_is_raised_to_the_hard_limit(soft: int, hard: int) -> None:
     program = f"""
 import resource
 from service.http.connections import raise_file_limit

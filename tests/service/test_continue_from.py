@@ -1,4 +1,4 @@
-"""`continue_from`: samples that go on where an earlier rollout left them."""
+"""`continue_from`: samples that continue from the tokens of an earlier rollout."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ def asked(*samples: dict[str, Any], **rest: Any) -> dict[str, Any]:
     return {**body(group(1, 2, n=2), group(3)), "continue_from": {"samples": [*samples]}, **options}
 
 
-async def test_a_sample_goes_on_from_its_tokens_and_keeps_what_they_were(tmp_path: Path) -> None:
+async def test_sample_continues_from_its_tokens_and_keeps_their_data(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         given = [started(90, 91, 92), started(80, group=1)]
         answer = (await served.http.post("/v1/rollouts", json=asked(*given))).json()
@@ -41,8 +41,8 @@ async def test_a_sample_goes_on_from_its_tokens_and_keeps_what_they_were(tmp_pat
     assert answer["usage"]["completion_tokens"] == 24 - 4
 
 
-async def test_what_goes_on_under_other_weights_says_so(tmp_path: Path) -> None:
-    """Through the client, as a trainer would: cut by a deadline, trained, gone on with."""
+async def test_sample_continued_under_other_weights_reports_both_versions(tmp_path: Path) -> None:
+    """Through the client, as a trainer would: cut by a deadline, trained, continued."""
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served, AsyncRollouts(served.url) as rollouts:
         cut = asyncio.create_task(rollouts.rollout([[1, 2]], n=2, max_tokens=10))
@@ -64,7 +64,7 @@ async def test_what_goes_on_under_other_weights_says_so(tmp_path: Path) -> None:
     assert result.groups[0].unfinished == ()
 
 
-async def test_a_continued_sample_does_not_draw_the_same_numbers_again(tmp_path: Path) -> None:
+async def test_continued_sample_does_not_repeat_its_random_numbers(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         seeds = []
@@ -100,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_body", "said"), REFUSED)
-async def test_what_cannot_be_gone_on_with_is_refused(
+async def test_invalid_continuation_is_refused(
     tmp_path: Path, request_body: dict[str, Any], said: str
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -110,7 +110,7 @@ async def test_what_cannot_be_gone_on_with_is_refused(
     assert said in refused.json()["detail"]
 
 
-async def test_a_tree_begins_anew(tmp_path: Path) -> None:
+async def test_tree_cannot_be_continued(tmp_path: Path) -> None:
     request = asked(started(5), branching={"mode": "interval"})
     request["groups"] = [group(1)]
     async with serving(FakeEngine(), tmp_path) as served:
@@ -118,14 +118,14 @@ async def test_a_tree_begins_anew(tmp_path: Path) -> None:
     assert "takes no continue_from" in refused.json()["detail"]
 
 
-async def test_what_there_is_must_leave_room_for_a_token(tmp_path: Path) -> None:
+async def test_continuation_leaves_room_for_a_token(tmp_path: Path) -> None:
     async with serving(FakeEngine(max_context_tokens=8), tmp_path) as served:
         request = asked(started(*range(6)), sampling={})
         refused = await served.http.post("/v1/rollouts", json=request)
     assert refused.json()["code"] == "prompt_too_long"
 
 
-async def test_what_is_there_counts_as_prompt_tokens(tmp_path: Path) -> None:
+async def test_continued_tokens_count_as_prompt_tokens(tmp_path: Path) -> None:
     limits = {"max_prompt_tokens_per_key": 6}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         refused = await served.http.post("/v1/rollouts", json=asked(started(5, 6, 7, 8)))
@@ -134,7 +134,7 @@ async def test_what_is_there_counts_as_prompt_tokens(tmp_path: Path) -> None:
         assert taken.status_code == 200
 
 
-async def test_an_exact_version_may_go_on_with_its_own(tmp_path: Path) -> None:
+async def test_exact_version_may_continue_its_own_tokens(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as rollouts:
         first = await rollouts.rollout([[1]], max_tokens=2)
         sample = first.groups[0].samples[0]
@@ -145,15 +145,15 @@ async def test_an_exact_version_may_go_on_with_its_own(tmp_path: Path) -> None:
 
 
 class Remembering(FakeEngine):
-    """All but the last token is cached, as where the same weights still serve."""
+    """All prompt tokens but the last are cached, as while the same weights serve."""
 
     def _compute_prompt(self, sample: Running) -> None:
         super()._compute_prompt(sample)
         sample.num_cached = len(sample.request.prompt_token_ids) - 1
 
 
-async def test_no_more_of_a_prompt_is_cached_than_there_is(tmp_path: Path) -> None:
-    """What was sampled is cached behind it. Nothing that is counted may be negative."""
+async def test_cached_tokens_are_at_most_the_prompt_tokens(tmp_path: Path) -> None:
+    """Sampled tokens are cached after the prompt. No count may become negative."""
     prompt = {"segments": [{"token_ids": [1, 2]}, {"token_ids": [3], "reuse": "tool"}]}
     request = asked(started(90, 91, 92, 93), groups=[{"prompt": prompt, "n": 1}])
     async with serving(Remembering(), tmp_path) as served:

@@ -1,4 +1,4 @@
-"""openapi.yaml and the app are the same thing: operations, answers, types, problems."""
+"""openapi.yaml matches the app: operations, responses, types and problems."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.contract.models import differences, wire_models
 from tests.fake_engine import FakeEngine
 from tests.serving import settings_for
 
-# Components that are no model of their own: shared types, the union of records, and a file.
+# Components without a model: shared types, the union of records, and a file.
 NO_MODELS = {
     *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
     *("Record", "PackedAnswer", "KvReason", "ReuseReason"),
@@ -50,11 +50,11 @@ def documented() -> Answers:
     }
 
 
-def test_the_contract_has_the_operations_of_the_app_and_no_other(routes: list[APIRoute]) -> None:
+def test_contract_and_app_have_the_same_operations(routes: list[APIRoute]) -> None:
     assert declared(routes).keys() == documented().keys()
 
 
-def test_every_answer_of_the_app_is_in_the_contract_and_no_other(routes: list[APIRoute]) -> None:
+def test_contract_and_app_declare_the_same_responses(routes: list[APIRoute]) -> None:
     app, contract = declared(routes), documented()
     for operation in app.keys() | contract.keys():
         assert app.get(operation) == contract.get(operation), operation
@@ -67,28 +67,28 @@ def test_every_name_in_a_path_is_a_parameter(routes: list[APIRoute]) -> None:
         assert set(parameters) == names[operation.path], operation.path
 
 
-def test_every_security_scheme_that_is_asked_for_is_described() -> None:
+def test_every_used_security_scheme_is_defined() -> None:
     described = document()["components"]["securitySchemes"].keys()
     for holder in (document(), *(operation.node for operation in operations())):
         for requirement in holder.get("security", []):
             assert requirement.keys() <= described
 
 
-def test_operations_have_names_of_their_own() -> None:
+def test_operation_ids_are_unique() -> None:
     names = [operation.node["operationId"] for operation in operations()]
     assert len(set(names)) == len(names)
 
 
-def test_every_wire_model_is_a_component_and_every_component_a_model() -> None:
+def test_wire_models_and_components_correspond() -> None:
     assert schemas().keys() - NO_MODELS == wire_models().keys()
 
 
 @pytest.mark.parametrize("name", sorted(wire_models()))
-def test_a_wire_model_is_what_the_contract_says_of_it(name: str) -> None:
+def test_wire_model_matches_its_component(name: str) -> None:
     assert differences(wire_models()[name], schemas()[name]) == []
 
 
-def test_the_problems_of_the_contract_are_those_of_the_table() -> None:
+def test_problems_of_contract_and_error_table_are_equal() -> None:
     codes = schemas()["Problem"]["properties"]["code"]["enum"]
     assert codes == list(PROBLEMS)
     for kind in PROBLEMS.values():
@@ -100,7 +100,7 @@ def _statuses() -> set[str]:
 
 
 def changes() -> list[Any]:
-    """One change of a component each, that the comparison must see."""
+    """One change per component, which the comparison must detect."""
     changed: list[tuple[Any, ...]] = [
         ("Sampling", "properties", "top_k", "maximum", 5),
         ("Sampling", "properties", "top_k", "type", "number"),
@@ -120,7 +120,7 @@ def changes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "path", "value"), changes())
-def test_the_comparison_sees_what_differs(name: str, path: list[str], value: Any) -> None:
+def test_comparison_detects_every_change(name: str, path: list[str], value: Any) -> None:
     model: type[BaseModel] = wire_models()[name]
     assert differences(model, _changed(schemas()[name], path, value))
 

@@ -38,9 +38,7 @@ def engine(tmp_path: Path) -> FakeEngine:
     return engine
 
 
-async def test_the_drafter_can_be_taken_home_and_asked_about(
-    engine: FakeEngine, tmp_path: Path
-) -> None:
+async def test_drafter_can_be_downloaded_and_queried(engine: FakeEngine, tmp_path: Path) -> None:
     async with serving(engine, tmp_path) as served:
         file = await served.http.get("/v1/drafter")
         assert file.headers["coppice-drafter-version"] == "d1"
@@ -53,7 +51,7 @@ async def test_the_drafter_can_be_taken_home_and_asked_about(
         assert refused.status_code == 406
 
 
-async def test_one_from_elsewhere_is_checked_and_left_to_its_trial(
+async def test_uploaded_drafter_is_validated_and_starts_its_ab_test(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     async with serving(engine, tmp_path) as served:
@@ -76,7 +74,7 @@ async def test_one_from_elsewhere_is_checked_and_left_to_its_trial(
         (DrafterRefused("on trial"), 409, "version_conflict"),
     ],
 )
-async def test_one_that_is_refused_leaves_nothing(
+async def test_refused_drafter_leaves_nothing(
     engine: FakeEngine, tmp_path: Path, error: CheckpointRefused, status: int, code: str
 ) -> None:
     engine.refused_drafter = error
@@ -88,14 +86,16 @@ async def test_one_that_is_refused_leaves_nothing(
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-async def test_where_no_small_model_drafts_there_is_none(tmp_path: Path, method: str) -> None:
+async def test_without_a_draft_model_there_is_no_drafter(tmp_path: Path, method: str) -> None:
     path = "/v1/drafter" + ("/mine" if method == "PUT" else "")
     async with serving(FakeEngine(), tmp_path) as served:
         answer = await served.http.request(method, path, content=b"x")
         assert (answer.status_code, answer.json()["code"]) == (404, "no_drafter")
 
 
-async def test_the_client_asks_brings_and_takes(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_client_gets_uploads_and_downloads_drafters(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     async with serving(engine, tmp_path) as served, AsyncRollouts(served.url) as rollouts:
         assert (await rollouts.drafter()).training.num_tokens == 4000
         assert await rollouts.download_drafter(tmp_path / "home") == "d1"
@@ -113,7 +113,7 @@ async def test_the_client_asks_brings_and_takes(engine: FakeEngine, tmp_path: Pa
             await rollouts.drafter()
 
 
-async def test_metrics_show_how_drafters_do_and_count_their_trials(
+async def test_metrics_show_acceptance_of_drafters_and_count_ab_tests(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     async with serving(engine, tmp_path) as served:

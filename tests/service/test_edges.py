@@ -1,4 +1,4 @@
-"""What comes too slowly, too large or not at all, and readers that do not read, on real sockets."""
+"""Slow, oversized and missing requests, and readers that stall, over real sockets."""
 
 import asyncio
 import json
@@ -36,26 +36,26 @@ async def alive(served: Served) -> bool:
 @pytest.mark.parametrize(
     "sent", [b"G", b"GET /livez HTTP/1.1\r\n", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b"]
 )
-async def test_a_head_that_does_not_come_is_given_up(tmp_path: Path, sent: bytes) -> None:
+async def test_incomplete_head_times_out(tmp_path: Path, sent: bytes) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         await client.send(sent)
         status, content = await client.answer()
         assert (status, json.loads(content)["code"]) == (408, "request_timeout")
 
 
-async def test_a_head_that_drips_has_no_more_time_than_another(tmp_path: Path) -> None:
+async def test_slowly_sent_head_has_the_same_deadline(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         await client.send(b"GET /livez HTTP/1.1\r\n")
         answer = asyncio.create_task(client.answer())
         while not answer.done():
-            with suppress(ConnectionError):  # it has been closed, and the answer is on its way
+            with suppress(ConnectionError):  # closed already, with the answer in flight
                 await client.send(b"X-A: b\r\n")
             await asyncio.sleep(0.02)
         assert answer.result()[0] == 408
 
 
 @pytest.mark.parametrize("before", [b"", GET.replace(b"close", b"keep-alive")])
-async def test_an_empty_line_does_not_keep_a_connection(tmp_path: Path, before: bytes) -> None:
+async def test_empty_line_does_not_keep_a_connection_open(tmp_path: Path, before: bytes) -> None:
     """The parser skips empty lines before a request."""
     limits = {"read_seconds": 1.0}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
@@ -66,7 +66,7 @@ async def test_an_empty_line_does_not_keep_a_connection(tmp_path: Path, before: 
         assert (await client.answer())[0] == 408
 
 
-async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+async def test_silent_connection_is_closed(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         assert await client.closed()
 
@@ -81,7 +81,7 @@ async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("rest", [b"", b" HTTP/1.1\r\n\r\n"])
-async def test_a_head_that_is_too_large_is_refused_while_it_comes(
+async def test_oversized_head_is_refused_while_it_arrives(
     tmp_path: Path, endless: bytes, rest: bytes
 ) -> None:
     limits = {"max_header_bytes": 4096}
@@ -94,7 +94,7 @@ async def test_a_head_that_is_too_large_is_refused_while_it_comes(
             assert (status, json.loads(content)["code"]) == (431, "headers_too_large")
 
 
-async def test_a_head_of_many_pieces_is_refused_before_its_end(tmp_path: Path) -> None:
+async def test_head_of_many_parts_is_refused_before_its_end(tmp_path: Path) -> None:
     limits = {"max_header_bytes": 4096}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
         await client.send(b"GET / HTTP/1.1\r\n")
@@ -108,7 +108,7 @@ async def test_a_head_of_many_pieces_is_refused_before_its_end(tmp_path: Path) -
         assert (await answer)[0] == 431
 
 
-async def test_a_whole_head_that_is_too_large_is_counted_as_any_request(tmp_path: Path) -> None:
+async def test_complete_oversized_head_counts_as_a_request(tmp_path: Path) -> None:
     limits = {"max_header_bytes": 4096}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         answer = await served.http.get("/livez", headers={"x-a": "b" * 4096})
@@ -138,7 +138,9 @@ async def test_a_whole_head_that_is_too_large_is_counted_as_any_request(tmp_path
         b"GET / HTTP/9.9\r\n\r\n",
     ],
 )
-async def test_what_is_no_http_gets_a_problem_and_harms_nobody(tmp_path: Path, sent: bytes) -> None:
+async def test_malformed_http_gets_a_problem_and_affects_no_other_request(
+    tmp_path: Path, sent: bytes
+) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         async with raw(served) as client:
             await client.send(sent)
@@ -148,7 +150,7 @@ async def test_what_is_no_http_gets_a_problem_and_harms_nobody(tmp_path: Path, s
         assert await alive(served)
 
 
-async def test_rubbish_behind_a_running_request_ends_the_connection(tmp_path: Path) -> None:
+async def test_invalid_bytes_after_a_running_request_end_the_connection(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served, raw(served) as client:
         content = json.dumps(body(group(1))).encode()
@@ -163,7 +165,7 @@ async def test_rubbish_behind_a_running_request_ends_the_connection(tmp_path: Pa
 
 
 @pytest.mark.parametrize("came", [b"", b'{"groups": ['])
-async def test_a_body_that_does_not_come_is_given_up(tmp_path: Path, came: bytes) -> None:
+async def test_missing_body_times_out(tmp_path: Path, came: bytes) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served:
         async with raw(served) as client:
             await client.send(HEAD + b"Content-Length: 100\r\n\r\n" + came)
@@ -172,7 +174,7 @@ async def test_a_body_that_does_not_come_is_given_up(tmp_path: Path, came: bytes
         assert await alive(served)
 
 
-async def test_a_body_that_drips_is_given_up(tmp_path: Path) -> None:
+async def test_slowly_sent_body_times_out(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         await client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
         answer = asyncio.create_task(client.answer())
@@ -182,7 +184,7 @@ async def test_a_body_that_drips_is_given_up(tmp_path: Path) -> None:
         assert answer.result()[0] == 408
 
 
-async def test_a_body_that_keeps_coming_has_all_the_time_it_needs(tmp_path: Path) -> None:
+async def test_steadily_sent_body_has_no_deadline(tmp_path: Path) -> None:
     async def content() -> Any:
         for _ in range(8):
             await asyncio.sleep(0.2)
@@ -194,7 +196,7 @@ async def test_a_body_that_keeps_coming_has_all_the_time_it_needs(tmp_path: Path
         assert answer.status_code == 200
 
 
-async def test_an_upload_that_stops_leaves_nothing(tmp_path: Path) -> None:
+async def test_interrupted_upload_leaves_nothing(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served:
         async with raw(served) as client:
             await client.send(
@@ -206,7 +208,7 @@ async def test_an_upload_that_stops_leaves_nothing(tmp_path: Path) -> None:
         assert [version["version"] for version in known["versions"]] == ["v0"]
 
 
-async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(tmp_path: Path) -> None:
+async def test_rest_of_a_refused_body_is_not_awaited_forever(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n"
         await client.send(head)
@@ -217,7 +219,7 @@ async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(tmp_path: Path
             await asyncio.sleep(0.02)
 
 
-async def test_a_caller_who_waits_for_a_long_answer_is_not_slow(tmp_path: Path) -> None:
+async def test_caller_waiting_for_a_long_answer_is_not_timed_out(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, limits=SOON) as served:
         waiting = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1))))
@@ -227,7 +229,7 @@ async def test_a_caller_who_waits_for_a_long_answer_is_not_slow(tmp_path: Path) 
         assert (await waiting).status_code == 200
 
 
-async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_failure(
+async def test_disconnect_within_a_body_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -244,7 +246,7 @@ async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_failure(
 
 
 def narrow(served: Served) -> socket.socket:
-    """A client whose receive buffer takes next to nothing."""
+    """A client with a minimal receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
@@ -263,7 +265,7 @@ async def ask_and_not_read(served: Served, client: socket.socket, asked: dict[st
 LARGE = {"sampling": {"max_tokens": 30_000}}
 
 
-async def test_a_stream_that_nobody_reads_is_dropped_and_its_rollout_ends(tmp_path: Path) -> None:
+async def test_unread_stream_is_dropped_and_its_rollout_ends(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, max_context_tokens=2**21)
     async with serving(engine, tmp_path, limits=UNREAD) as served:
         with narrow(served) as client:
@@ -279,7 +281,7 @@ async def test_a_stream_that_nobody_reads_is_dropped_and_its_rollout_ends(tmp_pa
         assert await alive(served)
 
 
-async def test_a_plain_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
+async def test_unread_plain_answer_is_dropped(tmp_path: Path) -> None:
     engine = FakeEngine(max_context_tokens=2**21)
     async with serving(engine, tmp_path, limits=UNREAD) as served:
         with narrow(served) as client:
@@ -293,7 +295,7 @@ async def test_a_plain_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> No
         assert await alive(served)
 
 
-async def test_a_reader_who_is_slow_but_reads_gets_everything(tmp_path: Path) -> None:
+async def test_slow_but_steady_reader_gets_everything(tmp_path: Path) -> None:
     engine = FakeEngine(max_context_tokens=2**21)
     limits = {"write_seconds": 1.0}
     async with serving(engine, tmp_path, limits=limits) as served, raw(served) as client:
@@ -312,7 +314,7 @@ async def test_a_reader_who_is_slow_but_reads_gets_everything(tmp_path: Path) ->
         assert (status, len(json.loads(answer)["groups"][0]["samples"])) == (200, 256)
 
 
-async def test_large_answers_leave_in_pieces_and_small_ones_whole() -> None:
+async def test_large_answers_are_sent_in_parts_and_small_ones_whole() -> None:
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -330,7 +332,7 @@ async def test_large_answers_leave_in_pieces_and_small_ones_whole() -> None:
     assert bodies == [(5, True), (PIECE_BYTES, True), (PIECE_BYTES, True), (1, False)]
 
 
-# Addresses
+# Host headers and paths
 
 
 HOSTS = [
@@ -383,7 +385,7 @@ async def _answers(served: Served, requests: list[bytes], host: bytes) -> list[t
     return answers
 
 
-async def test_an_address_with_a_slash_too_many_is_not_redirected(tmp_path: Path) -> None:
+async def test_path_with_a_double_slash_is_not_redirected(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for path in ("/livez/", "/v1/rollouts/", "/v1/status/"):
             answer = await served.http.get(path, headers={"host": "evil.example"})

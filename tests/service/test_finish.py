@@ -1,4 +1,4 @@
-"""`finish`: enough samples, or enough time."""
+"""`finish`: early termination by sample count or by deadline."""
 
 import asyncio
 from pathlib import Path
@@ -14,12 +14,12 @@ def post(served: Served, asked: dict[str, Any]) -> "asyncio.Task[Any]":
 
 
 def shorten(engine: FakeEngine, *limits: int) -> None:
-    """Gives the running samples, in order, limits of their own."""
+    """Assigns length limits to the running samples, in order."""
     for sample, limit in zip(engine.running.values(), limits, strict=True):
         sample.limit = limit
 
 
-async def test_the_first_samples_are_enough_and_the_others_end_with_their_tokens(
+async def test_first_k_samples_suffice_and_others_end_with_their_tokens(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -36,7 +36,7 @@ async def test_the_first_samples_are_enough_and_the_others_end_with_their_tokens
     assert not engine.running
 
 
-async def test_a_deadline_takes_what_there_is(tmp_path: Path) -> None:
+async def test_deadline_returns_what_was_sampled(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = post(served, body(group(1, n=2), finish={"deadline_seconds": 1.5}))
@@ -48,13 +48,13 @@ async def test_a_deadline_takes_what_there_is(tmp_path: Path) -> None:
         assert (sample["finish_reason"], len(sample["token_ids"])) == ("deadline", 2)
 
 
-async def test_a_deadline_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
+async def test_unreached_deadline_changes_nothing(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked = body(group(1), finish={"deadline_seconds": 60})
         assert (await post(served, asked)).json()["outcome"] == "done"
 
 
-async def test_more_than_n_samples_are_never_needed(tmp_path: Path) -> None:
+async def test_k_greater_than_n_is_refused(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await post(served, body(group(1, n=2), finish={"samples": 3}))
     assert refused.json()["code"] == "invalid_request"
@@ -70,7 +70,7 @@ async def finished(engine: FakeEngine, served: Served, asked: dict[str, Any], *l
     return (await request).json()["groups"][0]
 
 
-async def test_an_answer_says_which_samples_were_enough(tmp_path: Path) -> None:
+async def test_answer_reports_the_selected_samples(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=4), finish={"samples": 2})
@@ -80,8 +80,8 @@ async def test_an_answer_says_which_samples_were_enough(tmp_path: Path) -> None:
         assert (await finished(engine, served, asked, 3, 10**9))["chosen"] is None
 
 
-async def test_samples_may_be_drawn_before_their_lengths_are_known(tmp_path: Path) -> None:
-    """The same ones, whichever end first."""
+async def test_random_selection_is_independent_of_lengths(tmp_path: Path) -> None:
+    """The same samples whichever end first."""
     engine = FakeEngine(instant=False)
     chosen = []
     async with serving(engine, tmp_path) as served:
@@ -95,7 +95,7 @@ async def test_samples_may_be_drawn_before_their_lengths_are_known(tmp_path: Pat
     assert chosen[0] == chosen[1]
 
 
-async def test_samples_may_be_taken_evenly_over_their_lengths(tmp_path: Path) -> None:
+async def test_balanced_selection_covers_the_range_of_lengths(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=6), finish={"samples": 3, "policy": "balanced_length"})

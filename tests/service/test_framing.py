@@ -1,4 +1,4 @@
-"""Bytes around bodies: trailers, chunk extensions, requests to upgrade, and pipelined requests."""
+"""HTTP framing: trailers, chunk extensions, upgrade requests, and pipelined requests."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def code(client: Raw) -> tuple[int, str]:
 
 
 async def held_bytes(client: Raw, before: bytes, piece: bytes, *, pieces: int) -> int:
-    """The growth of this process, in bytes, until the server closes or all pieces are sent."""
+    """Growth of this process in bytes until the server closes or all pieces are sent."""
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     await client.send(before)
     try:
@@ -60,7 +60,7 @@ async def held_bytes(client: Raw, before: bytes, piece: bytes, *, pieces: int) -
 # Trailers and chunk extensions
 
 
-async def test_a_key_in_a_trailer_is_no_key(tmp_path: Path) -> None:
+async def test_key_in_a_trailer_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     secret = write_keys(file, a="rollout")["a"].encode()
     trailer = b"Authorization: Bearer " + secret + b"\r\n"
@@ -80,7 +80,7 @@ async def test_trailer_fields_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
-async def test_a_trailer_that_frames_is_refused(tmp_path: Path, name: bytes) -> None:
+async def test_framing_field_in_a_trailer_is_refused(tmp_path: Path, name: bytes) -> None:
     async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(chunked(b"", name + b"\r\n"))
         assert await code(client) == (400, "malformed_request")
@@ -98,7 +98,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("keyless", [True, False])
 @pytest.mark.parametrize("shape", ENDLESS)
-async def test_framing_without_end_is_refused(tmp_path: Path, shape: str, keyless: bool) -> None:
+async def test_unbounded_framing_is_refused(tmp_path: Path, shape: str, keyless: bool) -> None:
     before, piece = ENDLESS[shape]
     file = tmp_path / "keys.yaml"
     write_keys(file, a="rollout")
@@ -112,7 +112,7 @@ async def test_framing_without_end_is_refused(tmp_path: Path, shape: str, keyles
         assert (await client.answer())[0] in ((431, 0) if keyless else (401, 431, 0))
 
 
-async def test_framing_that_drips_has_no_more_time_than_a_body(tmp_path: Path) -> None:
+async def test_slowly_sent_framing_has_the_deadline_of_a_body(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         await client.send(CHUNKED + b"\r\n0\r\nX-A: ")
         answer = asyncio.create_task(client.answer())
@@ -122,7 +122,7 @@ async def test_framing_that_drips_has_no_more_time_than_a_body(tmp_path: Path) -
         assert answer.result()[0] == 408
 
 
-async def test_the_smallest_chunks_are_taken(tmp_path: Path) -> None:
+async def test_smallest_chunks_are_accepted(tmp_path: Path) -> None:
     content = rollout() + b" " * 40_000
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
     limits = {"max_header_bytes": 1024}
@@ -139,9 +139,7 @@ async def test_the_smallest_chunks_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
-async def test_a_request_to_upgrade_keeps_its_body(
-    tmp_path: Path, whole: bool, protocol: bytes
-) -> None:
+async def test_upgrade_request_keeps_its_body(tmp_path: Path, whole: bool, protocol: bytes) -> None:
     extra = UPGRADE.replace(b"h2c", protocol)
     async with serving(FakeEngine(), tmp_path) as served:
         for request in (sized(extra), chunked(extra)):
@@ -155,8 +153,8 @@ async def test_a_request_to_upgrade_keeps_its_body(
                 assert rest.count(b'"usage":') == 2
 
 
-async def test_the_body_of_a_request_to_upgrade_is_no_request(tmp_path: Path) -> None:
-    """Behind a proxy this would be another caller's request."""
+async def test_body_of_an_upgrade_request_is_not_parsed_as_a_request(tmp_path: Path) -> None:
+    """Behind a proxy it would count as another caller's request."""
     smuggled = GET.replace(b"/livez", b"/smuggled")
     async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(sized(UPGRADE, smuggled) + sized(CLOSE))
@@ -167,7 +165,7 @@ async def test_the_body_of_a_request_to_upgrade_is_no_request(tmp_path: Path) ->
         assert rest.count(b"HTTP/1.1 ") == 2
 
 
-async def test_many_requests_to_upgrade_at_once_are_answered(tmp_path: Path) -> None:
+async def test_concurrent_upgrade_requests_are_answered(tmp_path: Path) -> None:
     request = GET.replace(b"\r\n\r\n", b"\r\n" + UPGRADE + b"\r\n")
     async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(request * 30 + GET.replace(b"\r\n\r\n", b"\r\n" + CLOSE + b"\r\n"))
@@ -179,7 +177,7 @@ async def test_many_requests_to_upgrade_at_once_are_answered(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("behind", [GET, GET * 3, GET + b"GET /li", sized(content=b" " * 100_000)])
 @pytest.mark.parametrize("together", [True, False])
-async def test_a_caller_who_leaves_behind_a_pipelined_request_is_noticed(
+async def test_disconnect_behind_a_pipelined_request_is_detected(
     tmp_path: Path, behind: bytes, together: bool
 ) -> None:
     async with serving(FakeEngine(instant=False), tmp_path) as served:
@@ -196,7 +194,7 @@ async def test_a_caller_who_leaves_behind_a_pipelined_request_is_noticed(
             await running_samples(served, 0)
 
 
-async def test_a_running_request_outlives_the_time_of_a_paused_head(tmp_path: Path) -> None:
+async def test_running_request_outlives_the_timeout_of_a_pipelined_head(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, limits=SOON) as served, raw(served) as client:
         await client.send(sized() + GET + b"GET /livez HTTP/1.1\r\n")
@@ -215,7 +213,7 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
         assert re.findall(rb"HTTP/1.1 (\d+)", rest) == [b"200", b"200", b"404", b"200"]
 
 
-async def test_pipelined_requests_without_end_are_not_queued(tmp_path: Path) -> None:
+async def test_unbounded_pipelined_requests_are_not_queued(tmp_path: Path) -> None:
     async with serving(FakeEngine(instant=False), tmp_path) as served:
         async with raw(served) as client:
             await client.send(sized())
@@ -226,7 +224,7 @@ async def test_pipelined_requests_without_end_are_not_queued(tmp_path: Path) -> 
         assert await alive(served)
 
 
-async def test_a_malformed_pipelined_request_does_not_answer_into_a_running_one(
+async def test_malformed_pipelined_request_does_not_corrupt_a_running_answer(
     tmp_path: Path,
 ) -> None:
     async with serving(FakeEngine(instant=False), tmp_path) as served:
@@ -246,10 +244,8 @@ async def broken() -> None:
 
 
 @pytest.mark.parametrize("compat", [False, True])
-async def test_an_unforeseen_failure_announces_that_the_connection_is_closed(
-    tmp_path: Path, compat: bool
-) -> None:
-    """Starlette raises it again once it is answered, and uvicorn closes the connection then."""
+async def test_unhandled_exception_answers_connection_close(tmp_path: Path, compat: bool) -> None:
+    """Starlette raises it again after the answer, and uvicorn then closes the connection."""
     async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         app = served.app.state.compat if compat else served.app
         app.add_api_route("/broken", public(broken))

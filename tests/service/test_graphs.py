@@ -1,4 +1,4 @@
-"""`coppice graphs plan` and what /metrics says of captured graphs."""
+"""`coppice graphs plan`, and the metrics of captured CUDA graphs."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split("  ")[0]: re.split(r"  +", line) for line in text.splitlines() if line}
 
 
-def test_the_plan_is_printed_beside_what_others_capture() -> None:
+def test_plan_is_printed_next_to_the_vllm_default() -> None:
     printed = plan(*TIERED, "--graphs.budget-bytes", "100000000")
     assert printed.exit_code == 0
     table = rows(printed.stdout)
@@ -39,7 +39,7 @@ def test_the_plan_is_printed_beside_what_others_capture() -> None:
     assert ours[4] == "1.0000" > vllm_shapes[4]
 
 
-def test_a_plan_is_judged_by_the_steps_of_a_trace(tmp_path: Path) -> None:
+def test_plan_is_evaluated_on_the_steps_of_a_trace(tmp_path: Path) -> None:
     Trace(((decode(20, 3), 90), (decode(40, 3), 10), (mixed(64), 50))).write(tmp_path / "t.json")
     printed = plan(*TIERED, "--graphs.trace", str(tmp_path / "t.json"))
     assert rows(printed.stdout)["this plan"][4] == "0.9000"
@@ -54,25 +54,25 @@ def test_a_plan_is_judged_by_the_steps_of_a_trace(tmp_path: Path) -> None:
         (["--model", "/nowhere"], 1, "there is no model directory /nowhere"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(arguments: list[str], code: int, reason: str) -> None:
+def test_invalid_plan_request_prints_one_line(arguments: list[str], code: int, reason: str) -> None:
     printed = plan(*arguments)
     assert printed.exit_code == code
     assert len(printed.stderr.splitlines()) == 1 and reason in printed.stderr
 
 
-def test_a_model_that_does_not_say_its_sizes_is_one_line(tmp_path: Path) -> None:
+def test_model_without_sizes_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     printed = plan("--model", str(tmp_path))
     assert printed.exit_code == 1 and "does not say what a graph takes" in printed.stderr
 
 
-def test_a_model_needs_no_weights_to_be_planned_for(tmp_path: Path) -> None:
+def test_plan_needs_no_model_weights(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert plan("--model", str(tmp_path)).exit_code == 0
 
 
-def test_steps_are_added_to_what_was_counted_before() -> None:
+def test_step_counts_are_added_to_earlier_ones() -> None:
     metrics = Metrics()
     assert value(metrics, "graph_steps_total", outcome="hit") == 0
     metrics.update_graphs(CudaGraphStats(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
@@ -91,7 +91,7 @@ def test_steps_are_added_to_what_was_counted_before() -> None:
     assert value(metrics, "graph_misses_total", samples="8", tokens="uneven") == 1
 
 
-def test_the_lengths_are_those_of_the_drafter_where_no_others_are_named() -> None:
+def test_draft_lengths_default_to_those_of_the_drafter() -> None:
     drafter = ("--speculation.mode", "drafter", "--speculation.longest-draft", "4")
     table = rows(plan(*drafter, "--graphs.budget-bytes", "150000000").stdout)
     assert {"0", "1", "2", "4"} <= table.keys()

@@ -1,4 +1,4 @@
-"""Probes, status, metrics and the contract itself."""
+"""Probes, status, metrics and the served contract."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,7 @@ async def test_probes_answer_while_the_model_loads(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_an_engine_that_does_not_start_is_not_alive(tmp_path: Path) -> None:
+async def test_engine_that_fails_to_start_is_not_alive(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.start_error = StartFailed("no such model")
     async with serving(engine, tmp_path, wait=False) as served:
@@ -43,7 +43,7 @@ async def test_an_engine_that_does_not_start_is_not_alive(tmp_path: Path) -> Non
             await asyncio.sleep(0.001)
 
 
-async def test_a_stopped_engine_turns_the_probes_false_and_back(tmp_path: Path) -> None:
+async def test_dead_engine_fails_the_probes_and_a_healthy_one_passes_them(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         engine.alive = False
@@ -53,7 +53,7 @@ async def test_a_stopped_engine_turns_the_probes_false_and_back(tmp_path: Path) 
         assert (await served.http.get("/livez")).status_code == 200
 
 
-async def test_status_tells_the_engines_facts(tmp_path: Path) -> None:
+async def test_status_reports_engine_info(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         status = (await served.http.get("/v1/status")).json()
     assert status["weights_version"] == "v0"
@@ -78,7 +78,7 @@ async def test_metrics_count_groups_samples_tokens_and_requests(tmp_path: Path) 
         assert line in text
 
 
-async def test_metrics_add_what_the_engines_attention_has_counted(tmp_path: Path) -> None:
+async def test_metrics_include_attention_counters_of_the_engine(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         text = (await served.http.get("/metrics")).text
@@ -100,7 +100,7 @@ async def test_metrics_add_what_the_engines_attention_has_counted(tmp_path: Path
         assert line in text
 
 
-async def test_metrics_count_problems_by_their_code(tmp_path: Path) -> None:
+async def test_metrics_count_problems_by_code(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         await served.http.get("/no/such/page")
         await served.http.get("/v1/rollouts/none")
@@ -115,7 +115,7 @@ async def test_metrics_count_problems_by_their_code(tmp_path: Path) -> None:
         assert line in text
 
 
-async def test_metrics_tell_the_state_of_the_server(tmp_path: Path) -> None:
+async def test_metrics_report_the_state_of_the_server(tmp_path: Path) -> None:
     engine = FakeEngine()
 
     async def states(served: Served) -> str:
@@ -133,10 +133,10 @@ async def test_metrics_tell_the_state_of_the_server(tmp_path: Path) -> None:
         assert await states(served) == "draining paused"
 
 
-async def test_a_fault_behind_the_engines_start_ends_the_server(
+async def test_exception_after_the_engine_start_stops_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it for ever, and the log says why."""
+    """No caller waits forever, and the log has the reason."""
 
     def fault(self: SegmentCache) -> None:
         raise OSError("no such luck")
@@ -150,8 +150,8 @@ async def test_a_fault_behind_the_engines_start_ends_the_server(
         assert (await served.http.get("/readyz")).status_code == 503
 
 
-async def test_a_sample_that_ended_in_time_is_not_stale(tmp_path: Path) -> None:
-    """Though others of its rollout go on under other weights."""
+async def test_sample_that_ended_before_an_activation_is_not_stale(tmp_path: Path) -> None:
+    """Other samples of its rollout continue under new weights."""
     engine = FakeEngine(instant=False)
     ends_soon = started(90, 91, 92)
     async with serving(engine, tmp_path) as served:
@@ -168,14 +168,14 @@ async def test_a_sample_that_ended_in_time_is_not_stale(tmp_path: Path) -> None:
     assert "coppice_samples_stale_total 1.0" in text
 
 
-async def test_metrics_tell_stale_samples_and_stragglers(tmp_path: Path) -> None:
+async def test_metrics_count_stale_samples_and_stragglers(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         answer = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1, n=2))))
         while len(engine.running) < 2:
             await asyncio.sleep(0.001)
         engine.step(2)
-        engine.version = "v1"  # as an activation leaves it
+        engine.version = "v1"  # the state after an activation
         engine.step(2)
         await answer
         text = (await served.http.get("/metrics")).text
@@ -184,7 +184,7 @@ async def test_metrics_tell_stale_samples_and_stragglers(tmp_path: Path) -> None
     assert "coppice_group_straggler_ratio_count 1.0" in text
 
 
-async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> None:
+async def test_unknown_paths_and_methods_are_problems(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         missing = await served.http.get("/no/such/page")
         method = await served.http.patch("/v1/rollouts")
@@ -193,7 +193,7 @@ async def test_unknown_addresses_and_methods_are_problems(tmp_path: Path) -> Non
     assert missing.json()["request_id"] == missing.headers["x-request-id"]
 
 
-async def test_a_refused_method_names_all_that_the_address_takes(tmp_path: Path) -> None:
+async def test_method_not_allowed_lists_all_methods_of_the_path(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for path, allowed in (
             ("/v1/rollouts", "POST"),
@@ -205,7 +205,7 @@ async def test_a_refused_method_names_all_that_the_address_takes(tmp_path: Path)
                 assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
 
 
-async def test_the_contract_is_served_as_it_was_written(tmp_path: Path) -> None:
+async def test_contract_is_served_verbatim(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         answer = await served.http.get("/openapi.yaml")
     assert answer.content == CONTRACT.read_bytes()

@@ -1,4 +1,4 @@
-"""JSON that is parsed in pieces is what it is in one piece, or refused as it is there."""
+"""Incremental JSON parsing returns the same value or refusal as parsing at once."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from service.http.json_reader import JsonLimits, read_value
 
 MALFORMED = object()
 MAX_PEAK_MIB = 512
-"""Of a body within the default limits, beside the body itself."""
+"""Limit for a body within the default limits, in addition to the body itself."""
 
 
 def random_value(draw: random.Random, depth: int) -> Any:
@@ -29,7 +29,7 @@ def random_value(draw: random.Random, depth: int) -> Any:
 
 
 def changed(draw: random.Random, text: bytes) -> bytes:
-    """One byte more, less or another: malformed, most often."""
+    """One byte inserted, removed or replaced: usually malformed."""
     at, byte = draw.randrange(len(text)), draw.choice([b'"', *map(bytes, zip(b"[]{},: \\1a"))])
     return text[:at] + draw.choice([b"", byte]) + text[at + draw.choice([0, 1]) :]
 
@@ -49,7 +49,7 @@ def in_pieces(text: bytes, limits: JsonLimits) -> Any:
 
 
 @pytest.mark.parametrize(("piece", "step"), [(1, 7), (5, 16), (20, 64), (60, 100)])
-def test_pieces_are_what_the_whole_is(piece: int, step: int) -> None:
+def test_incremental_parsing_equals_parsing_at_once(piece: int, step: int) -> None:
     limits = JsonLimits(values=10**6, containers=10**6, piece_bytes=piece, step_bytes=step)
     draw = random.Random(piece)
     for _ in range(1500):
@@ -124,7 +124,7 @@ print(status["VmHWM"].split()[0] if sys.argv[1:] else status["VmRSS"].split()[0]
 
 
 @pytest.mark.parametrize("case", WORST)
-def test_the_memory_of_the_worst_bodies_is_bounded(case: str) -> None:
+def test_memory_of_the_worst_bodies_is_bounded(case: str) -> None:
     def kib(*arguments: str) -> int:
         program = PROGRAM.format(body=WORST[case])
         command = [sys.executable, "-c", program, *arguments]

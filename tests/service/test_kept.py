@@ -1,4 +1,4 @@
-"""Memory of ended rollouts that are kept for their callers."""
+"""Memory of finished rollouts in the result cache."""
 
 import asyncio
 import dataclasses
@@ -38,7 +38,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def held_bytes(root: object) -> int:
-    """Memory of all plain values, models and dataclasses that an object leads to."""
+    """Memory of all plain values, models and dataclasses reachable from an object."""
     total, seen, waiting = 0, set[int](), [root]
     while waiting:
         value = waiting.pop()
@@ -60,7 +60,7 @@ def held_bytes(root: object) -> int:
 
 
 @pytest.mark.parametrize("case", REQUESTS)
-async def test_what_a_kept_rollout_holds_is_counted(tmp_path: Path, case: str) -> None:
+async def test_result_cache_counts_the_memory_of_a_rollout(tmp_path: Path, case: str) -> None:
     engine = FakeEngine(max_context_tokens=10**6)
     asked = {"sampling": {"max_tokens": 64}, **REQUESTS[case]}
     async with serving(engine, tmp_path) as served:

@@ -1,4 +1,4 @@
-"""Keys, roles, and that whoever has none gets nothing."""
+"""API keys, roles, and refusal of callers without a key."""
 
 import asyncio
 import logging
@@ -56,10 +56,10 @@ class Clock:
         return self.now
 
 
-# The file
+# The key file
 
 
-def test_a_new_key_is_printed_once_and_its_lines_let_it_in(file: Path) -> None:
+def test_new_key_is_printed_once_and_its_lines_grant_access(file: Path) -> None:
     made = CliRunner().invoke(build_cli(), ["new-key", "trainer", "--roles", "rollout,kv"])
     assert made.exit_code == 0
     secret = made.stderr.split()[-1]
@@ -76,12 +76,12 @@ def test_new_keys_differ() -> None:
 
 
 @pytest.mark.parametrize(("name", "roles"), [("x y", "kv"), ("x", "root"), ("x", "")])
-def test_a_key_that_the_file_could_not_hold_is_not_made(name: str, roles: str) -> None:
+def test_key_that_the_file_could_not_contain_is_not_made(name: str, roles: str) -> None:
     refused = CliRunner().invoke(build_cli(), ["new-key", name, "--roles", roles])
     assert (refused.exit_code, refused.stdout) == (2, "")
 
 
-def test_the_file_holds_no_key(file: Path) -> None:
+def test_file_contains_no_key(file: Path) -> None:
     secret = write_keys(file, trainer="rollout")["trainer"]
     assert secret not in file.read_text()
 
@@ -99,7 +99,7 @@ def test_the_file_holds_no_key(file: Path) -> None:
         ("- {name: a\n  hunter2: [", "line 2"),
     ],
 )
-def test_a_wrong_file_is_refused_without_being_quoted(file: Path, content: str, said: str) -> None:
+def test_invalid_file_is_refused_without_quoting_it(file: Path, content: str, said: str) -> None:
     file.write_text(content)
     with pytest.raises(SettingsError, match=said) as caught:
         read_keys(file)
@@ -108,7 +108,7 @@ def test_a_wrong_file_is_refused_without_being_quoted(file: Path, content: str, 
 
 
 @pytest.mark.parametrize("field", ["name", "sha256"])
-def test_two_keys_may_not_share_a_name_or_a_hash(file: Path, field: str) -> None:
+def test_keys_may_not_share_a_name_or_a_hash(file: Path, field: str) -> None:
     write_keys(file, a="kv", b="kv")
     first, second = entries(file)
     file.write_text(yaml.safe_dump([first, {**second, field: first[field]}]))
@@ -117,14 +117,14 @@ def test_two_keys_may_not_share_a_name_or_a_hash(file: Path, field: str) -> None
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])
-def test_a_missing_file_of_keys_ends_the_start_with_a_line(command: str, tmp_path: Path) -> None:
+def test_missing_key_file_fails_the_start_with_one_line(command: str, tmp_path: Path) -> None:
     file = tmp_path / "none.yaml"
     result = CliRunner().invoke(build_cli(), [command, "--server.keys-file", str(file)])
     assert result.exit_code == 2
     assert result.stderr == f"coppice: {file}: No such file or directory\n"
 
 
-def test_keys_allow_other_addresses_than_loopback(file: Path) -> None:
+def test_keys_allow_addresses_other_than_loopback(file: Path) -> None:
     flags = {"server.host": "0.0.0.0", "server.keys_file": str(file)}
     assert load_settings(flags=flags, environ={}).server.host == "0.0.0.0"
 
@@ -132,7 +132,7 @@ def test_keys_allow_other_addresses_than_loopback(file: Path) -> None:
 # The keyring
 
 
-def test_a_changed_file_is_read_anew_after_a_second(file: Path) -> None:
+def test_changed_file_is_reloaded_after_a_second(file: Path) -> None:
     clock = Clock()
     old = write_keys(file, a="kv")["a"]
     keyring = Keyring(file, clock=clock)
@@ -146,7 +146,7 @@ def test_a_changed_file_is_read_anew_after_a_second(file: Path) -> None:
 
 
 @pytest.mark.parametrize("breakage", ["gone", "empty", "wrong"])
-def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
+def test_broken_file_keeps_the_old_keys_and_is_logged_once(
     file: Path, breakage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -166,8 +166,8 @@ def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     assert keyring.find(renewed) is not None
 
 
-def test_a_link_that_turns_is_a_change(tmp_path: Path) -> None:
-    """This is how Kubernetes changes a mounted secret."""
+def test_replaced_symbolic_link_is_a_change(tmp_path: Path) -> None:
+    """Kubernetes updates a mounted secret in this way."""
     clock = Clock()
     old = write_keys(tmp_path / "1.yaml", a="kv")["a"]
     new = write_keys(tmp_path / "2.yaml", a="kv")["a"]
@@ -180,7 +180,7 @@ def test_a_link_that_turns_is_a_change(tmp_path: Path) -> None:
     assert (keyring.find(old), keyring.find(new) is not None) == (None, True)
 
 
-def test_without_a_file_everybody_is_local() -> None:
+def test_without_a_key_file_every_caller_is_local() -> None:
     assert Keyring(None).accepts_anyone
     assert (LOCAL_KEY.name, LOCAL_KEY.roles) == ("local", ROLES)
 
@@ -230,7 +230,7 @@ async def test_without_a_valid_key_every_other_route_answers_401(
             assert answer.headers["www-authenticate"] == 'Bearer realm="coppice"'
 
 
-async def test_a_key_may_do_what_its_roles_say_and_nothing_else(tmp_path: Path, file: Path) -> None:
+async def test_key_is_limited_to_its_roles(tmp_path: Path, file: Path) -> None:
     keys = write_keys(file, rollout="rollout", kv="kv", admin="admin")
     async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
         for method, path, needed in PROTECTED:
@@ -243,7 +243,7 @@ async def test_a_key_may_do_what_its_roles_say_and_nothing_else(tmp_path: Path, 
             assert answer.status_code == 200
 
 
-async def test_the_key_may_come_as_a_basic_password_with_any_user(
+async def test_key_may_be_sent_as_a_basic_password_with_any_user(
     tmp_path: Path, file: Path
 ) -> None:
     secret = write_keys(file, a="rollout")["a"]
@@ -255,7 +255,7 @@ async def test_the_key_may_come_as_a_basic_password_with_any_user(
         assert swapped.status_code == 401
 
 
-async def test_a_rollout_does_not_exist_for_another_key(tmp_path: Path, file: Path) -> None:
+async def test_rollout_is_invisible_to_another_key(tmp_path: Path, file: Path) -> None:
     keys = write_keys(file, a="rollout", b="rollout,admin")
     async with serving(FakeEngine(instant=False), tmp_path, server={"keys_file": file}) as served:
         asked = served.http.post("/v1/rollouts", json=body(group(1)), headers=bearer(keys["a"]))
@@ -290,7 +290,7 @@ def _bare(answer: httpx.Response) -> dict[str, Any]:
     return {**answer.json(), "request_id": None}
 
 
-async def test_without_keys_everything_is_allowed_but_not_to_web_pages(tmp_path: Path) -> None:
+async def test_without_keys_everything_is_allowed_except_from_web_pages(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         assert (await served.http.post("/v1/pause")).status_code == 200
         for origin in ("http://evil.example", "null", served.url):
@@ -299,7 +299,7 @@ async def test_without_keys_everything_is_allowed_but_not_to_web_pages(tmp_path:
         assert served.server.activation.paused
 
 
-async def test_a_route_that_declares_nothing_is_refused(tmp_path: Path, file: Path) -> None:
+async def test_route_without_a_declaration_is_refused(tmp_path: Path, file: Path) -> None:
     secret = write_keys(file, a="rollout,kv,admin")["a"]
     for sections in ({}, {"server": {"keys_file": file}}):
         app = create_app(settings_for(tmp_path, **sections), FakeEngine())
@@ -311,7 +311,7 @@ async def test_a_route_that_declares_nothing_is_refused(tmp_path: Path, file: Pa
 
 
 def test_every_route_is_one_that_declares(tmp_path: Path) -> None:
-    """A mount or a plain route would pass by the app's dependencies."""
+    """A mount or a plain route would bypass the app's dependencies."""
     app = create_app(settings_for(tmp_path), FakeEngine())
     for route in app.routes:
         assert isinstance(route, APIRoute), route
@@ -326,7 +326,7 @@ def test_every_route_is_one_that_declares(tmp_path: Path) -> None:
     assert public == set(PUBLIC)
 
 
-async def test_the_keys_name_is_logged_and_the_key_is_not(
+async def test_key_name_is_logged_and_the_key_is_not(
     tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret = write_keys(file, trainer="rollout")["trainer"]
@@ -345,7 +345,7 @@ async def test_the_keys_name_is_logged_and_the_key_is_not(
     assert secret not in caplog.text
 
 
-def test_the_contract_says_what_the_routes_ask_for(tmp_path: Path) -> None:
+def test_contract_documents_the_access_of_every_route(tmp_path: Path) -> None:
     contract = yaml.safe_load((Path(__file__).parents[2] / "openapi.yaml").read_text())
     app = create_app(settings_for(tmp_path), FakeEngine())
     for route in app.routes:

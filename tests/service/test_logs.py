@@ -1,4 +1,4 @@
-"""Formats, ids on records, and the loggers of libraries."""
+"""Log formats, ids in records, and library loggers."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def as_json(made: logging.LogRecord) -> dict[str, object]:
     return fields
 
 
-def test_a_json_record_is_one_line_with_typed_fields() -> None:
+def test_json_record_is_one_line_with_typed_fields() -> None:
     fields = as_json(record("two\nlines of %s", "text", num_tokens=3))
     assert fields["message"] == "two\nlines of text"
     assert fields["num_tokens"] == 3
@@ -33,14 +33,14 @@ def test_a_json_record_is_one_line_with_typed_fields() -> None:
     assert "\n" not in JsonFormatter().format(record("two\nlines"))
 
 
-def test_ids_of_the_context_are_on_the_record() -> None:
+def test_context_ids_are_in_the_record() -> None:
     with log_context(request_id="r1"), log_context(rollout_id="o1", group_id="g1"):
         inside = as_json(record("x"))
     assert (inside["request_id"], inside["rollout_id"], inside["group_id"]) == ("r1", "o1", "g1")
     assert "request_id" not in as_json(record("x"))
 
 
-async def test_concurrent_requests_keep_their_ids_apart() -> None:
+async def test_concurrent_requests_have_separate_ids() -> None:
     async def handle(name: str) -> object:
         with log_context(request_id=name):
             await asyncio.sleep(0.01)
@@ -49,23 +49,23 @@ async def test_concurrent_requests_keep_their_ids_apart() -> None:
     assert tuple(await asyncio.gather(handle("a"), handle("b"))) == ("a", "b")
 
 
-def test_an_unknown_id_is_a_mistake() -> None:
+def test_unknown_id_is_an_error() -> None:
     with pytest.raises(KeyError), log_context(prompt="secret"):
         pass
 
 
-def test_a_human_line_ends_in_the_ids() -> None:
+def test_human_readable_line_ends_with_the_ids() -> None:
     with log_context(group_id="g1"):
         line = HumanFormatter().format(record("done", color_message="\x1b[1mdone"))
     assert line.endswith("INFO    done group_id=g1")
 
 
-def test_a_line_of_another_process_names_it() -> None:
+def test_line_of_another_process_names_it() -> None:
     line = HumanFormatter().format(record("up", vllm_process_name="EngineCore"))
     assert line.endswith("up process=EngineCore")
 
 
-def test_an_exception_is_a_field() -> None:
+def test_exception_is_a_field() -> None:
     try:
         raise ValueError("why")
     except ValueError:
@@ -74,7 +74,7 @@ def test_an_exception_is_a_field() -> None:
     assert "ValueError: why" in str(as_json(made)["exception"])
 
 
-def test_the_configuration_survives_a_file() -> None:
+def test_configuration_survives_a_file() -> None:
     config = logging_config(LogSettings(format="json", level="debug"))
     assert json.loads(json.dumps(config)) == config
 
@@ -96,7 +96,7 @@ log("vllm's")
 """
 
 
-def test_libraries_speak_our_format_in_this_process_and_in_the_engines() -> None:
+def test_library_loggers_use_the_format_in_service_and_engine() -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", LOG_TWICE], capture_output=True, text=True, check=True, env=environ
@@ -109,7 +109,7 @@ def test_libraries_speak_our_format_in_this_process_and_in_the_engines() -> None
     ]
 
 
-def test_vllms_own_account_is_for_debugging_and_requests_are_not_logged_one_by_one() -> None:
+def test_vllm_stats_are_debug_and_requests_are_not_logged() -> None:
     for level, vllm in (("info", "ERROR"), ("debug", "INFO")):
         loggers = logging_config(LogSettings(level=level))["loggers"]
         assert loggers["vllm"]["level"] == vllm

@@ -1,4 +1,4 @@
-"""The event loop turns while the largest requests are started and answered."""
+"""Event loop latency while the largest requests are started and answered."""
 
 import asyncio
 import gc
@@ -27,10 +27,10 @@ def without_collections() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize(("num_groups", "n"), [(4096, 1), (4096, 4), (16, 1024)])
-async def test_no_turn_of_the_loop_takes_a_large_part_of_a_large_rollout(
+async def test_no_loop_iteration_takes_a_large_part_of_a_large_rollout(
     tmp_path: Path, num_groups: int, n: int
 ) -> None:
-    """In CPU time, which other processes do not lengthen as they do wall time."""
+    """In CPU time, which other processes do not inflate as they do wall time."""
     groups = [{"prompt": {"token_ids": [1]}, "n": n}] * num_groups
     body = json.dumps({"groups": groups, "sampling": {"max_tokens": 1}}).encode()
     turns: list[float] = []
@@ -52,7 +52,7 @@ async def test_no_turn_of_the_loop_takes_a_large_part_of_a_large_rollout(
     assert max(turns) < 0.2 * sum(turns)
 
 
-async def test_turns_are_given_in_order_and_so_many_at_a_time() -> None:
+async def test_turns_are_granted_in_order_and_bounded_in_number() -> None:
     turns, order = Turns(per_turn=4), list[int]()
 
     async def work(number: int) -> None:
@@ -72,7 +72,7 @@ async def test_turns_are_given_in_order_and_so_many_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_an_answer_in_parts_is_the_answer(tree: bool) -> None:
+def test_answer_in_parts_equals_the_answer(tree: bool) -> None:
     sample = SampleAnswer(
         index=0,
         token_ids=[1, 2],
@@ -104,11 +104,11 @@ def test_an_answer_in_parts_is_the_answer(tree: bool) -> None:
     "value",
     [{}, [], {"a": []}, [{"a": 1}, {"b": [{"c": 2}]}], {"x": [{"é": None}], "y": {"z": [1]}}, 1],
 )
-def test_values_in_parts_are_the_values(value: object) -> None:
+def test_values_in_parts_equal_the_values(value: object) -> None:
     assert json.loads(b"".join(value_parts(value))) == value
 
 
-async def test_the_interpreter_is_tuned_for_as_long_as_the_server_runs() -> None:
+async def test_interpreter_is_tuned_while_the_server_runs() -> None:
     before, switch = gc.get_threshold(), sys.getswitchinterval()
     collections = gc.get_stats()[2]["collections"]
     collecting = asyncio.create_task(tuned(0.01))

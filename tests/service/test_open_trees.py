@@ -1,4 +1,4 @@
-"""Trees that are grown from outside: opened, branched, dropped, and left."""
+"""Externally grown trees: opened, branched, pruned and abandoned."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -79,7 +79,7 @@ async def open_tree(
         yield await opened(served, **fields)
 
 
-async def test_a_search_grows_a_tree_step_by_step(tmp_path: Path) -> None:
+async def test_search_grows_a_tree_step_by_step(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         first = await tree.branch(n=3, max_tokens=20)
         assert [(s["finish_reason"], len(s["token_ids"])) for s in first] == [("cut", BLOCK)] * 3
@@ -95,7 +95,7 @@ async def test_a_search_grows_a_tree_step_by_step(tmp_path: Path) -> None:
     assert {s["id"]: s["num_leaves"] for s in group["segments"]}[best] == 2
 
 
-async def test_dropping_a_segment_takes_all_below_it(tmp_path: Path) -> None:
+async def test_dropped_segment_removes_its_subtree(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         one, other = await tree.branch(n=2, max_tokens=20)
         [below] = await tree.branch(segment=one["id"], max_tokens=20)
@@ -108,7 +108,7 @@ async def test_dropping_a_segment_takes_all_below_it(tmp_path: Path) -> None:
     assert group["num_dropped"] == 2
 
 
-async def test_what_grows_below_a_dropped_segment_ends(tmp_path: Path) -> None:
+async def test_running_segments_below_a_dropped_one_are_aborted(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with open_tree(tmp_path, engine) as tree:
         one, other = await tree.branch(n=2, max_tokens=20)
@@ -124,7 +124,7 @@ async def test_what_grows_below_a_dropped_segment_ends(tmp_path: Path) -> None:
         assert len((await tree.closed())["segments"]) == 2
 
 
-async def test_an_open_tree_ends_when_its_lease_does(tmp_path: Path) -> None:
+async def test_open_tree_ends_when_its_lease_expires(tmp_path: Path) -> None:
     async with open_tree(tmp_path, lease_seconds=2) as tree:
         await tree.branch(n=2, max_tokens=20)
         group = await tree.ended()
@@ -133,7 +133,7 @@ async def test_an_open_tree_ends_when_its_lease_does(tmp_path: Path) -> None:
     assert (late.status_code, late.json()["code"]) == (409, "tree_closed")
 
 
-async def test_the_lease_does_not_run_while_something_grows_and_use_renews_it(
+async def test_lease_is_paused_while_segments_run_and_renewed_by_use(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -150,7 +150,7 @@ async def test_the_lease_does_not_run_while_something_grows_and_use_renews_it(
         assert len((await tree.ended())["segments"]) == 4
 
 
-async def test_the_server_bounds_a_lease_and_says_so(tmp_path: Path) -> None:
+async def test_lease_is_capped_and_the_cap_reported(tmp_path: Path) -> None:
     limits = {"max_tree_lease_seconds": 2}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         tree = await opened(served, lease_seconds=3600)
@@ -167,9 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED)
-async def test_bounds_of_an_open_tree_are_kept(
-    tmp_path: Path, body: dict[str, Any], said: str
-) -> None:
+async def test_bounds_of_an_open_tree_hold(tmp_path: Path, body: dict[str, Any], said: str) -> None:
     async with open_tree(tmp_path, max_depth=1) as tree:
         await tree.branch()
         await tree.branch(max_tokens=20)
@@ -178,7 +176,7 @@ async def test_bounds_of_an_open_tree_are_kept(
     assert said in refused.json()["detail"]
 
 
-async def test_an_open_tree_has_a_budget(tmp_path: Path) -> None:
+async def test_open_tree_has_a_token_budget(tmp_path: Path) -> None:
     async with open_tree(tmp_path, max_new_tokens_total=40) as tree:
         [first] = await tree.branch(max_tokens=20)
         [second] = await tree.branch(segment=first["id"], max_tokens=20)
@@ -187,7 +185,7 @@ async def test_an_open_tree_has_a_budget(tmp_path: Path) -> None:
     assert "max_new_tokens_total" in refused.json()["detail"]
 
 
-async def test_a_retry_with_its_key_grows_nothing_anew(tmp_path: Path) -> None:
+async def test_retry_with_its_key_grows_nothing(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         headers = {"Idempotency-Key": "once"}
         answers = [await tree.post({"n": 2, "max_tokens": 20}, headers) for _ in range(2)]
@@ -197,7 +195,7 @@ async def test_a_retry_with_its_key_grows_nothing_anew(tmp_path: Path) -> None:
         assert len((await tree.closed())["segments"]) == 2
 
 
-async def test_what_nobody_waits_for_ends_unless_it_has_a_key(tmp_path: Path) -> None:
+async def test_branch_without_a_waiting_caller_ends_unless_it_has_a_key(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with open_tree(tmp_path, engine) as tree:
         for key in ({}, {"Idempotency-Key": "k"}):
@@ -215,7 +213,7 @@ async def test_what_nobody_waits_for_ends_unless_it_has_a_key(tmp_path: Path) ->
         assert [s["finish_reason"] for s in answered.json()["segments"]] == ["length"] * 2
 
 
-async def test_a_tree_is_its_owners(tmp_path: Path) -> None:
+async def test_tree_belongs_to_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = {name: bearer(key) for name, key in write_keys(file, a="rollout", b="rollout").items()}
     async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
@@ -231,7 +229,7 @@ async def test_a_tree_is_its_owners(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["code"]) == (404, "rollout_not_found")
 
 
-async def test_a_tree_that_grows_by_itself_takes_no_branches(tmp_path: Path) -> None:
+async def test_automatic_tree_refuses_branches(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         started = await served.http.post("/v1/rollouts", json=asked(), headers=ASYNC)
         tree = Opened(served, started.headers["location"])
@@ -239,7 +237,7 @@ async def test_a_tree_that_grows_by_itself_takes_no_branches(tmp_path: Path) -> 
         assert (await tree.drop("0.0")).json()["code"] == "tree_closed"
 
 
-async def test_an_activation_that_waits_does_not_wait_for_a_resting_tree(tmp_path: Path) -> None:
+async def test_waiting_activation_does_not_wait_for_an_idle_tree(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         [first] = await tree.branch(max_tokens=20)
         await tree.served.http.put("/v1/weights/v1", content=b"x")
@@ -249,7 +247,7 @@ async def test_an_activation_that_waits_does_not_wait_for_a_resting_tree(tmp_pat
         assert [s["version"] for s in second["versions"]] == ["v1"]
 
 
-async def test_an_activation_ends_an_open_tree_that_is_bound_to_a_version(tmp_path: Path) -> None:
+async def test_activation_ends_an_open_tree_with_an_exact_version(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         tree = await opened(served, rest={"policy": {"exact_version": "v0"}})
         await tree.branch(max_tokens=20)
@@ -260,7 +258,7 @@ async def test_an_activation_ends_an_open_tree_that_is_bound_to_a_version(tmp_pa
         assert (await tree.post({"n": 1})).json()["code"] == "tree_closed"
 
 
-async def test_a_drain_does_not_wait_for_the_lease_of_a_resting_tree(tmp_path: Path) -> None:
+async def test_drain_does_not_wait_for_the_lease_of_an_idle_tree(tmp_path: Path) -> None:
     async with open_tree(tmp_path, lease_seconds=60) as tree:
         await tree.branch(max_tokens=20)
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -268,7 +266,7 @@ async def test_a_drain_does_not_wait_for_the_lease_of_a_resting_tree(tmp_path: P
             assert (await tree.ended())["outcome"] == "done"
 
 
-async def test_a_dead_engine_is_told_to_whoever_waits_for_a_branch(tmp_path: Path) -> None:
+async def test_engine_death_is_reported_to_callers_of_a_branch(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with open_tree(tmp_path, engine) as tree:
         asking = asyncio.create_task(tree.post({"n": 2}))
@@ -277,18 +275,18 @@ async def test_a_dead_engine_is_told_to_whoever_waits_for_a_branch(tmp_path: Pat
         assert (await asking).json()["code"] == "engine_dead"
 
 
-async def test_an_open_tree_gives_back_what_it_held(tmp_path: Path) -> None:
+async def test_open_tree_releases_its_reservation(tmp_path: Path) -> None:
     async with open_tree(tmp_path) as tree:
         assert tree.served.server.admission.num_samples == 8
         await tree.closed()
         assert tree.served.server.admission.num_samples == 0
 
 
-async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_path: Path) -> None:
+async def test_engine_death_before_a_branch_starts_ends_the_tree(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with open_tree(tmp_path, engine) as tree:
         await tree.branch(max_tokens=20)
-        engine.alive = False  # and nobody has noticed yet
+        engine.alive = False  # not yet noticed
         [rollout] = tree.served.server.rollouts.in_flight()
         [group] = rollout.groups
         assert isinstance(group, ExternalTree)
@@ -301,7 +299,7 @@ async def test_an_engine_that_dies_before_a_branch_has_begun_ends_the_tree(tmp_p
         assert tree.served.server.admission.num_samples == 0
 
 
-async def test_what_is_dropped_while_a_branch_enters_the_engine_does_not_grow(
+async def test_segment_dropped_during_submission_does_not_grow(
     tmp_path: Path,
 ) -> None:
     engine = YieldingEngine()

@@ -1,4 +1,4 @@
-"""The operators' port, and the audit log of what is done there."""
+"""The admin port, and the audit log of its calls."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def calls(app: object) -> set[tuple[str, str]]:
     return {(method, route.path) for route in routes for method in route.methods}
 
 
-def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> None:
+def test_admin_routes_are_only_on_the_admin_port(tmp_path: Path) -> None:
     everything = create_app(settings_for(tmp_path), FakeEngine())
     split = create_app(settings_for(tmp_path, server={"operators_port": 0}), FakeEngine())
     operators = split.state.operators
@@ -48,7 +48,7 @@ def test_with_a_port_of_their_own_operators_are_nowhere_else(tmp_path: Path) -> 
         assert access.role != "admin"
 
 
-def test_operators_of_other_servers_clients_are_nowhere_else_either(tmp_path: Path) -> None:
+def test_compat_admin_routes_are_only_on_the_admin_port(tmp_path: Path) -> None:
     shapes = {"compat": ["vllm", "sglang", "openai"]}
     everything = create_app(settings_for(tmp_path, server=shapes), FakeEngine())
     split = create_app(settings_for(tmp_path, server={**shapes, "operators_port": 0}), FakeEngine())
@@ -64,14 +64,14 @@ def test_operators_of_other_servers_clients_are_nowhere_else_either(tmp_path: Pa
         assert found == {wanted}
 
 
-def test_the_operators_address_needs_keys_like_any_other() -> None:
+def test_admin_port_needs_keys_like_any_other() -> None:
     flags = {"server.operators_port": "9000", "server.operators_host": "0.0.0.0"}
     with pytest.raises(SettingsError, match=r"host 0\.0\.0\.0 can be reached"):
         load_settings(flags=flags, environ={})
     assert load_settings(flags={**flags, "server.allow_open": "true"}, environ={})
 
 
-def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
+def test_both_ports_serve_until_the_drain_ends(tmp_path: Path) -> None:
     operators_port = free_port()
     ports = {"operators_port": operators_port, "compat": ["vllm", "sglang"]}
     settings = settings_for(tmp_path, server=ports)
@@ -98,7 +98,7 @@ def test_both_ports_serve_until_the_drained_end(tmp_path: Path) -> None:
         "callers /readyz": 200,
         "callers /metrics": 404,
         "callers /v1/weights": 404,
-        "callers /v1/rollouts/x": 404,  # there is no such rollout
+        "callers /v1/rollouts/x": 404,  # unknown rollout
         "callers /is_paused": 200,
         "callers /flush_cache": 404,
         "operators /readyz": 200,
@@ -131,7 +131,7 @@ def audited() -> Iterator[list[logging.LogRecord]]:
         logger.setLevel(before)
 
 
-async def test_every_call_of_an_admin_route_is_audited_allowed_or_not(tmp_path: Path) -> None:
+async def test_every_admin_call_is_audited_whether_allowed_or_not(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = write_keys(file, boss="admin", trainer="rollout")
     admin, trainer = bearer(keys["boss"]), bearer(keys["trainer"])
@@ -155,6 +155,6 @@ async def test_every_call_of_an_admin_route_is_audited_allowed_or_not(tmp_path: 
     assert records[0].__dict__["address"] == "127.0.0.1"
 
 
-def test_the_audit_log_is_written_at_every_level() -> None:
+def test_audit_log_is_written_at_every_level() -> None:
     config = logging_config(LogSettings(level="error"))
     assert config["loggers"][LOGGER] == {"handlers": [], "propagate": True, "level": "INFO"}

@@ -1,4 +1,4 @@
-"""From where weights are fetched: from addresses that the operator has named, and no other."""
+"""Sources of weights: only addresses configured by the operator."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ ALLOWED = (
         "http://[fd00::1]:1234",
     ],
 )
-def test_named_addresses_are_used(url: str) -> None:
+def test_configured_addresses_are_used(url: str) -> None:
     assert Peers(ALLOWED, None).allows(url)
 
 
@@ -57,30 +57,30 @@ def test_named_addresses_are_used(url: str) -> None:
         "http://010.1.2.3:8000",
     ],
 )
-def test_others_are_not(url: str) -> None:
+def test_other_addresses_are_refused(url: str) -> None:
     assert not Peers(ALLOWED, None).allows(url)
 
 
-def test_without_names_nothing_is_fetched() -> None:
+def test_without_configured_addresses_nothing_is_fetched() -> None:
     assert not Peers((), None).allows("http://127.0.0.1:8000")
 
 
 @pytest.mark.parametrize(
     "text", ["one", "ftp://one", "http://", "http://one/path", "http://10.0.0.1/8", "http://*", "*"]
 )
-def test_what_is_no_address_does_not_start(text: str) -> None:
+def test_invalid_address_fails_the_start(text: str) -> None:
     with pytest.raises(ValueError):
         parse_allowed(text)
     with pytest.raises(SettingsError, match=r"weights"):
         load_settings(flags={"weights.peers": text}, environ={})
 
 
-def test_several_are_separated_by_spaces() -> None:
+def test_addresses_are_separated_by_spaces() -> None:
     settings = load_settings(flags={"weights.peers": "http://one http://two:1"}, environ={})
     assert settings.weights.peers == ("http://one", "http://two:1")
 
 
-def test_a_key_is_read_anew_each_time(tmp_path: Path) -> None:
+def test_key_is_read_on_every_use(tmp_path: Path) -> None:
     file = tmp_path / "key"
     peers = Peers((), file)
     for key in ("old", "new"):

@@ -1,4 +1,4 @@
-"""Text prompts: bounded before they are tokenized, and one key's do not hold up another's."""
+"""Tokenization of text prompts: bounded beforehand, and fair between keys."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tests.serving import serving
 
 
 class SlowTokenizer(FakeEngine):
-    """Tokenizes nothing before `go`; `seen` are the texts and responses in their order."""
+    """Blocks in the tokenizer until `go` is set; `seen` lists texts and responses in order."""
 
     def __init__(self) -> None:
         super().__init__(max_context_tokens=10**9)
@@ -42,7 +42,7 @@ def tokenized(prompts: Tokenizer, key: str, text: str) -> asyncio.Task[list[int]
     return asyncio.create_task(work())
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+async def test_text_that_cannot_fit_is_refused_before_tokenization() -> None:
     engine = SlowTokenizer()
     engine.max_context_tokens = 100
     with pytest.raises(PromptTooLong, match="101 characters"):
@@ -50,7 +50,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     assert engine.seen == []
 
 
-async def test_keys_take_turns_and_responses_do_not_wait_behind_prompts() -> None:
+async def test_keys_alternate_and_responses_do_not_queue_behind_prompts() -> None:
     engine = SlowTokenizer()
     prompts = Tokenizer(engine)
     many = [tokenized(prompts, "one", f"{number:02}") for number in range(10)]
@@ -65,7 +65,7 @@ async def test_keys_take_turns_and_responses_do_not_wait_behind_prompts() -> Non
     prompts.close()
 
 
-async def test_text_of_a_caller_that_left_is_not_tokenized() -> None:
+async def test_text_of_a_cancelled_caller_is_not_tokenized() -> None:
     engine = SlowTokenizer()
     prompts = Tokenizer(engine)
     tasks = [tokenized(prompts, "one", f"{number:02}") for number in range(3)]
@@ -78,7 +78,7 @@ async def test_text_of_a_caller_that_left_is_not_tokenized() -> None:
     prompts.close()
 
 
-async def test_a_caller_that_disconnects_leaves_no_text_behind(tmp_path: Path) -> None:
+async def test_disconnected_caller_leaves_no_queued_text(tmp_path: Path) -> None:
     engine = SlowTokenizer()
     async with serving(engine, tmp_path) as served:
         sampling = {"max_tokens": 1}
@@ -96,7 +96,7 @@ async def test_a_caller_that_disconnects_leaves_no_text_behind(tmp_path: Path) -
         assert engine.seen[0] == "00" and "01" not in engine.seen
 
 
-async def test_waiting_work_is_bounded_per_key_and_in_all() -> None:
+async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
     executor = FairExecutor("test", QueueLimits(key_bytes=10, total_bytes=25))
     go = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Who is served first: a priority counts, but nobody is overtaken for ever."""
+"""Scheduling priority with ageing: no group is overtaken forever."""
 
 import asyncio
 import heapq
@@ -26,7 +26,7 @@ class Clock:
 
 
 def ranked(arrivals: list[tuple[float, int]]) -> list[tuple[float, int, int]]:
-    """Groups in the order of their arrival: when, with what priority, and their ranks."""
+    """Ranks of groups by arrival time and priority, in the order of their arrival."""
     clock = Clock()
     ranks = PriorityAging(overtaken_seconds=BOUND, clock=clock)
     found = []
@@ -37,7 +37,7 @@ def ranked(arrivals: list[tuple[float, int]]) -> list[tuple[float, int, int]]:
 
 
 @given(ARRIVALS)
-def test_a_group_that_has_waited_outranks_all_that_arrive_from_then_on(
+def test_waiting_group_eventually_outranks_all_new_arrivals(
     arrivals: list[tuple[float, int]],
 ) -> None:
     groups = ranked(arrivals)
@@ -48,10 +48,10 @@ def test_a_group_that_has_waited_outranks_all_that_arrive_from_then_on(
 
 
 @given(ARRIVALS, st.floats(0.1, 3))
-def test_nobody_is_served_after_more_than_arrived_until_the_bound(
+def test_number_of_later_arrivals_served_first_is_bounded(
     arrivals: list[tuple[float, int]], seconds_each: float
 ) -> None:
-    """One server, one group at a time, the lowest rank first: whatever order they come in."""
+    """One server, one group at a time, the lowest rank first, for any order of arrivals."""
     groups = ranked(arrivals)
     waiting: list[tuple[int, float]] = []
     now, coming = 0.0, list(groups)
@@ -78,7 +78,7 @@ def test_of_groups_that_arrive_together_the_lower_priority_is_first(
 
 
 @given(st.floats(0, 40), st.floats(0.001, 40), PRIORITIES)
-def test_equals_are_served_in_the_order_of_their_arrival(
+def test_groups_of_equal_priority_are_served_in_order_of_arrival(
     arrived: float, gap: float, priority: int
 ) -> None:
     (_, _, first), (_, _, second) = ranked([(arrived, priority), (arrived + gap, priority)])

@@ -47,7 +47,7 @@ async def test_every_prompt_becomes_a_group_of_n_samples(tmp_path: Path) -> None
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "samples": 4}
 
 
-async def test_text_and_messages_come_back_with_text_and_token_ids_without(tmp_path: Path) -> None:
+async def test_text_and_messages_return_text_and_token_ids_do_not(tmp_path: Path) -> None:
     prompts = [
         {"text": "ab"},
         {"messages": [{"role": "user", "content": "abc"}]},
@@ -60,7 +60,7 @@ async def test_text_and_messages_come_back_with_text_and_token_ids_without(tmp_p
     assert texts == ["\x02\x03\x04\x05", "\x03\x04\x05\x06", None]
 
 
-async def test_max_tokens_left_out_means_up_to_the_context_limit(tmp_path: Path) -> None:
+async def test_max_tokens_defaults_to_the_context_limit(tmp_path: Path) -> None:
     async with serving(FakeEngine(max_context_tokens=64), tmp_path) as served:
         for sampling in ({}, {"max_tokens": 1000}):
             asked = {"groups": [group(*range(60))], "sampling": sampling}
@@ -68,7 +68,7 @@ async def test_max_tokens_left_out_means_up_to_the_context_limit(tmp_path: Path)
             assert len(answer["groups"][0]["samples"][0]["token_ids"]) == 4
 
 
-async def test_a_stream_begins_with_its_id_and_ends_with_its_outcome(tmp_path: Path) -> None:
+async def test_stream_begins_with_its_id_and_ends_with_its_outcome(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked = body(group(1, n=2), group(2))
         headers = {"accept": "application/x-ndjson"}
@@ -82,7 +82,7 @@ async def test_a_stream_begins_with_its_id_and_ends_with_its_outcome(tmp_path: P
     assert records[-1]["outcome"] == "done"
 
 
-async def test_a_stream_sends_each_sample_as_it_ends(tmp_path: Path) -> None:
+async def test_stream_sends_each_sample_as_it_ends(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1), stream=True)
@@ -95,7 +95,7 @@ async def test_a_stream_sends_each_sample_as_it_ends(tmp_path: Path) -> None:
             assert [json.loads(line)["type"] async for line in records] == ["group", "end"]
 
 
-async def test_abort_keeps_the_tokens_so_far_for_both_callers(tmp_path: Path) -> None:
+async def test_abort_returns_the_tokens_so_far_to_both_callers(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=2), stream=True)
@@ -117,7 +117,7 @@ async def test_abort_keeps_the_tokens_so_far_for_both_callers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_closed_connection_ends_the_samples(tmp_path: Path, stream: bool) -> None:
+async def test_closed_connection_aborts_the_samples(tmp_path: Path, stream: bool) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         asked = body(group(1, n=4), stream=stream)
@@ -151,7 +151,7 @@ async def test_a_closed_connection_ends_the_samples(tmp_path: Path, stream: bool
         (body({"prompt": {"messages": [{"role": "robot", "content": ""}]}}), "no_chat_template"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_before_anything_starts(
+async def test_unservable_request_is_refused_before_anything_starts(
     tmp_path: Path, asked: dict[str, Any], code: str
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -163,7 +163,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_starts(
     assert not engine.running
 
 
-async def test_a_fault_is_named_by_its_place_and_never_repeats_the_prompt(tmp_path: Path) -> None:
+async def test_error_names_the_field_and_never_repeats_the_prompt(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         asked = body({"prompt": {"text": "a secret"}, "n": "many"})
         answer = await served.http.post("/v1/rollouts", json=asked)
@@ -181,7 +181,7 @@ async def test_a_fault_is_named_by_its_place_and_never_repeats_the_prompt(tmp_pa
         (b" " * 5000, {}, 413, "body_too_large"),
     ],
 )
-async def test_bodies_that_are_no_request_are_problems_too(
+async def test_malformed_bodies_are_problems(
     tmp_path: Path, content: bytes, headers: dict[str, str], status: int, code: str
 ) -> None:
     sent = {"content-type": "application/json", **headers}
@@ -190,7 +190,7 @@ async def test_bodies_that_are_no_request_are_problems_too(
     assert (answer.status_code, answer.json()["code"]) == (status, code)
 
 
-async def test_a_body_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+async def test_oversized_body_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
     async def endless() -> Any:
         for _ in range(1000):
             yield b" " * 1024
@@ -201,7 +201,7 @@ async def test_a_body_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
     assert answer.json()["code"] == "body_too_large"
 
 
-async def test_a_dying_engine_answers_everyone_at_once(tmp_path: Path) -> None:
+async def test_engine_death_answers_every_caller_at_once(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         plain = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1))))
@@ -222,7 +222,7 @@ async def test_a_dying_engine_answers_everyone_at_once(tmp_path: Path) -> None:
     assert int(answer.headers["retry-after"]) > 0
 
 
-async def test_every_sample_has_a_stream_of_its_own_and_priority_reaches_the_engine(
+async def test_samples_have_distinct_seeds_and_priority_reaches_the_engine(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(instant=False)

@@ -1,4 +1,4 @@
-"""Keys that change while many callers use them."""
+"""API keys that change while many callers use them."""
 
 import asyncio
 from collections import Counter
@@ -32,10 +32,10 @@ async def status_of(served: Served, secret: str) -> int:
 
 
 @pytest.mark.slow
-async def test_keys_are_rotated_under_load_and_no_caller_with_a_key_is_refused(
+async def test_keys_rotate_under_load_without_refused_callers(
     tmp_path: Path,
 ) -> None:
-    """Added before the callers move, removed after: as the documentation says to do it."""
+    """Added before callers switch and removed afterwards, as the documentation recommends."""
     file = tmp_path / "keys.yaml"
     old, old_lines = generate_key("old", ["rollout"])
     new, new_lines = generate_key("new", ["rollout"])
@@ -63,7 +63,7 @@ async def test_keys_are_rotated_under_load_and_no_caller_with_a_key_is_refused(
             ]
             moved.set()
             await asyncio.wait(with_old)
-            replace("- {name: [half a file")  # what is broken changes nothing
+            replace("- {name: [half a file")  # a broken file changes nothing
             await asyncio.sleep(1.5 * CHECK_SECONDS)
             replace(new_lines)
             await until(served, old, 401)

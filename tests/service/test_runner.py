@@ -1,4 +1,4 @@
-"""The server from the announcement that it is ready to the drained end."""
+"""The server's lifecycle, from readiness to the end of the drain."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ class ServerLifecycle:
         await asyncio.sleep(0.3)
 
     async def script(self) -> None:
-        """Serves, and is told to stop while a request is running."""
+        """Serves, and receives a stop signal while a request is running."""
         self.stage = "serving"
         await asyncio.sleep(0.3)
         async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
@@ -63,24 +63,24 @@ class ServerLifecycle:
             run_server(self.app, self, settings, listener)
 
 
-def test_a_curl_line_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_curl_example_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
     life = ServerLifecycle()
     life.run(Settings())
     assert example_command(life.url) in capsys.readouterr().out
 
 
-def test_nothing_but_records_is_printed_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_mode_prints_only_records(capsys: pytest.CaptureFixture[str]) -> None:
     ServerLifecycle().run(Settings(log=LogSettings(format="json")))
     assert capsys.readouterr().out == ""
 
 
-def test_a_running_request_is_answered_before_the_end() -> None:
+def test_running_request_is_answered_before_the_end() -> None:
     life = ServerLifecycle()
     life.run(Settings())
     assert life.answers == [200]
 
 
-def test_an_engine_that_dies_while_it_starts_ends_the_server_with_its_reason() -> None:
+def test_engine_death_during_the_start_stops_the_server_with_its_reason() -> None:
     class Dying(ServerLifecycle):
         async def script(self) -> None:
             self.stage = "dead"
@@ -89,7 +89,7 @@ def test_an_engine_that_dies_while_it_starts_ends_the_server_with_its_reason() -
         Dying(reason="out of memory").run(Settings())
 
 
-def test_a_stop_while_the_engine_starts_is_no_failure() -> None:
+def test_stop_during_the_engine_start_is_no_failure() -> None:
     class Slow(ServerLifecycle):
         async def script(self) -> None:
             await asyncio.sleep(0.2)
@@ -98,7 +98,7 @@ def test_a_stop_while_the_engine_starts_is_no_failure() -> None:
     Slow().run(Settings())
 
 
-def test_a_failed_lifespan_is_a_failed_start() -> None:
+def test_failed_lifespan_is_a_failed_start() -> None:
     @asynccontextmanager
     async def fail(app: FastAPI) -> AsyncIterator[None]:
         raise RuntimeError("no")
@@ -110,24 +110,24 @@ def test_a_failed_lifespan_is_a_failed_start() -> None:
         life.run(Settings())
 
 
-def test_the_signal_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ServerLifecycle().run(Settings())
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_curl_line_is_one_shell_command() -> None:
+def test_curl_example_is_one_shell_command() -> None:
     words = shlex.split(example_command("http://127.0.0.1:8000"))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/rollouts"]
     assert words[-1].startswith('{"groups"')
 
 
 @pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
-def test_the_address_is_one_that_can_be_connected_to(host: str, shown: str) -> None:
+def test_printed_address_can_be_connected_to(host: str, shown: str) -> None:
     with open_listener(host, 0) as listener:
         assert server_url(listener) == f"http://{shown}:{listener.getsockname()[1]}"
 
 
-def test_a_host_that_is_not_ours_is_one_sentence() -> None:
+def test_unavailable_host_prints_one_sentence() -> None:
     with pytest.raises(StartFailed, match="cannot listen on 192.0.2.1 port 0: Cannot assign"):
         open_listener("192.0.2.1", 0)

@@ -16,7 +16,7 @@ async def score(served: Served, *responses: list[int], **rest: Any) -> httpx.Res
     return await served.http.post("/v1/score", json={"items": [item], **rest})
 
 
-async def test_every_response_gets_a_logprob_a_token_and_its_version(tmp_path: Path) -> None:
+async def test_every_response_gets_a_logprob_per_token_and_its_version(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         answer = (await score(served, [5, 6, 7], [8])).json()
     assert answer["items"] == [
@@ -39,7 +39,7 @@ async def test_every_response_gets_a_logprob_a_token_and_its_version(tmp_path: P
         ([[1] * 510], "prompt_too_long"),
     ],
 )
-async def test_what_cannot_be_scored_is_refused(
+async def test_invalid_score_request_is_refused(
     tmp_path: Path, responses: list[list[int]], code: str
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -47,7 +47,7 @@ async def test_what_cannot_be_scored_is_refused(
     assert (refused.status_code, refused.json()["code"]) == (422, code)
 
 
-async def test_what_an_activation_fell_into_is_scored_again(tmp_path: Path) -> None:
+async def test_response_interrupted_by_an_activation_is_scored_again(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await served.http.put("/v1/weights/v1", content=b"w")
@@ -62,13 +62,13 @@ async def test_what_an_activation_fell_into_is_scored_again(tmp_path: Path) -> N
     assert answer["items"][0]["responses"][0]["version"] == "v1"
 
 
-async def test_policies_hold_here_too(tmp_path: Path) -> None:
+async def test_weights_policies_apply_to_scoring(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await score(served, [5], policy={"exact_version": "v9"})
     assert (refused.status_code, refused.json()["code"]) == (409, "version_superseded")
 
 
-async def test_a_dead_engine_is_a_problem(tmp_path: Path) -> None:
+async def test_engine_death_is_a_problem(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         engine.score_gate = asyncio.Event()
@@ -82,7 +82,7 @@ async def test_a_dead_engine_is_a_problem(tmp_path: Path) -> None:
         await scoring
 
 
-async def test_a_closed_connection_ends_the_scoring(tmp_path: Path) -> None:
+async def test_closed_connection_ends_the_scoring(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         engine.score_gate = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Where settings come from, what is refused, and what is printed."""
+"""Sources of settings, refused values, and printed values."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def written(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_without_sources_everything_is_a_default() -> None:
+def test_without_sources_every_value_is_the_default() -> None:
     assert load_settings(environ={}) == Settings()
 
 
-def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_environment_which_overrides_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "server: {port: 1, drain_seconds: 1}\nengine: {block_size: 16}\n")
     settings = load_settings(
         flags={"server.port": "3"},
@@ -42,7 +42,7 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_pa
     assert settings.engine.block_size == 16
 
 
-def test_every_field_can_be_named_by_a_variable() -> None:
+def test_every_field_has_an_environment_variable() -> None:
     environ = {}
     for section, name, field in settings_fields():
         value = field.get_default(call_default_factory=True, validated_data={})
@@ -63,31 +63,31 @@ def test_source_directories_are_separated_by_colons() -> None:
     assert settings.weights.source_directories == (Path("/a"), Path("/b"))
 
 
-def test_a_list_of_source_directories_in_the_file(tmp_path: Path) -> None:
+def test_source_directories_may_be_a_list_in_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "weights:\n  source_directories: [/a, /b]\n")
     settings = load_settings(environ={}, file=file)
     assert settings.weights.source_directories == (Path("/a"), Path("/b"))
 
 
-def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
+def test_empty_file_and_empty_section_change_nothing(tmp_path: Path) -> None:
     assert load_settings(environ={}, file=written(tmp_path, "")) == Settings()
     assert load_settings(environ={}, file=written(tmp_path, "engine:\n")) == Settings()
 
 
-def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
+def test_unknown_variable_is_refused_with_the_nearest_name() -> None:
     assert refusal(environ={"COPPICE_ENGINE__BLOK_SIZE": "32"}) == (
         "engine.blok_size: there is no such setting; did you mean engine.block_size? "
         "(from COPPICE_ENGINE__BLOK_SIZE)"
     )
 
 
-def test_an_unknown_section_is_refused() -> None:
+def test_unknown_section_is_refused() -> None:
     assert "there is no such setting (from COPPICE_NOPE__X)" in refusal(
         environ={"COPPICE_NOPE__X": "1"}
     )
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_left_alone() -> None:
+def test_kubernetes_service_variables_are_ignored() -> None:
     environ = {"COPPICE_PORT": "tcp://10.0.0.1:8000", "COPPICE_SERVICE_HOST": "10.0.0.1"}
     assert load_settings(environ=environ) == Settings()
 
@@ -99,32 +99,32 @@ def test_unknown_keys_of_the_file_are_refused(tmp_path: Path) -> None:
     assert f"extra: there is no such setting (from {file})" in text
 
 
-def test_a_bad_value_says_where_it_came_from() -> None:
+def test_invalid_value_reports_its_source() -> None:
     text = refusal(flags={"engine.block_size": "33"}, environ={"COPPICE_ENGINE__BLOCK_SIZE": "32"})
     assert text == "engine.block_size: Input should be a multiple of 16 (from --engine.block-size)"
 
 
-def test_a_bad_value_is_not_repeated() -> None:
+def test_invalid_value_is_not_repeated() -> None:
     assert "hunter2" not in refusal(environ={"COPPICE_SERVER__PORT": "hunter2"})
 
 
-def test_what_is_wrong_with_a_section_is_not_blamed_on_one_field() -> None:
+def test_error_of_a_section_is_not_attributed_to_a_field() -> None:
     text = refusal(flags={"server.port": "1"}, environ={"COPPICE_SERVER__HOST": "0.0.0.0"})
     assert "from" not in text.replace("reached from", "")
 
 
 @pytest.mark.parametrize("text", ["[1]", "just words", "server: [1]", "a: b: c", "server: 5"])
-def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
     assert "coppice.yaml" in refusal(file=written(tmp_path, text))
 
 
-def test_a_syntax_error_names_the_line_and_does_not_quote_it(tmp_path: Path) -> None:
+def test_syntax_error_reports_the_line_without_quoting_it(tmp_path: Path) -> None:
     text = refusal(file=written(tmp_path, "server:\n  key: [hunter2\n"))
     assert "line 3" in text
     assert "hunter2" not in text
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     assert refusal(file=tmp_path / "none.yaml").endswith("none.yaml: No such file or directory")
 
 
@@ -134,7 +134,7 @@ def test_data_parallel_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-node"])
-def test_an_open_address_needs_an_explicit_setting(host: str) -> None:
+def test_open_address_needs_an_explicit_setting(host: str) -> None:
     assert "set server.allow_open to true" in refusal(flags={"server.host": host})
     settings = load_settings(flags={"server.host": host, "server.allow_open": "true"}, environ={})
     assert settings.server.host == host
@@ -145,14 +145,14 @@ def test_loopback_needs_no_setting(host: str) -> None:
     assert load_settings(flags={"server.host": host}, environ={}).server.host == host
 
 
-def test_uploads_are_staged_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_are_staged_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     assert Settings().weights.directory == Path("/var/cache/coppice/weights")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert Settings().weights.directory == Path.home() / ".cache/coppice/weights"
 
 
-def test_the_tree_is_frozen() -> None:
+def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         setattr(Settings().server, "port", 1)  # noqa: B010
 
@@ -179,6 +179,6 @@ def test_secrets_are_masked() -> None:
 
 
 @pytest.mark.parametrize("text", ["off", "'off'", "auto", "always"])
-def test_off_is_a_mode_also_where_yaml_takes_it_for_false(tmp_path: Path, text: str) -> None:
+def test_off_is_a_mode_although_yaml_parses_it_as_false(tmp_path: Path, text: str) -> None:
     file = written(tmp_path, f"attention:\n  shared_prefix: {text}\n")
     assert load_settings(file=file, environ={}).attention.shared_prefix == text.strip("'")

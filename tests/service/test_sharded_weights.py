@@ -1,4 +1,4 @@
-"""Checkpoints of several files, which an index names."""
+"""Checkpoints of several files, listed in an index."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 INDEX = "model.safetensors.index.json"
 
 
-async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_path: Path) -> None:
+async def test_sharded_checkpoint_is_staged_when_its_index_is_complete(tmp_path: Path) -> None:
     shards = {"a": "one.safetensors", "b": "two.safetensors"}
     index = json.dumps({"weight_map": shards}).encode()
     async with serving(FakeEngine(), tmp_path) as served:
@@ -49,7 +49,7 @@ async def test_a_sharded_checkpoint_is_staged_when_its_index_is_satisfied(tmp_pa
         b'{"weight_map": {"a": "\\udc00\\ud800"}}',
     ],
 )
-async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
+async def test_malformed_index_is_refused_and_affects_nothing_else(
     tmp_path: Path, index: bytes
 ) -> None:
     engine = FakeEngine()
@@ -61,8 +61,8 @@ async def test_an_index_of_odd_values_is_refused_and_harms_nobody(
         assert [version["version"] for version in listed.json()["versions"]] == ["v0"]
 
 
-async def test_an_index_is_read_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its names are listed by every look at the versions."""
+async def test_index_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every listing of versions includes its names."""
     monkeypatch.setattr("service.weights.checkpoint_store.MAX_JSON_BYTES", 100)
     index = json.dumps({"weight_map": {"a": f"{'m' * 100}.safetensors"}}).encode()
     engine = FakeEngine()
@@ -72,8 +72,8 @@ async def test_an_index_is_read_to_a_bound(tmp_path: Path, monkeypatch: pytest.M
         assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
 
 
-def test_a_problem_is_written_whatever_its_text_holds() -> None:
-    """Names of files that are not UTF-8 reach Python as lone surrogates."""
+def test_problem_is_encodable_whatever_its_text_contains() -> None:
+    """File names that are not UTF-8 reach Python as lone surrogates."""
     for write in (as_json, to_openai_json):
         text = write(WeightsRefused("\udcff.safetensors is missing").problem())
         assert json.loads(text)["detail"] == r"\udcff.safetensors is missing"

@@ -1,4 +1,4 @@
-"""What a request may say of speculation, whose samples are siblings, and what is counted."""
+"""Speculation options of requests, sibling samples, and speculation metrics."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,8 @@ TREE = {"mode": "interval", "interval": 4, "max_depth": 1, "max_leaves": 4}
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": TREE}], ids=["samples", "tree"])
-@pytest.mark.parametrize("said", [{}, {"speculation": False}], ids=["unsaid", "refused"])
-async def test_every_request_to_the_engine_carries_what_was_said(
+@pytest.mark.parametrize("said", [{}, {"speculation": False}], ids=["default", "opted out"])
+async def test_speculation_option_reaches_the_engine(
     tmp_path: Path, said: dict[str, bool], shape: dict[str, Any]
 ) -> None:
     engine = FakeEngine()
@@ -30,7 +30,7 @@ async def test_every_request_to_the_engine_carries_what_was_said(
     assert {sample.speculation for sample in engine.submitted} == {not said}
 
 
-async def test_samples_of_a_group_are_siblings_and_no_others(tmp_path: Path) -> None:
+async def test_only_samples_of_a_group_are_siblings(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         for _ in range(2):
@@ -42,7 +42,7 @@ async def test_samples_of_a_group_are_siblings_and_no_others(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("field", ["min_p", "logit_bias"])
-async def test_what_no_engine_that_speculates_can_do_is_refused_by_name(
+async def test_options_unsupported_with_speculation_are_refused_by_name(
     tmp_path: Path, field: str
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -52,7 +52,7 @@ async def test_what_no_engine_that_speculates_can_do_is_refused_by_name(
     assert field in answer.text
 
 
-async def test_metrics_add_what_the_engine_has_counted_and_show_what_it_is_worth(
+async def test_metrics_include_engine_counters_and_estimated_gain(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine()

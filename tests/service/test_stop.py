@@ -21,7 +21,7 @@ Script = Callable[[httpx.AsyncClient, FakeEngine], Coroutine[Any, Any, None]]
 
 
 def run(script: Script, tmp_path: Path, engine: FakeEngine, *, drain_seconds: int = 30) -> None:
-    """The server in this thread, where signals arrive; the script, its caller, in another."""
+    """The server runs in this thread, where signals arrive; `script`, its caller, in another."""
     settings = settings_for(tmp_path, server={"drain_seconds": drain_seconds})
     app = create_app(settings, engine)
     failures: list[BaseException] = []
@@ -55,7 +55,7 @@ async def running(http: httpx.AsyncClient, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_lets_running_groups_end_and_sends_new_ones_away(
+def test_stop_finishes_running_groups_and_refuses_new_ones(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     async def script(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -75,7 +75,7 @@ def test_a_stop_lets_running_groups_end_and_sends_new_ones_away(
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_what_outlives_the_drain_comes_back_with_its_tokens(tmp_path: Path) -> None:
+def test_sample_that_outlives_the_drain_returns_its_tokens(tmp_path: Path) -> None:
     async def script(http: httpx.AsyncClient, engine: FakeEngine) -> None:
         early = asyncio.create_task(http.post("/v1/rollouts", json=body(group(1))))
         await running(http, 1)
@@ -89,9 +89,7 @@ def test_what_outlives_the_drain_comes_back_with_its_tokens(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("between_seconds", [0.0, 0.1])
-def test_a_second_signal_ends_at_once_with_a_problem(
-    tmp_path: Path, between_seconds: float
-) -> None:
+def test_second_signal_ends_at_once_with_a_problem(tmp_path: Path, between_seconds: float) -> None:
     async def script(http: httpx.AsyncClient, engine: FakeEngine) -> None:
         early = asyncio.create_task(http.post("/v1/rollouts", json=body(group(1))))
         await running(http, 1)
@@ -105,7 +103,7 @@ def test_a_second_signal_ends_at_once_with_a_problem(
     run(script, tmp_path, FakeEngine(instant=False), drain_seconds=600)
 
 
-def test_the_signal_handlers_are_put_back(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     async def script(http: httpx.AsyncClient, engine: FakeEngine) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 

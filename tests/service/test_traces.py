@@ -1,4 +1,4 @@
-"""Spans as a collector gets them."""
+"""OpenTelemetry spans as a collector receives them."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ NOT_RECORDED = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """Its address, and the spans that have come."""
+    """The collector's address, and the spans received."""
     spans: list[Any] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
-async def test_requests_and_groups_are_spans_below_the_callers(tmp_path: Path) -> None:
+async def test_requests_and_groups_are_child_spans_of_the_caller(tmp_path: Path) -> None:
     with collector() as (endpoint, spans):
         trace = {"endpoint": endpoint, "sample_ratio": 0}
         async with serving(FakeEngine(), tmp_path, trace=trace) as served:
@@ -80,7 +80,7 @@ async def test_requests_and_groups_are_spans_below_the_callers(tmp_path: Path) -
         assert span.start_time_unix_nano <= span.end_time_unix_nano
 
 
-async def test_a_trace_begins_here_where_the_caller_has_none(tmp_path: Path) -> None:
+async def test_trace_starts_here_without_a_parent(tmp_path: Path) -> None:
     with collector() as (endpoint, spans):
         async with serving(FakeEngine(), tmp_path, trace={"endpoint": endpoint}) as served:
             answer = await served.http.get(
@@ -91,7 +91,7 @@ async def test_a_trace_begins_here_where_the_caller_has_none(tmp_path: Path) -> 
     assert attributes(span)["coppice.request_id"] == answer.headers["x-request-id"]
 
 
-async def test_a_collector_that_is_not_there_harms_nobody(tmp_path: Path) -> None:
+async def test_unreachable_collector_affects_nothing(tmp_path: Path) -> None:
     trace = {"endpoint": "http://127.0.0.1:9/v1/traces"}
     async with serving(FakeEngine(), tmp_path, trace=trace) as served:
         answer = await served.http.post("/v1/rollouts", json=body(group(1)))

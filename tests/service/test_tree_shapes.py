@@ -1,4 +1,4 @@
-"""Whatever a request asks for and whenever paths stop, a tree keeps its bounds."""
+"""A tree keeps its bounds for any request and any lengths of its paths."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ BLOCK = 8
 
 
 class Whimsical(FakeEngine):
-    """Ends some samples early, and finds tokens more or less uncertain."""
+    """Ends some samples early, and varies the entropy of tokens."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(max_context_tokens=10**6)
@@ -91,7 +91,9 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
 
 @settings(deadline=None, max_examples=150)
 @given(trees(), st.integers(1, 40), st.integers(1, 150), st.integers(0, 99))
-def test_every_bound_is_kept(asked: dict[str, Any], prompt: int, most: int, seed: int) -> None:
+def test_every_bound_of_a_tree_holds(
+    asked: dict[str, Any], prompt: int, most: int, seed: int
+) -> None:
     branching = Branching.model_validate(asked)
     answer = asyncio.run(grown(branching, prompt, most, seed))
     assert answer.outcome == "done"
@@ -113,9 +115,7 @@ def test_every_bound_is_kept(asked: dict[str, Any], prompt: int, most: int, seed
 
 
 @given(st.integers(1, 10**6), st.integers(1, 4096))
-def test_the_next_cut_is_the_first_at_which_a_child_computes_one_token(
-    length: int, block: int
-) -> None:
+def test_next_cut_is_the_first_at_which_a_child_prefills_one_token(length: int, block: int) -> None:
     place = next_cut(length, block)
     assert length <= place < length + block
     assert (place - 1) % block == 0
@@ -130,7 +130,7 @@ def test_leaves_are_split_evenly_and_none_is_lost(share: int, parts: int) -> Non
 
 
 @given(st.integers(0, 60), st.lists(st.integers(1, 9), max_size=5), st.integers(0, 4))
-def test_leaves_are_dealt_to_whoever_can_use_them(
+def test_leaves_are_assigned_to_segments_that_can_use_them(
     leaves: int, capacities: list[int], per_cut: int
 ) -> None:
     dealt = distribute_leaves(leaves, capacities, per_cut=per_cut)

@@ -39,7 +39,7 @@ def depths(group: dict[str, Any]) -> list[int]:
     return [segment["depth"] for segment in group["segments"]]
 
 
-async def test_paths_split_at_the_prompt_and_again_at_every_interval(tmp_path: Path) -> None:
+async def test_paths_split_at_the_prompt_and_at_every_interval(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served, asked(max_tokens=100))
     assert sorted(depths(group)) == [1, 1, 2, 2, 2, 2]
@@ -49,27 +49,27 @@ async def test_paths_split_at_the_prompt_and_again_at_every_interval(tmp_path: P
     assert group["samples"] == []
 
 
-async def test_a_first_split_comes_later_and_counts_no_depth_before_it(tmp_path: Path) -> None:
+async def test_later_first_split_counts_no_depth_before_it(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served, asked(first_split=40, max_depth=1, factor=3))
     assert depths(group) == [0, 1, 1, 1]
     assert len(group["segments"][0]["token_ids"]) == 64
 
 
-async def test_the_factor_may_differ_by_depth(tmp_path: Path) -> None:
+async def test_factor_may_differ_by_depth(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served, asked(factor=[3, 2, 2], max_depth=3, max_leaves=64))
     assert sorted(depths(group)) == [1] * 3 + [2] * 6 + [3] * 12
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 8])
-async def test_there_are_never_more_leaves_than_were_asked_for(tmp_path: Path, most: int) -> None:
+async def test_leaves_never_exceed_the_requested_maximum(tmp_path: Path, most: int) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served, asked(max_leaves=most, max_depth=3))
     assert len(group["leaves"]) == most
 
 
-async def test_positions_say_where_paths_are_cut(tmp_path: Path) -> None:
+async def test_positions_set_where_paths_are_cut(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served, asked("positions", positions=[10, 100], max_depth=4))
     cuts = [sum(len(s["token_ids"]) for s in path(group, each["id"])) for each in group["segments"]]
@@ -84,7 +84,7 @@ async def test_cuts_keep_their_distance(tmp_path: Path) -> None:
     assert sorted({len(s["token_ids"]) for s in cut}) == [32, 64]
 
 
-async def test_the_budget_counts_what_paths_share_once_and_is_never_passed(tmp_path: Path) -> None:
+async def test_budget_counts_shared_tokens_once_and_is_never_exceeded(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for budget in (1, 7, 50, 100, 333, 400):
             body = asked(max_new_tokens_total=budget, max_leaves=8, max_depth=3)
@@ -95,7 +95,7 @@ async def test_the_budget_counts_what_paths_share_once_and_is_never_passed(tmp_p
             assert group["outcome"] == "done"
 
 
-async def test_leaves_of_a_path_that_stops_early_are_sampled_where_it_began(tmp_path: Path) -> None:
+async def test_leaves_of_a_path_that_stops_early_restart_at_its_parent(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = asyncio.create_task(grown(served, asked()))
@@ -111,7 +111,7 @@ async def test_leaves_of_a_path_that_stops_early_are_sampled_where_it_began(tmp_
     assert sorted(at_prompt) == [5, 32, 200]
 
 
-async def test_leaves_may_be_given_up_with_the_path_that_stops_early(tmp_path: Path) -> None:
+async def test_leaves_of_a_path_that_stops_early_may_be_dropped(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = asyncio.create_task(grown(served, asked(on_early_stop="none")))
@@ -123,7 +123,7 @@ async def test_leaves_may_be_given_up_with_the_path_that_stops_early(tmp_path: P
     assert lengths(group) == [5, 200, 200]
 
 
-async def test_paths_are_cut_where_they_were_least_certain(tmp_path: Path) -> None:
+async def test_paths_are_cut_at_the_highest_entropy(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.entropy = lambda place: {70: 5.0, 140: 3.0, 150: 4.0, 10: 9.0}.get(place, 0.1)
     async with serving(engine, tmp_path) as served:
@@ -137,7 +137,7 @@ async def test_paths_are_cut_where_they_were_least_certain(tmp_path: Path) -> No
     assert group["segments"][0]["entropy"][70 - 1] == 5.0
 
 
-async def test_entropy_may_come_from_the_tokens_own_logprobs(tmp_path: Path) -> None:
+async def test_entropy_may_come_from_the_top_logprobs(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         body = asked("entropy", entropy={"source": "chosen"}, max_leaves=4)
         group = await grown(served, body)
@@ -155,7 +155,7 @@ async def test_flattened_rows_are_the_paths_of_the_leaves(tmp_path: Path) -> Non
         assert row["finish_reason"] == "length"
 
 
-async def test_a_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
+async def test_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         body = asked(rest={"stream": True}, max_tokens=100)
@@ -175,7 +175,7 @@ async def test_a_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
     assert rest[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 336, "samples": 4}
 
 
-async def test_a_stream_has_the_rows_too_where_they_are_asked_for(tmp_path: Path) -> None:
+async def test_stream_includes_rows_on_request(tmp_path: Path) -> None:
     branching = Branching(mode="interval", interval=BLOCK, max_depth=2, max_leaves=4, flatten=True)
     async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as rollouts:
         [group] = (await rollouts.rollout([PROMPT], max_tokens=99, branching=branching)).groups
@@ -185,7 +185,7 @@ async def test_a_stream_has_the_rows_too_where_they_are_asked_for(tmp_path: Path
     assert len(rows) == 4
 
 
-async def test_packed_answers_hold_trees(tmp_path: Path) -> None:
+async def test_packed_answers_contain_trees(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         body = asked("entropy", flatten=True)
         answered = await served.http.post("/v1/rollouts", json=body, headers={"Accept": MEDIA_TYPE})
@@ -203,7 +203,7 @@ async def test_packed_answers_hold_trees(tmp_path: Path) -> None:
         assert segment.entropy.tolist() == wanted["entropy"]
 
 
-async def test_a_deadline_takes_the_tree_as_it_is(tmp_path: Path) -> None:
+async def test_deadline_returns_the_tree_as_it_is(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         body = asked(rest={"finish": {"deadline_seconds": 1.5}})
@@ -216,7 +216,7 @@ async def test_a_deadline_takes_the_tree_as_it_is(tmp_path: Path) -> None:
     assert lengths(group) == [7, 7]
 
 
-async def test_enough_leaves_end_the_others_and_nothing_starts_after_them(tmp_path: Path) -> None:
+async def test_enough_leaves_end_the_others_and_start_no_more(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = asyncio.create_task(grown(served, asked(rest={"finish": {"samples": 1}})))
@@ -229,7 +229,7 @@ async def test_enough_leaves_end_the_others_and_nothing_starts_after_them(tmp_pa
     assert [s["finish_reason"] for s in group["segments"]] == ["stop", "surplus"]
 
 
-async def test_aborting_a_tree_keeps_what_has_grown(tmp_path: Path) -> None:
+async def test_aborted_tree_keeps_its_segments(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         headers = {"Prefer": "respond-async"}
@@ -245,7 +245,7 @@ async def test_aborting_a_tree_keeps_what_has_grown(tmp_path: Path) -> None:
     assert [s["finish_reason"] for s in group["segments"]] == ["cut"] * 2 + ["aborted"] * 4
 
 
-async def test_a_tree_that_is_bound_to_a_version_ends_with_it(tmp_path: Path) -> None:
+async def test_tree_with_an_exact_version_ends_with_it(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         body = asked(rest={"policy": {"exact_version": "v0"}})
@@ -262,7 +262,7 @@ async def test_a_tree_that_is_bound_to_a_version_ends_with_it(tmp_path: Path) ->
     assert [s["finish_reason"] for s in group["segments"]] == ["cut"] * 2 + ["version_changed"] * 4
 
 
-async def test_segments_say_which_version_made_their_tokens(tmp_path: Path) -> None:
+async def test_segments_report_the_version_of_their_tokens(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = asyncio.create_task(grown(served, asked(flatten=True, max_tokens=100)))
@@ -286,7 +286,7 @@ async def test_segments_say_which_version_made_their_tokens(tmp_path: Path) -> N
     ]
 
 
-async def test_a_tree_counts_for_as_many_samples_as_it_may_have_leaves(tmp_path: Path) -> None:
+async def test_tree_reserves_as_many_samples_as_its_maximum_of_leaves(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     limits = {"max_samples_per_key": 6}
     async with serving(engine, tmp_path, limits=limits) as served:
@@ -301,7 +301,7 @@ async def test_a_tree_counts_for_as_many_samples_as_it_may_have_leaves(tmp_path:
         assert served.server.admission.num_samples == 0
 
 
-async def test_a_dead_engine_ends_a_tree(tmp_path: Path) -> None:
+async def test_engine_death_ends_a_tree(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         request = asyncio.create_task(served.http.post("/v1/rollouts", json=asked()))
@@ -325,7 +325,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED)
-async def test_what_makes_no_tree_is_refused(
+async def test_invalid_branching_is_refused(
     tmp_path: Path, body: dict[str, Any], said: str
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -334,8 +334,8 @@ async def test_what_makes_no_tree_is_refused(
     assert said in refused.json()["detail"]
 
 
-async def test_a_seed_names_every_path_of_a_tree(tmp_path: Path) -> None:
-    """Whatever ends first: a path's random stream depends on where it grows."""
+async def test_seed_determines_every_path_of_a_tree(tmp_path: Path) -> None:
+    """Independent of timing: a path's random stream depends only on its place in the tree."""
     engine = FakeEngine(instant=False)
     seeds: list[list[int | None]] = []
     async with serving(engine, tmp_path) as served:

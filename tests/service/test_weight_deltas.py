@@ -1,4 +1,4 @@
-"""PUT /v1/weights/{version}?base=...: the very file comes out, or nothing."""
+"""PUT /v1/weights/{version}?base=...: the exact file is restored, or nothing."""
 
 import hashlib
 from pathlib import Path
@@ -43,7 +43,7 @@ def files(served: Served) -> set[str]:
     }
 
 
-async def test_a_delta_becomes_a_version_as_any_other(tmp_path: Path) -> None:
+async def test_delta_becomes_a_version_like_any_other(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await put(served, "v1", OLD)
@@ -61,13 +61,13 @@ async def test_a_delta_becomes_a_version_as_any_other(tmp_path: Path) -> None:
         metrics = (await served.http.get("/metrics")).text
         spared = f"coppice_weights_spared_bytes_total {float(len(NEW) - len(sent))}"
         assert spared in metrics
-        # What came as a delta is a base as well, and so is what is superseded.
+        # A version uploaded as a delta can be a base too, and so can a superseded one.
         back = await put(served, "v3", delta(tmp_path, NEW, OLD), base="v2")
         assert back.json()["sha256"] == sha256(OLD)
         assert (await put(served, "v4", sent, base="v1")).status_code == 201
 
 
-async def test_a_base_that_is_not_there_is_refused_before_the_bytes(tmp_path: Path) -> None:
+async def test_missing_base_is_refused_before_the_body_is_read(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         await put(served, "v1", OLD)
         await served.http.put("/v1/weights/shards/files/one.safetensors", content=OLD)
@@ -88,7 +88,7 @@ async def test_a_base_that_is_not_there_is_refused_before_the_bytes(tmp_path: Pa
         ({"result": "zero"}, 422, "weights_refused"),
     ],
 )
-async def test_a_broken_lineage_leaves_nothing_behind(
+async def test_broken_lineage_leaves_nothing(
     tmp_path: Path, lineage: dict[str, str], status: int, code: str
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
@@ -100,7 +100,7 @@ async def test_a_broken_lineage_leaves_nothing_behind(
         assert len((await served.http.get("/v1/weights")).json()["versions"]) == 2
 
 
-async def test_what_is_no_delta_of_the_base_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_invalid_delta_leaves_nothing(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await put(served, "v1", OLD)

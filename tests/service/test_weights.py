@@ -1,4 +1,4 @@
-"""/v1/weights: staging, activation and what it means for those who are sampling."""
+"""/v1/weights: staging, activation, and their effect on running samples."""
 
 import asyncio
 import base64
@@ -35,7 +35,7 @@ def digest_of(content: bytes) -> dict[str, str]:
     }
 
 
-async def test_an_uploaded_version_is_staged_listed_and_served_once_active(tmp_path: Path) -> None:
+async def test_uploaded_version_is_staged_listed_and_served_once_active(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         stored = await upload(served, "v7", b"weights")
@@ -58,7 +58,7 @@ async def test_an_uploaded_version_is_staged_listed_and_served_once_active(tmp_p
         assert answer["groups"][0]["samples"][0]["versions"][0]["version"] == "v7"
 
 
-async def test_the_same_bytes_again_are_welcome_and_others_refused(tmp_path: Path) -> None:
+async def test_identical_upload_is_accepted_and_another_refused(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         assert (await upload(served, "v1", b"a")).status_code == 201
         assert (await upload(served, "v1", b"a")).status_code == 200
@@ -66,7 +66,7 @@ async def test_the_same_bytes_again_are_welcome_and_others_refused(tmp_path: Pat
         assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
 
 
-async def test_a_digest_is_compared(tmp_path: Path) -> None:
+async def test_digest_is_verified(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         path = "/v1/weights/v1"
         wrong = await served.http.put(path, content=b"x", headers=digest_of(b"y"))
@@ -85,7 +85,7 @@ async def test_a_digest_is_compared(tmp_path: Path) -> None:
         ]
 
 
-async def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_weights_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.refused_weights["v1"] = "layers.0.weight holds NaN"
     async with serving(engine, tmp_path) as served:
@@ -133,7 +133,7 @@ class Removing(FakeEngine):
         path.unlink()
 
 
-async def test_a_file_that_goes_while_it_is_staged_is_refused(tmp_path: Path) -> None:
+async def test_file_removed_while_it_is_staged_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "allowed" / "model.safetensors"
     file.parent.mkdir()
     file.write_bytes(b"w")
@@ -156,7 +156,7 @@ async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) 
         assert (await upload(served, "v9", sequenze=1)).json()["code"] == "invalid_request"
 
 
-async def test_going_back_needs_to_be_asked_for(tmp_path: Path) -> None:
+async def test_rollback_must_be_requested_explicitly(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for version in ("v7", "v8"):
             await upload(served, version)
@@ -168,7 +168,7 @@ async def test_going_back_needs_to_be_asked_for(tmp_path: Path) -> None:
         assert (await activate(served, "nope")).json()["code"] == "version_not_found"
 
 
-async def test_the_first_version_is_found_again_where_the_engine_found_it(tmp_path: Path) -> None:
+async def test_first_version_is_reloaded_from_the_model_path(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -177,7 +177,7 @@ async def test_the_first_version_is_found_again_where_the_engine_found_it(tmp_pa
         assert engine.loaded[-1] == engine.info.model_path
 
 
-async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None:
+async def test_weights_policies_apply_to_the_active_version(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         await upload(served, "v1")
         await upload(served, "v2")
@@ -204,7 +204,7 @@ async def test_policies_are_judged_by_the_active_version(tmp_path: Path) -> None
         ("abort", ["pause abort", "swap v1", "resume"]),
     ],
 )
-async def test_an_activation_pauses_swaps_and_resumes(
+async def test_activation_pauses_updates_and_resumes(
     tmp_path: Path, mode: str, calls: list[str]
 ) -> None:
     engine = FakeEngine(instant=False)
@@ -226,7 +226,7 @@ async def test_an_activation_pauses_swaps_and_resumes(
         ]
 
 
-async def test_mode_wait_lets_running_samples_end_and_holds_new_ones_back(tmp_path: Path) -> None:
+async def test_mode_wait_finishes_running_samples_and_holds_new_ones(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -247,7 +247,7 @@ async def test_mode_wait_lets_running_samples_end_and_holds_new_ones_back(tmp_pa
     assert versions == [{"version": "v1", "start": 0, "end": 4}]
 
 
-async def test_a_group_bound_to_a_version_never_straddles(tmp_path: Path) -> None:
+async def test_group_with_an_exact_version_never_straddles_an_activation(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -263,7 +263,7 @@ async def test_a_group_bound_to_a_version_never_straddles(tmp_path: Path) -> Non
         assert sample["versions"] == [{"version": "v0", "start": 0, "end": 3}]
 
 
-async def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
+async def test_failed_load_keeps_the_old_version_serving(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -276,7 +276,7 @@ async def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path: Path) 
         assert (await activate(served, "v1")).status_code == 200
 
 
-async def test_half_loaded_weights_never_run(tmp_path: Path) -> None:
+async def test_partially_loaded_weights_never_run(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -286,7 +286,7 @@ async def test_half_loaded_weights_never_run(tmp_path: Path) -> None:
         assert (await sample(served)).json()["code"] == "engine_dead"
 
 
-async def test_an_engine_that_dies_while_it_is_paused_is_a_problem(tmp_path: Path) -> None:
+async def test_engine_death_during_a_pause_is_a_problem(tmp_path: Path) -> None:
     class Dying(FakeEngine):
         async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
             self.die()
@@ -299,7 +299,7 @@ async def test_an_engine_that_dies_while_it_is_paused_is_a_problem(tmp_path: Pat
             assert (refused.status_code, refused.json()["code"]) == (503, "engine_dead")
 
 
-async def test_an_operators_pause_survives_an_activation(tmp_path: Path) -> None:
+async def test_operator_pause_survives_an_activation(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
@@ -315,7 +315,7 @@ async def test_an_operators_pause_survives_an_activation(tmp_path: Path) -> None
         assert (await request).json()["outcome"] == "done"
 
 
-async def test_an_activation_does_not_wait_for_what_was_frozen_before_its_first_step(
+async def test_activation_does_not_wait_for_samples_frozen_before_a_step(
     tmp_path: Path,
 ) -> None:
     async with serving(FakeEngine(instant=False), tmp_path) as served:
@@ -339,7 +339,7 @@ async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:
         assert (await served.http.delete("/v1/weights/v0")).json()["code"] == "version_conflict"
 
 
-async def test_superseded_uploads_do_not_fill_the_disk(tmp_path: Path) -> None:
+async def test_superseded_uploads_are_deleted(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, weights={"retain_superseded": 1}) as served:
         for number in range(1, 5):
             await upload(served, f"v{number}")
@@ -350,7 +350,7 @@ async def test_superseded_uploads_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert sorted(kept) == ["v3", "v4"]
 
 
-async def test_the_upload_directory_goes_with_its_server_and_neighbours_stay(
+async def test_upload_directory_is_removed_with_its_server(
     tmp_path: Path,
 ) -> None:
     precious = tmp_path / "weights" / "precious"
@@ -362,7 +362,7 @@ async def test_the_upload_directory_goes_with_its_server_and_neighbours_stay(
     assert list(precious.parent.iterdir()) == [precious]
 
 
-async def test_a_dead_servers_uploads_are_swept_by_the_next(tmp_path: Path) -> None:
+async def test_uploads_of_a_dead_server_are_removed_by_the_next(tmp_path: Path) -> None:
     left = tmp_path / "weights" / "weights-dead"
     left.mkdir(parents=True)
     (left / ".owner").touch()
@@ -370,7 +370,7 @@ async def test_a_dead_servers_uploads_are_swept_by_the_next(tmp_path: Path) -> N
         assert not left.exists()
 
 
-async def test_an_upload_over_the_limit_is_cut_off(tmp_path: Path) -> None:
+async def test_upload_over_the_limit_is_cut_off(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, weights={"max_upload_bytes": 10}) as served:
         refused = await upload(served, "v1", b"x" * 11)
         assert (refused.status_code, refused.json()["code"]) == (413, "body_too_large")
@@ -378,7 +378,7 @@ async def test_an_upload_over_the_limit_is_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["..", "a b", "%2e%2e", "-x", "x" * 65])
-async def test_labels_are_safe_names(tmp_path: Path, version: str) -> None:
+async def test_version_labels_are_validated(tmp_path: Path, version: str) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await upload(served, version)
         assert refused.status_code in (404, 405, 422)

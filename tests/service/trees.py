@@ -1,4 +1,4 @@
-"""What tests of trees ask, and what must hold of every tree."""
+"""Requests for trees, and the invariants of every tree."""
 
 from typing import Any
 
@@ -41,12 +41,12 @@ def path(group: dict[str, Any], segment_id: str) -> list[dict[str, Any]]:
 
 
 def lengths(group: dict[str, Any]) -> list[int]:
-    """Of the paths, in response tokens."""
+    """Lengths of the paths in response tokens."""
     return [sum(len(s["token_ids"]) for s in path(group, leaf)) for leaf in group["leaves"]]
 
 
 def check_tree(group: dict[str, Any]) -> None:
-    """Whatever grew: it hangs together, and counts what it says."""
+    """Asserts that the segments form a tree and that its counts match."""
     seen: set[str | None] = {None}
     for segment in group["segments"]:
         assert segment.get("parent") in seen, "a segment before its parent"
@@ -62,7 +62,7 @@ def check_tree(group: dict[str, Any]) -> None:
 
 
 def check_cuts(group: dict[str, Any], num_prompt_tokens: int) -> None:
-    """A child finds all of its prompt cached but one token."""
+    """Asserts that a child finds its whole prompt cached except one token."""
     for segment in group["segments"]:
         if segment["finish_reason"] == "cut":
             above = sum(len(each["token_ids"]) for each in path(group, segment["id"]))
@@ -70,7 +70,7 @@ def check_cuts(group: dict[str, Any], num_prompt_tokens: int) -> None:
 
 
 def stop_after(engine: FakeEngine, *limits: int) -> None:
-    """The running samples, in order, end by themselves after so many tokens; 0: as they would."""
+    """Stops the running samples, in order, after this many tokens; 0: leaves a sample unchanged."""
     for sample, limit in zip(engine.running.values(), limits, strict=True):
         if limit:
             sample.limit, sample.ends = limit, "stop"

@@ -1,4 +1,4 @@
-"""`make soak`: many groups and many malformed requests through one real server, and the table.
+"""`make soak`: many groups and malformed requests through one real server, and their table.
 
     python -m tests.soak [--groups 10000] [--malformed 100000] [--report docs/reliability.md]
 
@@ -24,7 +24,7 @@ from tests.soak.report import machine, write
 from tests.soak.resource_usage import ResourceUsage, sample_periodically
 
 CALLERS = 4
-# The cache is so small that all of it has been touched, and so counts, when the warm-up ends.
+# The KV cache is so small that all of it has been touched, and is resident, after the warm-up.
 FLAGS = (
     "--engine.cpu-threads", str(len(os.sched_getaffinity(0))),
     "--engine.cache-bytes", str(64 * 2**20),
@@ -34,8 +34,8 @@ FLAGS = (
     "--limits.keep-answers-bytes", "4000000",
     "--server.drain-seconds", "60",
 )  # fmt: skip
-# oneDNN keeps up to 1,024 compiled kernels, one for every number of tokens in a step that it has
-# met. Filling that takes longer than the soak and would hide a leak of the same size.
+# oneDNN caches up to 1,024 compiled kernels, one per number of tokens in a step. Filling this cache
+# takes longer than the soak and would hide a leak of the same size.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
 
@@ -95,7 +95,7 @@ def _malformed(server: ServiceProcess, total: int, seed: int) -> tuple[Malformed
 
 
 def _serves(server: ServiceProcess, core: int) -> None:
-    """Afterwards: the same engine, alive, idle, and as good as before."""
+    """Asserts that afterwards the same engine is alive, idle, and samples as before."""
     assert psutil.Process(core).is_running()
     for probe in ("/livez", "/readyz"):
         assert httpx.get(server.url + probe, timeout=60).status_code == 200

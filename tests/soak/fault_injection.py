@@ -1,6 +1,6 @@
-"""What is done to a fleet that serves, one fault after the other, and how it comes back.
+"""Faults injected into a running cluster one after the other, and its recovery.
 
-Whoever runs replicas looks at their probes and starts again what is dead; so does this.
+As an orchestrator does, it watches the probes of the replicas and restarts dead ones.
 """
 
 import random
@@ -25,9 +25,10 @@ SHARED = Path("/dev/shm")
 
 
 class FaultInjector:
-    """`done` counts them. `own_memory`: nobody else shares the shared memory, so it can be filled.
+    """Injects faults; `done` counts them.
 
-    The seconds are those of every drain, and those until the probe said that an engine was dead.
+    `own_memory`: no other process uses the shared memory, so it can be filled. The seconds are
+    those of every drain, and those until the probe reported a dead engine.
     """
 
     def __init__(
@@ -113,14 +114,16 @@ class FaultInjector:
         self._revive(replica)
 
     def _fill_shared_memory(self) -> None:
-        """A replica that starts meanwhile serves without handles, or ends and says that it cannot
-        start; one that runs has its own, but what vLLM's ranks exchange may need pages that are no
-        more."""
+        """Fills the shared memory.
+
+        A replica that starts in the meantime serves without handles, or exits with an error; a
+        running one has its own pages, but messages between vLLM's ranks may need new pages.
+        """
         first, *others = self._fleet
         with _fill_mount(SHARED) as fill:
             time.sleep(PAUSE_SECONDS)
             self.drain_seconds.append(first.stop())
-            fill()  # what its arena has left free
+            fill()  # the space that its arena has left free
             serves = first.starts()
             assert not (serves and _capacity(first))
         for replica in others:
@@ -151,7 +154,7 @@ class FaultInjector:
         replica.start()
 
     def _publish(self) -> None:
-        """A new version, sent to one of them; what is bound to the old one is told so."""
+        """Sends a new version to one replica; groups with an exact version get an error."""
         self.num_versions += 1
         number = self.num_versions
         place = f"{self._random.choice(self._fleet).url}/v1/weights/v{number}"
@@ -177,7 +180,7 @@ def _capacity(replica: Replica) -> int:
 
 @contextmanager
 def _fill_mount(folder: Path) -> Iterator[Callable[[], None]]:
-    """Not a byte is left on that mount. What it yields fills what has become free since."""
+    """Fills the mount completely. The yielded function fills space that has become free since."""
     file = folder / "full"
 
     def fill() -> None:

@@ -1,12 +1,13 @@
-"""A fleet under load while everything in it fails in turn, and the table of what became of it.
+"""A cluster under load while each of its parts fails in turn, and the table of outcomes.
 
     python -m tests.soak.faults [--engine fake|real] [--rounds 2] [--report docs/reliability.md]
 
-Three replicas and a real Redis, each a process. Callers ask any of them, come back through any
-other and leave in the middle. Every accepted group must end in an answer or in an error that says
-to send it again; no token may be another version's; nothing may be left.
+Three replicas and a real Redis, each a process. Callers use any replica, return through another and
+disconnect midway. Every accepted group must end in an answer or in a retryable error; no token may
+belong to another version than its label; no resource may leak.
 
-The shared memory is one of our own, where namespaces are allowed: to be filled and looked at.
+The shared memory is a private mount, where namespaces are allowed, so that it can be filled and
+inspected.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def _end(fleet: Sequence[Replica], injector: FaultInjector) -> None:
 
 
 def _nothing_held(replica: Replica) -> bool:
-    """No sample runs, no lease is left, and every byte of the arena is free."""
+    """True if no sample runs, no lease is left, and every byte of the arena is free."""
     with suppress(httpx.TransportError):
         status = httpx.get(f"{replica.url}/v1/status", timeout=10).json()
         free: bool = status["kv"]["free_bytes"] == status["kv"]["capacity_bytes"] <= ARENA_BYTES

@@ -1,5 +1,8 @@
-"""Callers of a fleet: they ask any replica, come back through any other, leave or are cut off in
-the middle, and keep what they were told."""
+"""Callers of a cluster.
+
+They use any replica, return through another, disconnect or are cut off midway, and keep the
+reports.
+"""
 
 import asyncio
 import random
@@ -32,7 +35,7 @@ from tests.soak.replicas import LEASE_SECONDS
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 24
-# What tells a caller to send its groups again; anything else is a failure of the fleet.
+# Problems that ask the caller to resend its groups; anything else is a failure of the cluster.
 RESEND = (
     *(ConnectionFailed, StreamBroken, TimedOut, RolloutLost, NotFound),
     *(EngineUnavailable, DirectoryUnavailable, VersionSuperseded, VersionUnavailable),
@@ -41,8 +44,10 @@ RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
 
 class FleetLoad:
-    """`counts`: groups answered, sent again by the reason, left and cut. `reports`: what came back.
-    `version`: the number of the wanted one."""
+    """`counts`: groups answered, resent by reason, left and cut. `reports`: tokens received.
+
+    `version`: the number of the requested version.
+    """
 
     def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -102,7 +107,7 @@ class FleetLoad:
         self.counts["left"] += 1
 
     async def _reset_connection(self, prompt: list[int], version: int) -> None:
-        """Without a key and without a word: only the end of the connection says so."""
+        """Disconnects without a key or an abort: only the closed connection ends the rollout."""
         body = rollout_request([prompt], **self._options(version)).model_dump_json()
         url = f"{self._random.choice(self._urls)}/v1/rollouts"
         headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}

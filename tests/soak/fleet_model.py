@@ -1,4 +1,4 @@
-"""What the replicas of a fleet that fails serve: how it is started, and which tokens are right."""
+"""The models of a cluster under faults: their start, and their expected tokens."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -13,7 +13,7 @@ from tests.fake_engine import VOCAB_SIZE
 
 
 class TokenReport(NamedTuple):
-    """Tokens that came back for a prompt, under the version on their label."""
+    """Tokens returned for a prompt, with the version on their label."""
 
     version: int
     prompt: tuple[int, ...]
@@ -21,7 +21,7 @@ class TokenReport(NamedTuple):
 
 
 class FleetModel(Protocol):
-    """`module` is run with `serve`. `weights` are those of a version, by its number."""
+    """`module` is run with `serve`. `weights` returns those of a version, by its number."""
 
     name: str
     module: str
@@ -36,12 +36,12 @@ class FleetModel(Protocol):
     def find_wrong(self, reports: Collection[TokenReport]) -> Sequence[TokenReport]: ...
 
     def summary(self, reports: Collection[TokenReport]) -> str:
-        """What the judgement is worth, in a sentence."""
+        """A one-sentence summary of the check."""
         ...
 
 
 class CountingModel:
-    """The fake engine: token i is the prompt's length plus i, whatever the version."""
+    """The fake engine: token i is the prompt's length plus i, for any version."""
 
     name = "fake"
     module = "tests.soak.paced_engine"
@@ -67,9 +67,9 @@ class CountingModel:
 
 
 class SeedlingModel:
-    """The shipped model in float32, each version disturbed by another draw.
+    """The shipped model in float32, with a different perturbation per version.
 
-    Small and with one thread a rank, so that three of them fit; the last replica has two ranks.
+    Small and with one thread per rank, so that three of them fit; the last replica has two ranks.
     """
 
     name = "real"
@@ -97,7 +97,10 @@ class SeedlingModel:
         return [one for one in reports if not self._chooses(one.version, one)]
 
     def summary(self, reports: Collection[TokenReport]) -> str:
-        """Under the version before, nearly all of them must be wrong, or nothing was judged."""
+        """Summarizes the check.
+
+        As a control, asserts that nearly all tokens would be wrong for the previous version.
+        """
         later = [one for one in reports if one.version]
         strange = sum(not self._chooses(one.version - 1, one) for one in later)
         assert strange > 0.9 * len(later), f"{strange} of {len(later)}"

@@ -1,5 +1,7 @@
-"""Many groups from several callers in every way there is to ask for them, with weights activated
-under them. Every group must come back done, but for those whose caller leaves."""
+"""Groups from several callers through every request API, during weights activations.
+
+Every group must end as done, except those whose caller disconnects.
+"""
 
 import json
 import threading
@@ -22,7 +24,7 @@ CALL_SECONDS = 300.0
 
 @dataclass
 class Groups:
-    """`num_done` and `num_disconnected` add up to the number that was asked for."""
+    """`num_done` and `num_disconnected` add up to the number of groups requested."""
 
     url: str
     total: int
@@ -82,7 +84,7 @@ class Groups:
         return _outcomes(http.post("/v1/rollouts", json=body))
 
     def _keyed(self, http: httpx.Client, body: Any) -> list[str]:
-        """Asked twice, sampled once."""
+        """Requested twice, sampled once."""
         key = {"idempotency-key": uuid.uuid4().hex}
         first, again = (http.post("/v1/rollouts", json=body, headers=key) for _ in "ab")
         assert first.json()["id"] == again.json()["id"]

@@ -3,8 +3,8 @@
     python -m tests.soak.growth [--groups 30000]
 
 One run with oneDNN's default cache of compiled kernels and one with a small cache, which cannot
-hide a leak: there both processes must be level after the warm-up. Kept answers expire during the
-run.
+hide a leak: in that one both processes must be level after the warm-up. Cached answers expire
+during the run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NUM_ROWS = 10
 
 @dataclass(kw_only=True)
 class Breakdown:
-    """Resident bytes of one process by kind of mapping, each time `step` more groups have ended."""
+    """Resident bytes of one process by kind of mapping, every `step` finished groups."""
 
     name: str
     process: psutil.Process

@@ -1,4 +1,4 @@
-"""Requests that nobody should send: random bytes, torn heads, mutated bodies, wrong addresses."""
+"""Malformed requests: random bytes, truncated heads, mutated bodies, unknown paths."""
 
 import copy
 import http.client
@@ -114,7 +114,7 @@ class Caller:
         return self._raw(self._choose.randbytes(self._choose.randrange(1, 400)))
 
     def _truncated(self) -> tuple[str, int]:
-        """A good request with some bytes changed, or its end cut off."""
+        """A valid request with some bytes changed, or truncated."""
         path = self._choose.choice(list(BODIES))
         body = json.dumps(BODIES[path]).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
@@ -167,7 +167,7 @@ class Caller:
 
 
 def mutate(value: Any, choose: random.Random) -> Any:
-    """One place somewhere in it is another now."""
+    """Changes one random value within `value`."""
     if choose.random() < 0.3 or not isinstance(value, dict | list) or not value:
         return copy.deepcopy(choose.choice(ODD_VALUES))
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))

@@ -1,5 +1,7 @@
-"""`python -m tests.soak.paced_engine serve ...`: a whole server in a process of its own, over the
-fake engine, whose samples take their time."""
+"""A whole server in its own process over a fake engine with realistic delays.
+
+Run by `python -m tests.soak.paced_engine serve ...`.
+"""
 
 import asyncio
 
@@ -10,7 +12,7 @@ STEP_SECONDS = 0.005
 
 
 class PacedEngine(FakeEngine):
-    """A token for every sample that runs, every few milliseconds."""
+    """Samples one token for every running sample every few milliseconds."""
 
     def __init__(self) -> None:
         super().__init__(instant=False, prompt_kv=True)

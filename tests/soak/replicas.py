@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 class Replica:
-    """At one address for all of its lives."""
+    """One replica, at the same address across restarts."""
 
     def __init__(
         self, model: FleetModel, index: int, place: ServerHome, arenas: Path, redis_url: str
@@ -65,13 +65,16 @@ class Replica:
         self._descendants: list[psutil.Process] = []
 
     def start(self) -> None:
-        """Returns when it serves."""
+        """Starts the process; returns when it serves."""
         self._launch()
         until(self._ready, seconds=self._model.start_seconds, what="a replica serves")
         self._note_descendants()
 
     def starts(self) -> bool:
-        """Whether it comes to serve; if not it has ended, said why, and left nothing running."""
+        """Starts the process; true if it serves.
+
+        If not, it has exited with an error and left no process.
+        """
         process = self._launch()
         until(
             lambda: process.poll() is not None or self.passes("readyz"),
@@ -98,7 +101,7 @@ class Replica:
         self._descendants = psutil.Process(self._process.pid).children(recursive=True)
 
     def kill(self) -> None:
-        """What it has started ends with it."""
+        """Kills the process; its child processes must end with it."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -111,7 +114,7 @@ class Replica:
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> float:
-        """How long its drain took. It must end well."""
+        """Drains the replica; returns the duration. It must exit with status 0."""
         assert self._process is not None
         began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
@@ -121,7 +124,7 @@ class Replica:
         return took
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """Kills it in any state."""
         if self._process is not None and self._process.poll() is None:
             self._descendants += psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
@@ -130,7 +133,7 @@ class Replica:
             child.kill()
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Those of its engine that are called so."""
+        """Processes of its engine with this name."""
         return [child for child in self._descendants if name in child.name()]
 
     def passes(self, probe: str) -> bool:
@@ -170,7 +173,7 @@ def _lives(process: psutil.Process) -> bool:
 def replicas(
     model: FleetModel, folder: Path, arenas: Path
 ) -> Iterator[tuple[RedisServer, Sequence[Replica]]]:
-    """`arenas`: where the prompt KV of all of them lies."""
+    """Replicas on one Redis. `arenas`: the directory of all prompt KV arenas."""
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         made = [

@@ -1,4 +1,4 @@
-"""What the soak ran on, and where its tables go."""
+"""The machine of a soak run, and the output of its tables."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ def machine() -> str:
 
 
 def write(report: Path, name: str, table: str) -> None:
-    """Between the marks of that name."""
+    """Writes a table between the markers of that name."""
     begin, end = f"<!-- {name}: written by `make soak` -->\n", f"<!-- end of {name} -->"
     before, rest = report.read_text().split(begin)
     report.write_text(before + begin + table + end + rest.split(end)[1])

@@ -1,4 +1,4 @@
-"""What a process holds, looked at again and again while work is done, and whether it stays flat."""
+"""Resource usage of a process, sampled repeatedly under load, and its growth."""
 
 import statistics
 import threading
@@ -10,7 +10,7 @@ from typing import Protocol
 import psutil
 
 INTERVAL_SECONDS = 1.0
-# A fifth of the work fills caches, pools and the books of kept answers.
+# The first fifth of the work fills caches, pools and the result cache.
 WARM_UP = 0.2
 MAX_GROWTH = 0.05
 MAX_SPREAD = 4
@@ -26,7 +26,7 @@ class ResourceSample:
 
 @dataclass(kw_only=True)
 class ResourceUsage:
-    """Of one process."""
+    """Resource usage of one process."""
 
     name: str
     process: psutil.Process
@@ -49,7 +49,7 @@ class ResourceUsage:
 
     @property
     def growth(self) -> float:
-        """By the fitted line from the end of the warm-up to the end, as a share of the start."""
+        """Growth of the fitted line after the warm-up, relative to its start."""
         slope, base = statistics.linear_regression(
             [sample.num_done for sample in self.warm], [sample.rss_bytes for sample in self.warm]
         )
@@ -72,7 +72,7 @@ class ResourceUsage:
         )
 
     def _medians(self, name: str) -> tuple[float, float]:
-        """Of the first and the last third after the warm-up."""
+        """Medians of the first and the last third after the warm-up."""
         values = [getattr(sample, name) for sample in self.warm]
         third = max(1, len(values) // 3)
         return statistics.median(values[:third]), statistics.median(values[-third:])

@@ -1,4 +1,4 @@
-"""One thread: the models are tiny, and other tests may run beside."""
+"""One thread: the models are tiny, and other tests may run concurrently."""
 
 from collections.abc import Iterator
 

@@ -29,7 +29,7 @@ def tiny_model(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Of 3 layers and 4 query heads, in training mode."""
+    """A model with 3 layers and 4 query heads, in training mode."""
     torch.manual_seed(seed)
     config_class, model_class = _FAMILIES[family]
     settings = {
@@ -42,7 +42,7 @@ def tiny_model(
         "head_dim": 16,
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
-        # Large enough that attention is far from uniform, and the prompt is read.
+        # Large enough that attention is far from uniform and depends on the prompt.
         "initializer_range": 0.2,
     }
     return model_class(config_class(**settings | options)).to(dtype).train()
@@ -51,7 +51,7 @@ def tiny_model(
 def random_group(
     lengths: Sequence[int] = LENGTHS, *, prompt_tokens: int = 61, seed: int = 1
 ) -> TrainingGroup:
-    """Its logprobs are not those of any model."""
+    """A group with random sampling logprobs, not those of any model."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(length: int) -> Tensor:
@@ -65,14 +65,14 @@ def random_group(
 
 
 def random_loss(group: TrainingGroup, *, seed: int = 2) -> LossFunction:
-    """Clipped GRPO whose ratios are not one, with random advantages."""
+    """Clipped GRPO with random advantages and ratios other than one."""
     generator = torch.Generator().manual_seed(seed)
     advantages_G = torch.randn(len(group.responses), generator=generator)
     shifts = [0.2 * torch.randn(length, generator=generator) for length in group.lengths]
     weights = token_mean(Totals.of([group]))
 
     def loss(rows: RowLogprobs) -> Tensor:
-        # Old logprobs at a fixed distance from the present ones, whatever the model's are.
+        # Old logprobs at a fixed distance from the current ones of any model.
         old_T = rows.logprobs.detach() + rows.pick(shifts)
         old = list(torch.split(old_T, list(rows.lengths)))
         placed = dict(zip(rows.rows, old, strict=True))
@@ -83,7 +83,7 @@ def random_loss(group: TrainingGroup, *, seed: int = 2) -> LossFunction:
 
 
 def gradients(model: Any) -> Gradients:
-    """Takes them away from the model. A weight that the loss does not reach has none."""
+    """Gradients, moved out of the model. A weight that does not affect the loss has none."""
     taken = {
         name: parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()

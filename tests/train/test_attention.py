@@ -1,4 +1,4 @@
-"""Attention in two merged parts is the attention over the concatenation, and so is its gradient.
+"""Attention in two merged parts, and its gradient, equal attention over the concatenation.
 
 Shapes: T packed tokens, P prompt tokens, K key and value heads, D head size.
 """
@@ -19,12 +19,12 @@ from coppice.train.spans import Branch, Spans
 
 pytestmark = pytest.mark.slow
 
-# Of the same lengths and others, in one piece and in many, with rows of nothing between them.
+# Equal and different lengths, in one tile and in many, with empty rows between them.
 ROWS = [
     Spans(lengths=lengths)
     for lengths in [(1,), (5, 5, 5), (7, 1, 1, 3), (0, 2, 0, 2, 0), (33, 70), (130, 130), (300,)]
 ]
-# Two below one, the second of which has two more below it, and a last one that stands alone.
+# Two below one, the second of which has two more below it, and a separate last one.
 ROWS.append(
     Spans(
         lengths=(4, 3, 70, 2, 0, 2, 5),
@@ -35,7 +35,7 @@ LIMITS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def tensors(num_kv_heads: int, P: int, T: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, the prompt's k and v, k and v, laid out as a model's projections leave them."""
+    """q, the prompt's k and v, k and v, in the layout of a model's projections."""
     generator = torch.Generator().manual_seed(0)
     heads = [(4, T), (num_kv_heads, P), (num_kv_heads, P), (num_kv_heads, T), (num_kv_heads, T)]
     return [
@@ -56,7 +56,7 @@ def distance(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("spans", ROWS, ids=str)
 @pytest.mark.parametrize("P", [0, 1, 61, 300])
-def test_two_parts_are_the_whole(
+def test_two_merged_parts_equal_the_whole(
     P: int, spans: Spans, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     q, prompt_k, prompt_v, k, v = given = tensors(num_kv_heads, P, spans.num_tokens, dtype)
@@ -70,13 +70,14 @@ def test_two_parts_are_the_whole(
     limit = LIMITS[dtype]
     assert distance(found, exact) < limit
     for found_grad, exact_grad in zip(found_grads, exact_grads, strict=True):
-        # A row of one token is its own softmax without a prompt: its query has no gradient.
+        # Without a prompt, the softmax of a row of one token is constant: its query has no
+        # gradient.
         assert (found_grad.double() - exact_grad).norm() < limit * max(exact_grad.norm(), 10)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("T", [1, 128, 300, MAX_TILED_TOKENS + 1])
-def test_one_row_reads_itself_causally(T: int, dtype: torch.dtype) -> None:
+def test_single_row_attends_causally(T: int, dtype: torch.dtype) -> None:
     q, _, _, k, v = tensors(2, 0, T, dtype)
     exact_q, exact_k, exact_v = (x.detach().double().requires_grad_() for x in (q, k, v))
     found = causal_attention(q, k, v, 0.3)
@@ -95,7 +96,7 @@ def test_one_row_reads_itself_causally(T: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tile", [1, 2, 4, 128])
 @pytest.mark.parametrize("spans", ROWS, ids=str)
-def test_pieces_read_what_the_reference_reads_and_nothing_twice(spans: Spans, tile: int) -> None:
+def test_tiles_cover_the_reference_mask_exactly_once(spans: Spans, tile: int) -> None:
     places_1HT = torch.arange(spans.num_tokens).view(1, 1, -1)
     read = torch.zeros(spans.num_tokens, spans.num_tokens, dtype=torch.int64)
     for piece in split_into_tiles(spans, tile):
@@ -107,7 +108,7 @@ def test_pieces_read_what_the_reference_reads_and_nothing_twice(spans: Spans, ti
     assert torch.equal(read, mask.long())
 
 
-def test_equal_rows_are_one_call_and_so_are_the_tiles_of_a_long_one() -> None:
+def test_equal_rows_and_tiles_of_a_long_row_are_one_call() -> None:
     assert list(split_into_tiles(Spans(lengths=(0, 3, 3, 5)), 8)) == [
         AttentionTile(0, 2, 3, num_keys=3, num_queries=3),
         AttentionTile(6, 1, 5, num_keys=5, num_queries=5),
@@ -121,7 +122,7 @@ def test_equal_rows_are_one_call_and_so_are_the_tiles_of_a_long_one() -> None:
     ]
 
 
-def test_a_piece_is_a_view_of_its_rows() -> None:
+def test_tile_is_a_view_of_its_rows() -> None:
     packed_1HTD = torch.arange(2 * 6 * 3.0).view(1, 2, 6, 3)
     [piece] = split_into_tiles(Spans(lengths=(3, 3)))
     rows_NHRD = piece.queries(packed_1HTD)

@@ -1,4 +1,4 @@
-"""The gradient of a group is that of the naive padded batch, whatever the schedule."""
+"""The gradient of a group equals that of the padded batch, under every schedule."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def found_gradients(model: Any, group: TrainingGroup, **options: Any) -> Gradien
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_every_schedule_gives_the_naive_gradient(family: str, kv_heads: int, tied: bool) -> None:
+def test_every_schedule_gives_the_padded_gradient(family: str, kv_heads: int, tied: bool) -> None:
     model, group = tiny_model(family, kv_heads=kv_heads, tied=tied), random_group()
     exact = naive_gradients(model, group)
     for schedule in SCHEDULES:
@@ -46,7 +46,7 @@ def test_every_schedule_gives_the_naive_gradient(family: str, kv_heads: int, tie
 
 
 @pytest.mark.parametrize("pass_tokens", [1, 48, 100, 200, 1000])
-def test_every_pass_size_gives_the_naive_gradient(pass_tokens: int) -> None:
+def test_every_pass_size_gives_the_padded_gradient(pass_tokens: int) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     found = found_gradients(model, group, schedule="kept", pass_tokens=pass_tokens)
@@ -55,7 +55,7 @@ def test_every_pass_size_gives_the_naive_gradient(pass_tokens: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 3])
-def test_short_prompts_and_empty_responses_are_groups_too(
+def test_short_prompts_and_empty_responses_are_supported(
     prompt_tokens: int, schedule: Schedule
 ) -> None:
     model = tiny_model()
@@ -65,7 +65,7 @@ def test_short_prompts_and_empty_responses_are_groups_too(
     assert error(found, exact) < 1e-5
 
 
-def test_a_group_without_a_token_has_no_gradient() -> None:
+def test_group_without_tokens_has_no_gradient() -> None:
     model, group = tiny_model(), random_group((0, 0))
     report = grouped_backward(model, group, random_loss(random_group((1, 1))))
     assert report.loss == 0
@@ -73,7 +73,7 @@ def test_a_group_without_a_token_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_add_to_what_is_there(schedule: Schedule) -> None:
+def test_gradients_accumulate(schedule: Schedule) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_gradients_add_to_what_is_there(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_loss_is_the_naive_one(schedule: Schedule) -> None:
+def test_loss_equals_that_of_the_padded_batch(schedule: Schedule) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_backward(model, group, random_loss(group))
     report = grouped_backward(model, group, random_loss(group), schedule=schedule, pass_tokens=50)
@@ -91,7 +91,7 @@ def test_the_loss_is_the_naive_one(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_bfloat16_it_is_no_further_from_float32_than_the_naive_gradient(
+def test_bfloat16_is_as_close_to_float32_as_the_padded_gradient(
     schedule: Schedule, record_property: Any
 ) -> None:
     group = random_group()
@@ -106,7 +106,7 @@ def test_in_bfloat16_it_is_no_further_from_float32_than_the_naive_gradient(
 
 @pytest.mark.parametrize("schedule", TWO_PHASES)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_with_given_prompt_kv_the_gradient_is_exact_still(family: str, schedule: Schedule) -> None:
+def test_gradient_with_given_prompt_kv_is_exact(family: str, schedule: Schedule) -> None:
     model, group = tiny_model(family), random_group()
     exact = naive_gradients(model, group)
     prompt_kv = compute_prompt_kv(model, group)
@@ -118,15 +118,15 @@ def test_with_given_prompt_kv_the_gradient_is_exact_still(family: str, schedule:
     assert report.prompt_kv_error is not None and report.prompt_kv_error < 1e-6
 
 
-def test_the_prompt_kv_of_other_weights_shows_in_the_report() -> None:
+def test_prompt_kv_of_other_weights_shows_in_the_report() -> None:
     model, group = tiny_model(), random_group()
     stale = compute_prompt_kv(tiny_model(seed=1), group)
     report = grouped_backward(model, group, random_loss(group), prompt_kv=stale)
     assert report.prompt_kv_error is not None and report.prompt_kv_error > 0.5
 
 
-def test_dropping_the_prompts_gradient_would_not_be_a_small_error() -> None:
-    """Whoever detaches the prompt saves time and trains on something else."""
+def test_dropping_the_gradient_of_the_prompt_is_a_large_error() -> None:
+    """Detaching the prompt would save time and optimize another objective."""
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     grouped_backward(model, group, random_loss(group), schedule="recomputed")
@@ -153,7 +153,7 @@ def without_the_prompts(model: Any, group: TrainingGroup) -> Gradients:
         ("packed", False, 1),
     ],
 )
-def test_prompt_forwards_are_as_many_as_reported(
+def test_prompt_forwards_are_counted_in_the_report(
     schedule: Schedule, given: bool, num_forwards: int
 ) -> None:
     model, group = tiny_model(), random_group()
@@ -166,7 +166,7 @@ def test_prompt_forwards_are_as_many_as_reported(
     assert sum(computed) == num_forwards * (len(group.prompt) - 1) + group.num_tokens
 
 
-def test_logprobs_compute_the_prompt_once_or_from_prompt_kv_never() -> None:
+def test_logprobs_prefill_the_prompt_once_or_not_at_all() -> None:
     model, group = tiny_model(), random_group()
     prompt_kv = compute_prompt_kv(model, group)
     computed = count_tokens(model)
@@ -178,7 +178,7 @@ def test_logprobs_compute_the_prompt_once_or_from_prompt_kv_never() -> None:
 
 
 def count_tokens(model: Any) -> list[int]:
-    """Grows by the tokens of every forward."""
+    """A list that grows by the number of tokens of every forward."""
     computed: list[int] = []
     model.model.embed_tokens.register_forward_pre_hook(
         lambda module, inputs: computed.append(inputs[0].numel())

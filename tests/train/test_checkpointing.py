@@ -1,4 +1,4 @@
-"""Gradient checkpointing computes layers again in the backward, and they must see the prompt."""
+"""Gradient checkpointing recomputes layers in the backward, where they must see the prompt."""
 
 import gc
 from typing import Any
@@ -38,7 +38,7 @@ def schedules(reentrant: bool) -> list[Schedule]:
 
 @EITHER
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_every_schedule_gives_the_naive_gradient(family: str, reentrant: bool) -> None:
+def test_every_schedule_gives_the_padded_gradient(family: str, reentrant: bool) -> None:
     model, group = tiny_model(family), random_group()
     exact = naive_gradients(model, group)
     checkpointed(model, reentrant=reentrant)
@@ -48,7 +48,7 @@ def test_every_schedule_gives_the_naive_gradient(family: str, reentrant: bool) -
 
 
 @EITHER
-def test_with_given_prompt_kv_the_gradient_is_exact_still(reentrant: bool) -> None:
+def test_gradient_with_given_prompt_kv_is_exact(reentrant: bool) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     checkpointed(model, reentrant=reentrant)
@@ -62,8 +62,8 @@ def test_with_given_prompt_kv_the_gradient_is_exact_still(reentrant: bool) -> No
     ("reentrant", "schedule"),
     [(reentrant, schedule) for reentrant in (False, True) for schedule in schedules(reentrant)],
 )
-def test_the_prompt_is_seen(reentrant: bool, schedule: Schedule) -> None:
-    """Both by the loss and by the backward: another prompt changes either."""
+def test_checkpointed_layers_attend_to_the_prompt(reentrant: bool, schedule: Schedule) -> None:
+    """In the loss and in the backward: another prompt changes both."""
     model = checkpointed(tiny_model(), reentrant=reentrant)
     group = random_group()
     other = TrainingGroup(prompt=group.prompt.flip(0), responses=group.responses)
@@ -81,11 +81,11 @@ def mean_surprise(rows: RowLogprobs) -> Tensor:
 
 
 @EITHER
-def test_past_key_values_would_be_dropped_in_silence(reentrant: bool) -> None:
-    """Why the prompt comes through the attention interface instead.
+def test_past_key_values_would_be_dropped_silently(reentrant: bool) -> None:
+    """The reason why the prompt is passed through the attention interface.
 
-    The layers drop the cache. A mask of its length may then fit no more and fail, but attention
-    that takes no mask, as ours, answers as if there were no prompt.
+    Checkpointed layers drop the cache. A mask of its length may then fail, but attention without a
+    mask, such as this one, returns results as if there were no prompt.
     """
     model = checkpointed(tiny_model(), reentrant=reentrant)
     group = random_group((9,))
@@ -110,7 +110,7 @@ AttentionInterface.register("without mask", attention_without_mask)
 
 
 @pytest.mark.parametrize("schedule", ["kept", "recomputed"])
-def test_reentrant_checkpoints_refuse_a_backward_that_begins_inside(schedule: Schedule) -> None:
+def test_reentrant_checkpoints_refuse_a_backward_started_inside(schedule: Schedule) -> None:
     model, group = checkpointed(tiny_model(), reentrant=True), random_group()
     with pytest.raises(ValueError, match="take injected or packed"):
         grouped_backward(model, group, random_loss(group), schedule=schedule)
@@ -118,7 +118,7 @@ def test_reentrant_checkpoints_refuse_a_backward_that_begins_inside(schedule: Sc
 
 
 @EITHER
-def test_what_is_chosen_is_exact(reentrant: bool) -> None:
+def test_automatic_schedule_is_exact(reentrant: bool) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     checkpointed(model, reentrant=reentrant)
@@ -128,7 +128,7 @@ def test_what_is_chosen_is_exact(reentrant: bool) -> None:
 
 
 @EITHER
-def test_a_packed_backward_belongs_inside_attending(reentrant: bool) -> None:
+def test_packed_backward_must_run_inside_attending(reentrant: bool) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_gradients(model, group)
     checkpointed(model, reentrant=reentrant)
@@ -144,8 +144,8 @@ def test_a_packed_backward_belongs_inside_attending(reentrant: bool) -> None:
     ("reentrant", "schedule"),
     [(reentrant, schedule) for reentrant in (False, True) for schedule in schedules(reentrant)],
 )
-def test_nothing_outlives_a_loss_that_fails(reentrant: bool, schedule: Schedule) -> None:
-    """A graph that holds what holds it is out of the garbage collector's sight."""
+def test_failing_loss_leaks_nothing(reentrant: bool, schedule: Schedule) -> None:
+    """The garbage collector cannot free a reference cycle through an autograd graph."""
 
     def fail(rows: RowLogprobs) -> Tensor:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""The loop in docs/training.md runs as it is printed, and learns."""
+"""The loop in docs/training.md runs as printed, and learns."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ WANTED = 7
 
 
 class LocalRollouts:
-    """Samples from a model of its own, whose weights only publish_weights changes."""
+    """Samples from a local model, whose weights change only by publish_weights."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class LocalRollouts:
 
     @torch.no_grad()
     def _samples(self, prompt: Tensor, n: int) -> tuple[Sample, ...]:
-        """Of 4 to 6 tokens."""
+        """Samples of 4 to 6 tokens."""
         tokens, logprobs = prompt.repeat(n, 1), []
         for _ in range(6):
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, -1]
@@ -81,12 +81,12 @@ def loop() -> Any:
     return names["train"]
 
 
-def test_the_loop_is_of_twenty_lines() -> None:
+def test_loop_has_twenty_lines() -> None:
     [block] = re.findall(r"def train.*?```", DOCUMENT.read_text(), re.DOTALL)
     assert len(block.splitlines()) - 1 <= 20
 
 
-def test_the_loop_learns() -> None:
+def test_loop_learns() -> None:
     model = tiny_model(initializer_range=0.05)
     rollouts = LocalRollouts(tiny_model(initializer_range=0.05))
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_the_loop_learns() -> None:
     assert sum(rollouts.rewards[-4:]) > sum(rollouts.rewards[:4]) + 1
 
 
-def test_a_group_is_read_from_what_a_rollout_answered() -> None:
+def test_training_group_is_made_from_the_answer_of_a_rollout() -> None:
     rollouts = LocalRollouts(tiny_model())
     prompt = torch.arange(5)
     result = rollouts.rollout([prompt], n=3, max_tokens=8)
@@ -116,7 +116,7 @@ def test_a_group_is_read_from_what_a_rollout_answered() -> None:
         assert logprobs.tolist() == sample.logprobs.tolist()
 
 
-def test_a_prompt_of_another_length_than_the_servers_is_refused() -> None:
+def test_prompt_of_another_length_than_on_the_server_is_refused() -> None:
     rollouts = LocalRollouts(tiny_model())
     result = rollouts.rollout([torch.arange(5)], n=1, max_tokens=8)
     with pytest.raises(ValueError, match="saw 5 prompt tokens, not 4"):
@@ -131,7 +131,7 @@ def test_a_prompt_of_another_length_than_the_servers_is_refused() -> None:
         ({"logprobs": (torch.zeros(2),)}, "not as many as the tokens"),
     ],
 )
-def test_what_is_no_group_is_refused(parts: dict[str, Any], why: str) -> None:
+def test_inconsistent_group_is_refused(parts: dict[str, Any], why: str) -> None:
     known: dict[str, Any] = {"prompt": torch.zeros(2), "responses": (torch.zeros(3),)}
     with pytest.raises(ValueError, match=why):
         TrainingGroup(**known | parts)

@@ -1,4 +1,4 @@
-"""What a fetch gives is what coppice.train takes, without a copy in between."""
+"""Fetched prompt KV is used by coppice.train without a copy."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.fake_export import fake_kv
 
 
 @pytest.mark.parametrize("transport", ["http", "shm"])
-def test_training_takes_what_was_fetched_without_a_copy(tmp_path: Path, transport: str) -> None:
+def test_training_uses_fetched_kv_without_a_copy(tmp_path: Path, transport: str) -> None:
     with server(tmp_path) as url:
         kv = fetched(handle_from(url), KvSource(url, transports=[transport]))
         taken = TrainingKV.of_named(kv.tensors())

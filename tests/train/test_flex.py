@@ -1,7 +1,7 @@
-"""What FlexAttention computes on CUDA is what attention.py computes on CPU.
+"""FlexAttention on CUDA computes the same as attention.py on CPU.
 
-Its kernel and its backward are not run here: on CPU it has an unfused forward only. The layouts and
-their masks are the same on both, and a mask is all that tells this attention from plain causal one.
+Its kernel and its backward are not run here: on CPU it has an unfused forward only. Layouts and
+masks are the same on both, and the mask is the only difference from plain causal attention.
 
 Shapes: T packed tokens, P prompt tokens, D head size.
 """
@@ -49,7 +49,7 @@ def flexed(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "spans", [*(Spans(lengths=of) for of in [(1,), (0, 2, 0, 2), (130, 130)]), TREE], ids=str
 )
-def test_responses_read_the_prompt_and_themselves(prompt_tokens: int, spans: Spans) -> None:
+def test_responses_attend_to_the_prompt_and_themselves(prompt_tokens: int, spans: Spans) -> None:
     T = spans.num_tokens
     q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
     prompt_k, prompt_v = random(prompt_tokens, 2, 3), random(prompt_tokens, 2, 4)
@@ -60,7 +60,7 @@ def test_responses_read_the_prompt_and_themselves(prompt_tokens: int, spans: Spa
 
 
 @pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS[:2], GROUPS, GROUPS[::-1]], ids=str)
-def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Spans]]) -> None:
+def test_packed_groups_attend_to_their_own_prompt(groups: Sequence[tuple[int, Spans]]) -> None:
     T = sum(prompt + spans.num_tokens for prompt, spans in groups)
     q, k, v = random(T, 4, 0), random(T, 2, 1), random(T, 2, 2)
     found = flexed(packed_layout(groups, CPU), q, k, v)
@@ -68,7 +68,7 @@ def test_packed_groups_read_their_own_prompt(groups: Sequence[tuple[int, Spans]]
     torch.testing.assert_close(found, expected)
 
 
-def test_the_mask_of_a_small_group_is_the_one_on_paper() -> None:
+def test_mask_of_a_small_group_equals_the_written_one() -> None:
     mask = create_mask(
         packed_layout([(2, Spans(lengths=(1, 2)))], CPU).visible, None, None, 5, 5, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""What coppice.train says where torch or transformers is missing."""
+"""The error of coppice.train without torch or transformers."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ CLIENT = Path(__file__).parents[2] / "client"
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_without_its_dependencies_it_names_the_extra(missing: str) -> None:
+def test_missing_dependency_names_the_extra(missing: str) -> None:
     script = f"import sys; sys.modules[{missing!r}] = None; import coppice; import coppice.train"
     ran = subprocess.run(
         [sys.executable, "-c", script],

@@ -1,4 +1,4 @@
-"""Logprobs with each prompt computed once are those of a padded batch."""
+"""Logprobs with each prompt prefilled once equal those of a padded batch."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def close(found: Tensor, exact: Tensor) -> bool:
 
 @FAMILIES
 @EDGES
-def test_group_logprobs_are_the_naive_ones(family: str, group: TrainingGroup) -> None:
+def test_group_logprobs_equal_the_padded_ones(family: str, group: TrainingGroup) -> None:
     model = tiny_model(family)
     exact = naive_logprobs(model, group).logprobs
     for pass_tokens in (1, 50, 1000):
@@ -43,7 +43,7 @@ def test_group_logprobs_are_the_naive_ones(family: str, group: TrainingGroup) ->
 
 @FAMILIES
 @EDGES
-def test_group_logprobs_from_prompt_kv_are_the_naive_ones(
+def test_group_logprobs_from_prompt_kv_equal_the_padded_ones(
     family: str, group: TrainingGroup
 ) -> None:
     model = tiny_model(family)
@@ -55,7 +55,7 @@ def test_group_logprobs_from_prompt_kv_are_the_naive_ones(
     assert close(found.logprobs, naive_logprobs(model, group).logprobs)
 
 
-def test_prompt_kv_is_read_and_not_computed_anew() -> None:
+def test_prompt_kv_is_used_instead_of_a_prefill() -> None:
     model, group = tiny_model(), random_group()
     other = compute_prompt_kv(tiny_model(seed=1), group)
     assert not close(
@@ -64,7 +64,7 @@ def test_prompt_kv_is_read_and_not_computed_anew() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
-def test_logprobs_are_of_the_tempered_distribution(temperature: float) -> None:
+def test_logprobs_are_those_at_the_temperature(temperature: float) -> None:
     model, group = tiny_model(), random_group()
     exact = naive_logprobs(model, group, temperature=temperature).logprobs
     assert close(group_logprobs(model, group, temperature=temperature).logprobs, exact)
@@ -72,13 +72,13 @@ def test_logprobs_are_of_the_tempered_distribution(temperature: float) -> None:
     assert close(packed.logprobs, exact)
 
 
-def test_a_group_without_a_token_has_no_logprobs() -> None:
+def test_group_without_tokens_has_no_logprobs() -> None:
     found = group_logprobs(tiny_model(), random_group((0, 0)))
     assert [len(row) for row in found.split()] == [0, 0]
 
 
 @FAMILIES
-def test_packed_logprobs_of_several_groups_are_the_naive_ones(family: str) -> None:
+def test_packed_logprobs_of_several_groups_equal_the_padded_ones(family: str) -> None:
     model = tiny_model(family)
     groups = [
         random_group(),
@@ -91,7 +91,7 @@ def test_packed_logprobs_of_several_groups_are_the_naive_ones(family: str) -> No
 
 
 @FAMILIES
-def test_packed_logprobs_carry_the_naive_gradient(family: str) -> None:
+def test_packed_logprobs_have_the_padded_gradient(family: str) -> None:
     model, group = tiny_model(family), random_group()
     exact = naive_gradients(model, group)
     [rows] = packed_logprobs(model, [group])
@@ -99,7 +99,7 @@ def test_packed_logprobs_carry_the_naive_gradient(family: str) -> None:
     assert error(gradients(model), exact) < 1e-5
 
 
-def test_the_models_own_attention_is_back_afterwards() -> None:
+def test_attention_of_the_model_is_restored_afterwards() -> None:
     model, group = tiny_model(), random_group()
     before = model.config._attn_implementation
     group_logprobs(model, group)
@@ -116,7 +116,7 @@ def test_prompt_kv_has_the_canonical_layout() -> None:
         assert tensor.is_contiguous()
 
 
-def test_prompt_kv_is_that_of_transformers_own_cache() -> None:
+def test_prompt_kv_equals_the_cache_of_transformers() -> None:
     model, group = tiny_model(), random_group()
     with torch.no_grad():
         cache = model(input_ids=group.prompt[None, :-1], use_cache=True).past_key_values
@@ -126,7 +126,7 @@ def test_prompt_kv_is_that_of_transformers_own_cache() -> None:
         assert close(found.values[layer], cache.layers[layer].values[0])
 
 
-def test_prompt_kv_comes_from_the_tensors_of_a_handle() -> None:
+def test_prompt_kv_is_made_from_the_tensors_of_a_handle() -> None:
     prompt_kv = compute_prompt_kv(tiny_model(), random_group())
     named = {f"k.{layer}": key for layer, key in enumerate(prompt_kv.keys)}
     named |= {f"v.{layer}": value for layer, value in enumerate(prompt_kv.values)}

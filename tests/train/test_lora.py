@@ -1,4 +1,4 @@
-"""Frozen weights with trained adapters beside them: our own, and PEFT's."""
+"""Frozen weights with trained adapters: hand-written ones, and PEFT's."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Adapted(nn.Module):
 
 
 def adapted_model(*names: str) -> Any:
-    """The named projections of every layer adapted, and nothing else trained."""
+    """A model with adapters on the named projections of every layer as its only trained weights."""
     model = tiny_model().requires_grad_(False)
     for layer in model.model.layers:
         for name in names:
@@ -41,7 +41,7 @@ def adapted_model(*names: str) -> Any:
 @pytest.mark.parametrize(
     "names", [("q_proj", "v_proj"), ("k_proj",), ("o_proj",), ("q_proj", "k_proj", "o_proj")]
 )
-def test_adapters_get_the_naive_gradient(names: tuple[str, ...]) -> None:
+def test_adapters_get_the_padded_gradient(names: tuple[str, ...]) -> None:
     model, group = adapted_model(*names), random_group()
     naive_backward(model, group, random_loss(group))
     exact = gradients(model)
@@ -52,7 +52,7 @@ def test_adapters_get_the_naive_gradient(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_checkpointed_adapters_get_the_naive_gradient(reentrant: bool) -> None:
+def test_checkpointed_adapters_get_the_padded_gradient(reentrant: bool) -> None:
     model, group = adapted_model("q_proj", "v_proj"), random_group()
     naive_backward(model, group, random_loss(group))
     exact = gradients(model)
@@ -63,7 +63,7 @@ def test_checkpointed_adapters_get_the_naive_gradient(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [None, False, True], ids=["none", "plain", "reentrant"])
-def test_pefts_adapters_get_the_naive_gradient(checkpoint: bool | None) -> None:
+def test_peft_adapters_get_the_padded_gradient(checkpoint: bool | None) -> None:
     torch.manual_seed(0)
     settings = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"]}
     model = peft.get_peft_model(

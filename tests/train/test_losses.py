@@ -1,4 +1,4 @@
-"""The losses do what their formulas say, and no split into passes changes them."""
+"""Losses equal their formulas, for any split into passes."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_advantages_are_centred_and_scaled() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.5]])
-def test_equal_rewards_teach_nothing(rewards: list[float]) -> None:
+def test_equal_rewards_have_zero_advantage(rewards: list[float]) -> None:
     assert not advantages(torch.tensor(rewards)).any()
 
 
@@ -59,7 +59,7 @@ def test_equal_rewards_teach_nothing(rewards: list[float]) -> None:
     ],
     ids=["token", "sequence", "dr"],
 )
-def test_normalisers_weigh_tokens(weights: TokenWeights, exact: list[float]) -> None:
+def test_normalizers_weigh_tokens(weights: TokenWeights, exact: list[float]) -> None:
     assert weights(torch.tensor([2, 3])).tolist() == pytest.approx(exact)
     rows = rows_of([-1.0, -2.0], [-1.0, -1.0, -3.0])
     loss = grpo_loss(rows, advantages=torch.tensor([1.0, -2.0]), weights=weights)
@@ -79,7 +79,7 @@ def test_normalisers_weigh_tokens(weights: TokenWeights, exact: list[float]) -> 
         (0.5, -1.0, -0.9, False),
     ],
 )
-def test_the_ratio_is_clipped_on_both_sides(
+def test_ratio_is_clipped_on_both_sides(
     ratio: float, advantage: float, gain: float, moves: bool
 ) -> None:
     rows = rows_of([math.log(0.1 * ratio)])
@@ -97,7 +97,7 @@ def test_the_ratio_is_clipped_on_both_sides(
     assert bool(rows.logprobs.grad.any()) == moves
 
 
-def test_without_clip_the_ratio_is_free() -> None:
+def test_without_clip_the_ratio_is_unbounded() -> None:
     rows = rows_of([math.log(0.5)])
     old = [torch.tensor([math.log(0.1)], dtype=torch.float64)]
     one = token_mean(Totals(num_responses=1, num_tokens=1))
@@ -120,7 +120,7 @@ def test_importance_weights_are_truncated(sampled: float, weight: float) -> None
     assert rows.logprobs.grad.item() == pytest.approx(-weight)
 
 
-def test_the_kl_pulls_towards_the_reference() -> None:
+def test_kl_pulls_towards_the_reference() -> None:
     rows = rows_of([math.log(0.4)])
     reference = [torch.tensor([math.log(0.1)], dtype=torch.float64)]
     loss = grpo_loss(
@@ -136,7 +136,7 @@ def test_the_kl_pulls_towards_the_reference() -> None:
     assert rows.logprobs.grad.item() == pytest.approx(0.5 * (1 - 0.25))
 
 
-def test_the_kl_estimate_is_never_negative_and_right_on_average() -> None:
+def test_kl_estimate_is_non_negative_and_unbiased() -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     estimate = kl_estimate(p.log(), q.log())
     assert (estimate >= 0).all()
@@ -146,7 +146,7 @@ def test_the_kl_estimate_is_never_negative_and_right_on_average() -> None:
 @pytest.mark.parametrize("name", ["token", "sequence", "dr"])
 @pytest.mark.parametrize("pass_tokens", [1, 60, 1000])
 def test_any_pass_size_gives_the_same_gradient(name: str, pass_tokens: int) -> None:
-    """Of everything at once: clip, both kinds of weights, and the pull to a reference."""
+    """With everything enabled: clip, both kinds of weights, and KL to a reference."""
     model, group = tiny_model(), random_group()
     totals = Totals.of([group, random_group((3, 4))])
     weights = {
@@ -177,7 +177,7 @@ def test_any_pass_size_gives_the_same_gradient(name: str, pass_tokens: int) -> N
     assert error(gradients(model), exact) < 1e-5
 
 
-def test_numbers_of_other_lengths_are_refused() -> None:
+def test_inputs_of_other_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="as many numbers as tokens"):
         rows_of([-1.0, -2.0]).pick([torch.zeros(3)])
 
@@ -193,12 +193,12 @@ def test_numbers_of_other_lengths_are_refused() -> None:
         ([0, 0], 10, []),
     ],
 )
-def test_passes_are_bounded_and_even(
+def test_passes_are_bounded_and_balanced(
     lengths: list[int], pass_tokens: int, passes: list[tuple[int, ...]]
 ) -> None:
     assert plan_passes(lengths, pass_tokens) == passes
 
 
-def test_a_pass_of_no_tokens_is_refused() -> None:
+def test_pass_of_zero_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         plan_passes([1], 0)

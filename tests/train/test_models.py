@@ -1,4 +1,4 @@
-"""Which models are taken, and that what would be wrong is refused before it is computed."""
+"""Supported models; models with a wrong gradient are refused before any forward."""
 
 import random
 from pathlib import Path
@@ -60,7 +60,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families_have_the_naive_gradient_too(family: str) -> None:
+def test_other_families_have_the_padded_gradient(family: str) -> None:
     config_class, model_class = OTHERS[family]
     torch.manual_seed(0)
     model, group = model_class(config_class(**SIZES)).train(), random_group()
@@ -71,8 +71,8 @@ def test_other_families_have_the_naive_gradient_too(family: str) -> None:
         assert error(gradients(model), exact) < 1e-5, schedule
 
 
-def test_a_trained_checkpoint_has_the_naive_gradient() -> None:
-    """The shipped one, on a problem's right solution and on those of other problems."""
+def test_trained_checkpoint_has_the_padded_gradient() -> None:
+    """The shipped one, on a problem's correct solution and on those of other problems."""
     model = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).train()
     tokenizer = AutoTokenizer.from_pretrained(SEEDLING)
     problems = [draw(random.Random(seed), held_out=False) for seed in range(6)]
@@ -101,11 +101,11 @@ def refused(model: Any, why: str) -> None:
     assert model.config._attn_implementation == before
 
 
-def test_a_window_shorter_than_a_row_is_refused() -> None:
+def test_window_shorter_than_a_row_is_refused() -> None:
     refused(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=50)), "window of 50 tokens")
 
 
-def test_a_window_that_holds_every_row_is_none() -> None:
+def test_window_that_covers_every_row_is_allowed() -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=200)).train()
     group = random_group()
     naive_backward(model, group, random_loss(group))
@@ -114,22 +114,22 @@ def test_a_window_that_holds_every_row_is_none() -> None:
     assert error(gradients(model), exact) < 1e-5
 
 
-def test_capped_scores_are_refused() -> None:
+def test_soft_capped_scores_are_refused() -> None:
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, sliding_window=512))
     refused(model.train(), "softcap")
 
 
-def test_dropout_of_attention_is_refused() -> None:
+def test_attention_dropout_is_refused() -> None:
     refused(tiny_model("llama", attention_dropout=0.1), "dropout")
 
 
-def test_dropout_of_layers_is_refused() -> None:
+def test_layer_dropout_is_refused() -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4)
     refused(GPT2LMHeadModel(config).train(), "dropout")
 
 
 class DeafModel(torch.nn.Module):
-    """Hands no keywords on."""
+    """Does not pass keyword arguments on to its layers."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class DeafModel(torch.nn.Module):
         return self.model(input_ids=input_ids, position_ids=position_ids)
 
 
-def test_a_model_that_keeps_its_keywords_to_itself_is_refused() -> None:
+def test_model_that_drops_keyword_arguments_is_refused() -> None:
     refused(DeafModel(tiny_model()), "does not hand its keyword arguments on")
 
 
@@ -169,24 +169,24 @@ def model_info(**options: Any) -> ModelInfo:
     return ModelInfo(**known | options)
 
 
-def test_the_schedule_follows_from_the_model_and_the_group() -> None:
+def test_schedule_follows_from_the_model_and_the_group() -> None:
     assert chosen(model_info()) == "kept"
     assert chosen(model_info(), prompt_tokens=100) == "packed"
     assert chosen(model_info(), has_prompt_kv=True) == "recomputed"
     assert chosen(model_info(reentrant=True)) == "injected"
     assert chosen(model_info(reentrant=True), prompt_tokens=100) == "packed"
     assert chosen(model_info(reentrant=True), has_prompt_kv=True) == "injected"
-    # Ranks must agree, whatever their groups' lengths are.
+    # Ranks must agree, for any lengths of their groups.
     assert chosen(model_info(sharded=True), prompt_tokens=100) == "injected"
 
 
-def test_a_graph_that_does_not_fit_is_not_kept() -> None:
+def test_graph_that_does_not_fit_in_memory_is_not_kept() -> None:
     assert chosen(model_info(num_layers=10**9)) == "recomputed"
     assert not graph_fits(tiny_model().config, 10**9, model_info())
     assert graph_fits(tiny_model().config, 1, model_info())
 
 
-def test_memory_that_nobody_knows_of_is_enough() -> None:
+def test_unknown_free_memory_counts_as_sufficient() -> None:
     assert free_bytes(torch.device("meta")) is None
     assert graph_fits(tiny_model().config, 10**12, model_info(device=torch.device("meta")))
 
@@ -214,10 +214,10 @@ def test_memory_that_nobody_knows_of_is_enough() -> None:
         ),
     ],
 )
-def test_a_containers_limit_is_known(
+def test_container_memory_limit_is_detected(
     tmp_path: Path, files: dict[str, str], left: list[int]
 ) -> None:
-    """Of a machine's free memory it may have a part only."""
+    """It may have only a part of the machine's free memory."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -227,7 +227,7 @@ def test_a_containers_limit_is_known(
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_estimate_of_a_graph_is_about_its_size(
+def test_estimate_of_graph_memory_is_close_to_its_size(
     family: str, dtype: torch.dtype, checkpointed: bool
 ) -> None:
     model = tiny_model(family, dtype=dtype, num_hidden_layers=6)
@@ -251,7 +251,7 @@ def test_the_estimate_of_a_graph_is_about_its_size(
 
 
 @pytest.mark.parametrize("schedule", ["kept", "packed"])
-def test_a_schedule_that_computes_the_prompt_takes_none(schedule: Any) -> None:
+def test_schedule_that_prefills_the_prompt_refuses_prompt_kv(schedule: Any) -> None:
     group = random_group()
     with pytest.raises(ValueError, match="leave prompt_kv out"):
         choose(

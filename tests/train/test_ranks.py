@@ -1,6 +1,6 @@
-"""Two ranks with two groups each have the gradient that one process has of all four.
+"""Two ranks with two groups each have the gradient of one process with all four.
 
-Both are started once, for all cases: a start costs more than everything that they compute.
+The processes are started once for all cases, since a start takes longer than the computation.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def groups_of_all() -> list[TrainingGroup]:
-    """Of different numbers of passes, so that the ranks are out of step."""
+    """Groups with different numbers of passes, so that the ranks are out of step."""
     return [
         random_group(),
         random_group((3, 9, 70, 2), prompt_tokens=20, seed=5),
@@ -103,14 +103,14 @@ def run_rank(rank: int, directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of them found."""
+    """The results of each rank."""
     directory: Path = tmp_path_factory.mktemp("ranks")
     spawn(run_rank, (str(directory),), nprocs=WORLD)  # type: ignore[no-untyped-call]
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_have_the_gradient_of_one(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_have_the_gradient_of_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
     model = tiny_model(tied=CASES[name].get("tied", False))
     for group in groups_of_all():
         naive_backward(model, group, random_loss(group))
@@ -133,7 +133,7 @@ def test_totals_are_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert [rank["totals"] for rank in ranks] == [Totals.of(groups_of_all())] * WORLD
 
 
-def test_one_process_alone_has_nothing_to_reduce() -> None:
+def test_single_process_has_nothing_to_reduce() -> None:
     model = tiny_model()
     naive_backward(model, random_group(), random_loss(random_group()))
     reduce_gradients(model)

@@ -1,4 +1,4 @@
-"""Training on a tree's segments is training on its rows, where it claims to be."""
+"""Equivalence of training on a tree's segments and on its rows, where documented."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def plain_grpo(model: Any, grown: Tree) -> Tensor:
 
 
 def by_segments(model: Any, grown: Tree, scheme: Scheme, weighting: Weighting) -> Tensor:
-    """Each segment's tokens once, behind their own prefix, each with its segment's number."""
+    """Each segment's tokens once, after their own prefix, with the segment's advantage."""
     gains = segment_advantages(grown, REWARDS, scheme)
     weights = segment_weights(grown, weighting)
     num_row_tokens = sum(len(row.token_ids) for row in grown.rows())
@@ -63,10 +63,10 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_leaf_grpo_weighted_per_leaf_is_plain_grpo_on_the_rows() -> None:
+def test_leaf_grpo_weighted_per_leaf_equals_grpo_on_the_rows() -> None:
     model, grown = tiny_model().double(), tree()
     found = by_segments(model, grown, "leaf_grpo", "per_leaf")
-    assert distance(found, plain_grpo(model, grown)) < 1e-6  # norms work in float32
+    assert distance(found, plain_grpo(model, grown)) < 1e-6  # norms are computed in float32
 
 
 @pytest.mark.parametrize("weighting", ["once", "sqrt"])

@@ -1,4 +1,4 @@
-"""The gradient of a tree is that of its paths as rows, with each segment computed once."""
+"""The gradient of a tree equals that of its paths as rows, with each segment prefilled once."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 SCHEDULES: list[Schedule] = ["kept", "recomputed", "injected", "packed"]
 CPU = torch.device("cpu")
 
-# Lengths and parents. Not depth first: children of the first segment stand behind the second.
+# Lengths and parents. Not depth first: children of the first segment follow the second.
 FORESTS: dict[str, tuple[list[int], list[int | None]]] = {
     "one": ([7], [None]),
     "fork": ([9, 4, 1, 6], [None, 0, 0, 0]),
@@ -55,7 +55,7 @@ def random_tree(name: str, *, prompt_tokens: int = 61) -> TrainingTree:
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 61])
 @pytest.mark.parametrize("name", FORESTS)
-def test_every_schedule_gives_the_naive_gradient_of_a_tree(name: str, prompt_tokens: int) -> None:
+def test_every_schedule_gives_the_padded_gradient_of_a_tree(name: str, prompt_tokens: int) -> None:
     model, tree = tiny_model(), random_tree(name, prompt_tokens=prompt_tokens)
     naive_backward(model, tree, random_loss(tree))
     exact = gradients(model)
@@ -66,10 +66,10 @@ def test_every_schedule_gives_the_naive_gradient_of_a_tree(name: str, prompt_tok
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FORESTS)
-def test_a_loss_of_paths_has_the_gradient_of_the_flattened_rows(
+def test_loss_over_paths_has_the_gradient_of_the_flattened_rows(
     name: str, schedule: Schedule
 ) -> None:
-    """Plain GRPO on the leaves: the identity by which trees are held against groups."""
+    """Plain GRPO on the leaves: the identity that relates trees to groups."""
     model, tree = tiny_model(), random_tree(name)
     rows = tree.flattened()
     gains = torch.randn(len(tree.leaves), generator=torch.Generator().manual_seed(3))
@@ -88,7 +88,7 @@ def test_a_loss_of_paths_has_the_gradient_of_the_flattened_rows(
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_logprobs_of_segments_are_those_of_their_paths(name: str) -> None:
+def test_logprobs_of_segments_equal_those_of_their_paths(name: str) -> None:
     model, tree = tiny_model(), random_tree(name)
     exact = naive_logprobs(model, tree)
     found = group_logprobs(model, tree, pass_tokens=10)
@@ -106,7 +106,7 @@ def test_trees_and_groups_are_packed_together() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["recomputed", "injected"])
-def test_with_given_prompt_kv_the_gradient_of_a_tree_is_exact_still(schedule: Schedule) -> None:
+def test_gradient_of_a_tree_with_given_prompt_kv_is_exact(schedule: Schedule) -> None:
     model, tree = tiny_model("llama"), random_tree("deep")
     naive_backward(model, tree, random_loss(tree))
     exact = gradients(model)
@@ -116,7 +116,7 @@ def test_with_given_prompt_kv_the_gradient_of_a_tree_is_exact_still(schedule: Sc
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_model_takes_trees(reentrant: bool) -> None:
+def test_checkpointed_model_supports_trees(reentrant: bool) -> None:
     model, tree = tiny_model(), random_tree("deep")
     naive_backward(model, tree, random_loss(tree))
     exact = gradients(model)
@@ -134,11 +134,11 @@ def test_every_segment_is_computed_once() -> None:
     )
     grouped_backward(model, tree, random_loss(tree), schedule="kept", pass_tokens=10)
     roots, leaves = 2, len(tree.leaves)
-    # Roots are fed with the last prompt token, leaves without their own last.
+    # Inputs of roots include the last prompt token; those of leaves exclude their own last one.
     assert sum(computed) == len(tree.prompt) - 1 + tree.num_tokens + roots - leaves
 
 
-def test_what_begins_at_the_prompt_is_in_one_pass_with_all_below_it() -> None:
+def test_root_and_all_segments_below_it_are_in_one_pass() -> None:
     tree = random_tree("deep")
     assert subtrees_of(tree) == [(0, 2, 4, 6, 3, 5), (1, 7)]
     assert plan_subtree_passes(tree, 10) == [(0, 2, 4, 6, 3, 5), (1, 7)]
@@ -146,7 +146,7 @@ def test_what_begins_at_the_prompt_is_in_one_pass_with_all_below_it() -> None:
     assert max_row_tokens(tree) == len(tree.prompt) + 11 + 12
 
 
-def test_branches_reach_as_far_as_what_follows_on_them() -> None:
+def test_branches_extend_as_far_as_their_next_tokens() -> None:
     tree = random_tree("deep")
     spans = response_inputs(tree, subtrees_of(tree)[0], CPU).spans
     # The last prompt token and 5, then 3, 7 of 8, 1 of 2, 1, and nothing of 1.
@@ -154,7 +154,7 @@ def test_branches_reach_as_far_as_what_follows_on_them() -> None:
     assert [(b.start, b.stop, b.end) for b in spans.branches] == [(0, 6, 18), (6, 9, 17)]
 
 
-def test_paths_join_segments() -> None:
+def test_paths_concatenate_segments() -> None:
     tree = random_tree("deep")
     assert tree.leaves == (4, 5, 6, 7)
     assert tree.path(4) == (0, 2, 4)
@@ -191,7 +191,7 @@ def segment(name: str, parent: str | None, token_ids: list[int]) -> Segment:
     )
 
 
-def test_a_tree_is_read_from_what_a_rollout_answered() -> None:
+def test_training_tree_is_made_from_the_answer_of_a_rollout() -> None:
     segments = (segment("a", None, [1, 2]), segment("b", "a", [3]), segment("c", "a", [4, 5]))
     answer = Tree(segments=segments, leaves=("c", "b"))
     tree = TrainingTree.of([7, 8, 9], answered(answer))
@@ -203,7 +203,7 @@ def test_a_tree_is_read_from_what_a_rollout_answered() -> None:
         assert rows.logprobs[row].tolist() == sample.logprobs.tolist()
 
 
-def test_a_group_without_a_tree_is_no_training_tree() -> None:
+def test_group_without_a_tree_is_refused() -> None:
     with pytest.raises(ValueError, match="the group is no tree"):
         TrainingTree.of([7, 8, 9], answered(None))
 
@@ -217,7 +217,7 @@ def test_a_group_without_a_tree_is_no_training_tree() -> None:
         ({"leaves": (2,)}, "the place of a segment"),
     ],
 )
-def test_what_is_no_tree_is_refused(parts: dict[str, Any], why: str) -> None:
+def test_inconsistent_tree_is_refused(parts: dict[str, Any], why: str) -> None:
     known: dict[str, Any] = {
         "prompt": torch.zeros(2),
         "responses": (torch.zeros(3), torch.zeros(1)),

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools protocol."""
+"""A headless Chromium, controlled over its DevTools protocol."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ class Tab:
         self._numbers = itertools.count(1)
 
     async def shown(self, script: str) -> Any:
-        """As soon as the script's value is true."""
+        """Returns as soon as the script's value is true."""
         async with asyncio.timeout(SECONDS):
             while not (value := await self.value(script)):
                 await asyncio.sleep(0.1)
@@ -83,7 +83,7 @@ async def tab(url: str, profile: Path) -> AsyncIterator[Tab]:
 
 
 async def _port(file: Path) -> int:
-    """Chromium writes it once it listens."""
+    """The port, which Chromium writes to a file once it listens."""
     while not (file.exists() and file.read_text().strip()):
         await asyncio.sleep(0.1)
     return int(file.read_text().splitlines()[0])

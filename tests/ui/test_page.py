@@ -1,4 +1,4 @@
-"""The live page: off by default, read-only, behind a role; and what a browser makes of it."""
+"""The dashboard: off by default, read-only, its events restricted by role; browser tests."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PAGES = ("/ui", "/ui/page.js", "/ui/page.css")
 
 
 def plain(served: Served) -> httpx.AsyncClient:
-    """The page is no part of the contract, which every answer to `served.http` is held against."""
+    """A client without contract checks: the page is not part of the contract."""
     return httpx.AsyncClient(base_url=served.url, timeout=20)
 
 
@@ -41,13 +41,13 @@ async def first_event(served: Served, **headers: str) -> dict[str, Any]:
     raise AssertionError("no event came")
 
 
-async def test_there_is_no_page_unless_it_is_asked_for(tmp_path: Path) -> None:
+async def test_dashboard_is_off_by_default(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         statuses = [(await served.http.get(p)).status_code for p in (*PAGES, "/ui/events")]
     assert statuses == [404] * 4
 
 
-def test_the_page_can_only_be_read(tmp_path: Path) -> None:
+def test_dashboard_is_read_only(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, server={**ON, "operators_port": 0})
     operators = create_app(settings, FakeEngine()).state.operators
     routes = [r for r in operators.routes if isinstance(r, APIRoute) and r.path.startswith("/ui")]
@@ -55,7 +55,7 @@ def test_the_page_can_only_be_read(tmp_path: Path) -> None:
     assert {method for route in routes for method in route.methods} == {"GET"}
 
 
-async def test_the_page_is_for_everybody_and_its_events_for_who_may_watch(tmp_path: Path) -> None:
+async def test_page_is_public_and_its_events_need_a_role(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = write_keys(file, guest="watch", trainer="rollout")
     async with (
@@ -72,7 +72,7 @@ async def test_the_page_is_for_everybody_and_its_events_for_who_may_watch(tmp_pa
         assert (await first_event(served, **bearer(keys["guest"])))["stage"] == "serving"
 
 
-async def test_events_tell_groups_in_flight_and_no_token_of_theirs(tmp_path: Path) -> None:
+async def test_events_list_running_groups_without_their_tokens(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, server=ON) as served:
         wanted = body(group(7, 7, 7, n=3), {"prompt": {"text": "secret words"}, "n": 1})
@@ -97,7 +97,7 @@ async def test_events_tell_groups_in_flight_and_no_token_of_theirs(tmp_path: Pat
     assert after["rollouts"] == []
 
 
-async def test_events_are_bounded_whatever_is_under_way(tmp_path: Path) -> None:
+async def test_events_are_bounded_under_any_load(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, server=ON) as served:
         many = body(*[group(1) for _ in range(MAX_GROUPS + 6)])
@@ -113,14 +113,14 @@ async def test_events_are_bounded_whatever_is_under_way(tmp_path: Path) -> None:
     assert len(told["rollouts"][0]["groups"]) == MAX_GROUPS
 
 
-async def test_events_tell_a_tree_as_it_is_now(tmp_path: Path) -> None:
+async def test_events_contain_the_current_tree(tmp_path: Path) -> None:
     engine = FakeEngine(prompt_kv=True)
     sections: dict[str, Any] = {"server": ON, "kv": {"capacity_bytes": 2**22}}
     async with open_tree(tmp_path, engine, sections, rest={"kv": {}}) as at:
         trunk, gone = await at.branch(n=2, max_tokens=20)
         engine.instant = False
         growing = asyncio.create_task(at.branch(segment=trunk["id"], n=2))
-        while len(engine.running) < 2:  # a branch counts before the engine has it
+        while len(engine.running) < 2:  # a branch is counted before it reaches the engine
             await asyncio.sleep(0.001)
         engine.step()
         while not at.served.server.prompt_kv.status().handles:
@@ -140,7 +140,7 @@ async def test_events_tell_a_tree_as_it_is_now(tmp_path: Path) -> None:
     assert left["id"] == trunk["id"]
 
 
-async def test_events_tell_of_the_arena_and_of_the_leases_that_run_out_first(
+async def test_events_list_the_arena_and_the_leases_that_expire_first(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine(prompt_kv=True)
@@ -168,7 +168,7 @@ async def test_events_tell_of_the_arena_and_of_the_leases_that_run_out_first(
     assert not any(name in json.dumps(told) for name in names), "a handle opens what it names"
 
 
-def test_speculation_is_told_once_anything_was_drafted() -> None:
+def test_speculation_is_shown_once_anything_was_drafted() -> None:
     registry = CollectorRegistry()
     assert speculation(registry) is None
     Gauge("coppice_speculation_acceptance_ratio", "", registry=registry).set(0.625)
@@ -198,7 +198,7 @@ async def test_events_end_when_the_server_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_browser_draws_all_that_goes_on(tmp_path: Path) -> None:
+async def test_browser_renders_all_running_groups(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, prompt_kv=True)
     kv = {"capacity_bytes": 2**22}
     async with serving(engine, tmp_path, server=ON, kv=kv) as served, asyncio.TaskGroup() as tasks:
@@ -216,7 +216,7 @@ async def test_a_browser_draws_all_that_goes_on(tmp_path: Path) -> None:
         for position, sample in enumerate(list(engine.running.values())[4:8]):
             sample.limit = position + 1
         engine.step(2)
-        engine.version = "v1"  # as an activation leaves it
+        engine.version = "v1"  # the state after an activation
         engine.step(1)
         async with tab(f"{served.url}/ui", tmp_path / "profile") as seen:
             await seen.shown("document.querySelectorAll('.group').length == 3")
@@ -238,7 +238,7 @@ async def test_a_browser_draws_all_that_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_browser_is_asked_for_a_key_where_one_is_needed(tmp_path: Path) -> None:
+async def test_browser_prompts_for_a_key_where_one_is_needed(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = write_keys(file, guest="watch")
     async with (

@@ -1,4 +1,4 @@
-"""Programs for tests/compat: other people's clients, as released, against a server at an address.
+"""Programs for tests/compat: released third-party clients against a server at an address.
 
-Each runs in a process of its own that sees .clients, and prints one JSON object.
+Each runs in a process of its own with .clients on its path, and prints one JSON object.
 """

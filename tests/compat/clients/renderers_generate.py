@@ -1,4 +1,4 @@
-"""prime-rl's way to a sample: renderers' own `generate`, over OpenAI's client, two turns long."""
+"""prime-rl's generation: renderers' own `generate`, over OpenAI's client, for two turns."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def turns(url: str) -> dict[str, Any]:
         }
         messages: list[Any] = [{"role": "user", "content": "Compute 12+34+56+78+90+12+34+56.\n"}]
         first = await generate(messages=messages, **asked)
-        # The next turn begins with the very tokens of the first: nothing is rendered again.
+        # The next turn begins with the exact tokens of the first: nothing is rendered again.
         longer = [*first["prompt_ids"], *first["completion_ids"], *first["prompt_ids"]]
         second = await generate(messages=messages, prompt_ids=longer, **asked)
         try:

@@ -1,5 +1,7 @@
-"""TRL's own code for adapters, step by step as AsyncGRPO does it, without its trainer, which needs
-a GPU: whether the server takes adapters, saving, loading and unloading them, and sampling by name.
+"""TRL's adapter code, called step by step as in AsyncGRPO.
+
+Its trainer is left out because it needs a GPU. Covered: detection of adapter support, saving,
+loading and unloading adapters, and sampling by name.
 """
 
 import json
@@ -23,7 +25,7 @@ STEPS = 3
 
 
 def learned(model: Any) -> None:
-    """Far enough for one policy not to be taken for the other."""
+    """Changes the weights enough to distinguish the two policies."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""GRPO with TRL's trainer: through `rollout_func`, of an adapter, and in server mode."""
+"""GRPO with TRL's trainer: through `rollout_func`, with an adapter, and in server mode."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ SAMPLES = 4
 
 
 def rewards(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """Never equal within a group, or there would be nothing to learn."""
+    """Distinct within a group; equal rewards would give no gradient."""
     pairs = enumerate(zip(prompts, completions, strict=True))
     return [reward(prompt, completion) + 0.1 * (i % SAMPLES) for i, (prompt, completion) in pairs]
 
@@ -46,7 +46,7 @@ def trained(folder: str, **route: Any) -> Any:
             report_to=[],
             save_strategy="no",
             use_cpu=True,
-            bf16=False,  # as the server computes here: its logprobs are compared with the trainer's
+            bf16=False,  # as on this server, whose logprobs are compared with the trainer's
             **config,
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * STEPS}),
@@ -58,7 +58,7 @@ def trained(folder: str, **route: Any) -> Any:
 
 
 def told(rollouts: Rollouts, trainer: Any, adapter: str | None = None) -> dict[str, Any]:
-    """What is served now, and how often its versions changed on the way."""
+    """The served version, and how often versions changed in the meantime."""
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     score = rollouts.score([(PROMPTS[0], [[5, 6, 7]])], adapter=adapter)
     return {
@@ -72,7 +72,7 @@ def told(rollouts: Rollouts, trainer: Any, adapter: str | None = None) -> dict[s
 
 
 def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
-    """What is served now under the adapter, whose place is given back."""
+    """The version served under the adapter, which is unloaded afterwards."""
     known = {loaded.name for loaded in rollouts.adapters().adapters}
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = trained(folder, rollout_func=rollout_func(rollouts), peft_config=config)
@@ -84,7 +84,7 @@ def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
 
 def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder, Rollouts(url) as rollouts:
-        yield "adapter", adapted(folder, rollouts)  # while the base is the trainer's
+        yield "adapter", adapted(folder, rollouts)  # while the base weights equal the trainer's
         yield "rollout_func", told(rollouts, trained(folder, rollout_func=rollout_func(rollouts)))
         install()
         install()

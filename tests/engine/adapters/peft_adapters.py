@@ -1,4 +1,4 @@
-"""Adapters of PEFT's own making over the shipped model, and PEFT's forward with them."""
+"""Adapters saved by PEFT over the shipped model, and PEFT's forward with them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tests.engine.seedling import MODEL, reference
 
 
 def saved(folder: Path, *, seed: int, rank: int = 8, **config: Any) -> Path:
-    """With both matrices random, as after a training that went far."""
+    """Saves an adapter with two random matrices, as after long training."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(seed)
     chosen = {"target_modules": "all-linear", "lora_alpha": 2 * rank, **config}

@@ -1,4 +1,4 @@
-"""Adapters in a real engine: whose tokens they are, and what their prefixes may be found by."""
+"""LoRA adapters in a real engine: sampled tokens, and isolation of their prefix cache."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,12 +19,12 @@ from tests.engine.seedling import BLOCK, MODEL, teacher_forced
 from tests.engine.speculation.drafting_engine import drafting_engine, in_group
 from tests.engine.stepped_engine import Answer, LiveEngine
 
-# vLLM's imports and PEFT's warn of their own affairs.
+# Imports of vLLM and PEFT emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5 + i % 60 for i in range(3 * BLOCK + 7)]
 NAMES = LoadedAdapters(capacity=100)
-"""Numbers of one process are never used twice."""
+"""Adapter IDs are never reused within a process."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
 
 @pytest.fixture
 def engine(shared: SharedEngine) -> Iterator[LiveEngine]:
-    """Without prefixes, and without adapters once the test is over."""
+    """A live engine with an empty prefix cache. All adapters are removed after the test."""
     with shared.mode("always"):
         yield shared.live
     for number in list_adapters(shared.live):
@@ -79,10 +79,10 @@ def group(engine: LiveEngine, adapter: Any, n: int = 3, num_tokens: int = 12) ->
     return [engine.submit(PROMPT, adapter=adapter, **drawn) for _ in range(n)]
 
 
-def test_groups_side_by_side_are_each_its_own_adapters(
+def test_concurrent_groups_are_sampled_under_their_own_adapters(
     shared: SharedEngine, made: dict[str, Path]
 ) -> None:
-    """Attention reads each group's prompt once; the base model's samples are among them."""
+    """Attention reads each group's prompt once; samples of the base model are among them."""
     engine = shared.live
     paths: list[Path | None] = [None, *made.values()]
     requests: list[Any] = [path and load(engine, "policy", path) for path in paths]
@@ -96,7 +96,7 @@ def test_groups_side_by_side_are_each_its_own_adapters(
         engine.rpc("coppice_unload_adapter", request.lora_int_id)
 
 
-def test_an_adapter_in_bfloat16_is_served_in_float32(
+def test_adapter_in_bfloat16_is_served_in_float32(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = in_bfloat16(made["all"], tmp_path / "bf16", "adapter_model.safetensors")
@@ -105,7 +105,7 @@ def test_an_adapter_in_bfloat16_is_served_in_float32(
     assert_drawn_from(under(adapter), [answer])
 
 
-def test_what_takes_an_adapters_place_never_meets_its_prefixes(
+def test_replacement_adapter_never_hits_prefixes_of_the_old_one(
     engine: LiveEngine, made: dict[str, Path]
 ) -> None:
     old = load(engine, "policy", made["all"])
@@ -121,10 +121,10 @@ def test_what_takes_an_adapters_place_never_meets_its_prefixes(
     assert_drawn_from(under(None), [base])
 
 
-def test_upstream_finds_prefixes_by_name_and_path_whatever_the_weights_are(
+def test_vllm_keys_prefixes_by_adapter_name_and_path_only(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As it would be after a swap in place: the reason why no name is used twice."""
+    """As after a swap in place: the reason why no adapter name is reused."""
     from vllm.lora.request import LoRARequest
 
     path = tmp_path / "policy"
@@ -138,7 +138,7 @@ def test_upstream_finds_prefixes_by_name_and_path_whatever_the_weights_are(
     assert answer.num_cached_tokens == 3 * BLOCK
 
 
-def test_samples_of_two_versions_run_side_by_side(
+def test_samples_of_two_adapter_versions_run_concurrently(
     engine: LiveEngine, made: dict[str, Path]
 ) -> None:
     """As when a trainer swaps the adapter under running samples."""
@@ -151,7 +151,7 @@ def test_samples_of_two_versions_run_side_by_side(
     assert_drawn_from(under(made["patterned"]), engine.finish(*later))
 
 
-def test_a_response_is_scored_under_its_adapter(engine: LiveEngine, made: dict[str, Path]) -> None:
+def test_response_is_scored_under_its_adapter(engine: LiveEngine, made: dict[str, Path]) -> None:
     from vllm import SamplingParams
 
     request = load(engine, "policy", made["all"])
@@ -163,7 +163,7 @@ def test_a_response_is_scored_under_its_adapter(engine: LiveEngine, made: dict[s
     assert scored == pytest.approx(expected, abs=1e-3)
 
 
-def test_what_cannot_be_loaded_takes_no_place(engine: LiveEngine, tmp_path: Path) -> None:
+def test_adapter_that_fails_to_load_takes_no_slot(engine: LiveEngine, tmp_path: Path) -> None:
     request = NAMES.new_request("policy", saved(tmp_path / "wide", seed=4, rank=32))
     lora_fields = (request.lora_name, request.lora_int_id, request.lora_path)
     [reason] = engine.rpc("coppice_load_adapter", *lora_fields)
@@ -173,11 +173,12 @@ def test_what_cannot_be_loaded_takes_no_place(engine: LiveEngine, tmp_path: Path
     assert_drawn_from(under(None), [answer])
 
 
-def test_other_base_weights_go_under_the_adapters_that_are_there(
+def test_base_weights_change_under_loaded_adapters(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A sample that runs is of both bases. What it has computed anew may be found; the base model's
-    samples find nothing of it.
+    """A running sample has tokens of both bases.
+
+    KV that it recomputed may be cached; samples of the base model hit none of it.
     """
     other = scaled(tmp_path / "v1")
     request = load(engine, "policy", made["all"])
@@ -213,7 +214,7 @@ def first(answer: Answer, num_tokens: int) -> Answer:
 
 
 def scaled(folder: Path) -> Path:
-    """The shipped model after a step that went far."""
+    """The shipped model after a large training step."""
     folder.mkdir()
     torch.manual_seed(9)
     tensors = {
@@ -225,8 +226,10 @@ def scaled(folder: Path) -> Path:
     return folder
 
 
-def test_drafts_under_an_adapter_are_verified_by_it(made: dict[str, Path], tmp_path: Path) -> None:
-    """Sibling drafts, all of them sent; the base model's samples beside them."""
+def test_drafts_under_an_adapter_are_verified_with_it(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    """Sibling drafts, all of them verified, with samples of the base model in the batch."""
     with drafting_engine(MODEL, tmp_path, **adapters(1, 16)) as (engine, _):
         request = load(engine, "policy", made["all"])
         drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}

@@ -1,4 +1,4 @@
-"""The patched ops are plain products, row by row; vLLM's own are not where a row has no adapter."""
+"""The patched LoRA ops equal plain products per row; vLLM's own fail on rows without an adapter."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ RANK, INNER, OUT = 4, 6, 10
 
 
 def metadata(lengths: list[int], indices: list[int]) -> dict[str, Any]:
-    """As vLLM's wrapper hands it over."""
+    """Metadata as vLLM's wrapper passes it."""
     sizes = torch.tensor(lengths)
     return {
         "b_seq_start_loc": torch.cumsum(sizes, 0) - sizes,
@@ -48,9 +48,7 @@ def product(rows: torch.Tensor, weights: torch.Tensor, owners: list[int]) -> tor
 
 
 @every_mix
-def test_shrinking_writes_the_rows_that_have_an_adapter(
-    lengths: list[int], indices: list[int]
-) -> None:
+def test_shrink_writes_only_rows_with_an_adapter(lengths: list[int], indices: list[int]) -> None:
     rows, weights = torch.randn(sum(lengths), INNER), matrices(RANK, INNER)
     output = torch.zeros(sum(lengths), RANK)
     lora_cpu_ops.shrink(rows, weights, output, **metadata(lengths, indices), scaling=0.5)
@@ -60,7 +58,7 @@ def test_shrinking_writes_the_rows_that_have_an_adapter(
 
 @every_mix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_expanding_adds_to_a_part_of_each_row(
+def test_expand_adds_to_a_slice_of_each_row(
     lengths: list[int], indices: list[int], dtype: torch.dtype
 ) -> None:
     rows, weights = torch.randn(sum(lengths), RANK), matrices(OUT, RANK)
@@ -80,7 +78,7 @@ def test_expanding_adds_to_a_part_of_each_row(
 
 
 @every_mix
-def test_expanding_a_whole_row_stops_where_the_model_does(
+def test_expand_of_a_whole_row_stops_at_the_output_size(
     lengths: list[int], indices: list[int]
 ) -> None:
     rows, weights = torch.randn(sum(lengths), RANK), matrices(OUT, RANK)
@@ -92,7 +90,7 @@ def test_expanding_a_whole_row_stops_where_the_model_does(
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-def test_upstream_gives_rows_without_an_adapter_the_last_one() -> None:
+def test_vllm_applies_the_last_adapter_to_rows_without_one() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
 
     rows, weights = torch.randn(3, INNER), matrices(RANK, INNER)

@@ -1,4 +1,4 @@
-"""Adapters under tensor parallelism, in an engine whose workers are what the service's are."""
+"""Adapters under tensor parallelism, in an engine with the service's worker processes."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def requests(label: str | None) -> list[SampleRequest]:
     ]
 
 
-async def test_two_ranks_sample_what_peft_would(tmp_path: Path) -> None:
-    """Side by side with each other and with the base model, split by rows and by columns."""
+async def test_two_ranks_sample_the_tokens_of_peft(tmp_path: Path) -> None:
+    """Concurrently with each other and with the base model, split by rows and by columns."""
     paths: dict[str | None, Path | None] = {
         None: None,
         "policy@1": saved(tmp_path / "all", seed=1),

@@ -1,4 +1,4 @@
-"""What of an adapter is looked at before any engine is."""
+"""Validation of an adapter before it reaches the engine."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ UP = "model.layers.0.mlp.up_proj"
 
 @pytest.fixture
 def served(tmp_path: Path) -> Checkpoint:
-    """Up from 8 to 16; what else there is may not be adapted."""
+    """A checkpoint in which only `up` (8 to 16 features) can have an adapter."""
     tensors = {
         f"{UP}.weight": (16, 8),
         "model.layers.0.mlp.experts.0.up_proj.weight": (16, 8),
@@ -48,13 +48,13 @@ def changed(adapter: Path, tensors: dict[str, Any]) -> Path:
     return adapter
 
 
-def test_what_fits_is_told_by_its_rank_and_size(served: Checkpoint, tmp_path: Path) -> None:
+def test_valid_adapter_reports_its_rank_and_size(served: Checkpoint, tmp_path: Path) -> None:
     form = check_adapter(served, saved_adapter(tmp_path / "a", rank=4), max_rank=8)
     assert form == AdapterInfo(rank=4, num_modules=1, num_bytes=4 * (4 * 8 + 16 * 4))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_peft_saves_of_every_projection_fits(tmp_path: Path) -> None:
+def test_adapter_of_every_projection_as_saved_by_peft_is_valid(tmp_path: Path) -> None:
     adapter = saved(tmp_path / "a", seed=1, rank=4, rank_pattern={"q_proj": 8})
     form = check_adapter(read_base_checkpoint(MODEL), adapter, max_rank=8)
     assert (form.rank, form.num_modules) == (8, 4 * 7)
@@ -77,13 +77,13 @@ def test_what_peft_saves_of_every_projection_fits(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ],
 )
-def test_what_the_config_asks_for_must_be_served(
+def test_adapter_config_must_be_supported(
     served: Checkpoint, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(served, saved_adapter(tmp_path / "a", **config))
 
 
-def test_without_its_files_there_is_no_adapter(served: Checkpoint, tmp_path: Path) -> None:
+def test_directory_without_adapter_files_is_refused(served: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     assert "adapter_config.json is missing" in refusal(served, tmp_path / "a")
     adapter = saved_adapter(tmp_path / "b")
@@ -124,13 +124,13 @@ def matrix(*shape: int) -> Any:
         ({f"{MODULE}.lora_A.weight": np.zeros((4, 8), dtype=np.int32)}, "I32"),
     ],
 )
-def test_every_matrix_must_fit_its_module(
+def test_every_matrix_must_match_its_module(
     served: Checkpoint, tmp_path: Path, tensors: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(served, changed(saved_adapter(tmp_path / "a"), tensors))
 
 
-def test_values_must_be_finite_in_the_served_type(served: Checkpoint, tmp_path: Path) -> None:
+def test_values_must_be_finite_in_the_served_dtype(served: Checkpoint, tmp_path: Path) -> None:
     adapter = saved_adapter(tmp_path / "a", scale=1e5)
     assert "too large for float16" in refusal(served, adapter, dtype="float16")
     check_adapter(served, adapter, max_rank=8, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Block tables of trees of rows, and what is shared in them by the plainest way of finding out."""
+"""Block tables of trees of rows, and a reference search for their shared prefixes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class Node:
 
 
 def table_of(rows: Sequence[Sequence[int]], *, num_columns: int = 0) -> Int32s:
-    """Unused columns hold what an earlier request left there."""
+    """A block table of these rows. Unused columns hold stale values of an earlier request."""
     num_columns = max([num_columns, *map(len, rows)])
     table = np.full((len(rows), num_columns), 777, dtype=np.int32)
     for row, blocks in enumerate(rows):
@@ -29,7 +29,10 @@ def table_of(rows: Sequence[Sequence[int]], *, num_columns: int = 0) -> Int32s:
 
 
 def tree_rows(shape: Sequence[int], num_blocks: Sequence[int]) -> list[list[int]]:
-    """`shape` (2, 3): two groups of three rows; `num_blocks` of each level's own piece."""
+    """Rows of block IDs that share prefixes as a tree does.
+
+    `shape` (2, 3): two groups of three rows; `num_blocks` of each level's own part.
+    """
     ids: Iterator[int] = itertools.count(1)
     paths: list[list[int]] = [[]]
     for branches, num in zip(shape, num_blocks, strict=True):
@@ -38,7 +41,7 @@ def tree_rows(shape: Sequence[int], num_blocks: Sequence[int]) -> list[list[int]
 
 
 def reference_plan(table: Int32s, depths: Sequence[int]) -> tuple[set[Node], list[int]]:
-    """Every path of blocks with its rows; paths that end with the same rows are one node's."""
+    """Every path of blocks with its rows; paths that end with the same rows form one node."""
     rows_of: dict[Path, list[int]] = {}
     for row, depth in enumerate(depths):
         for length in range(1, depth + 1):

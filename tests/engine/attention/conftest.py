@@ -1,4 +1,4 @@
-"""A model whose choices are clear, and an independent implementation of it."""
+"""A model with unambiguous greedy choices, and Hugging Face's implementation of it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Groups of samples behind a system prompt, drawn by a live engine."""
+"""Groups of samples after a system prompt, sampled by a live engine."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ GROUP_SIZE = 4
 def sample(
     engine: SharedEngine, num_tokens: int, **sampling: Any
 ) -> list[tuple[list[int], Answer]]:
-    """Groups that come one after the other: later prompts are computed beside earlier samples."""
+    """Samples groups that arrive one after another.
+
+    Later prompts prefill alongside earlier samples.
+    """
     live = engine.live
     prompts = [prompt for prompt in GROUPS for _ in range(GROUP_SIZE)]
     names = []
@@ -33,7 +36,7 @@ def assert_all_greedy(reference: Any, answers: list[tuple[list[int], Answer]]) -
 
 
 class StepKinds:
-    """Which kinds of step were grouped, seen on their way through the builder."""
+    """Records which kinds of step were grouped, by wrapping the builder."""
 
     def __init__(self, engine: SharedEngine) -> None:
         self.mixed = self.levels = self.preempted = self.drafted = False

@@ -1,4 +1,4 @@
-"""A live engine with shared-prefix attention installed, and taken out again at the end."""
+"""A live engine with shared-prefix attention registered, and unregistered at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class SharedEngine:
 
     @contextmanager
     def mode(self, mode: SharedPrefixMode) -> Iterator[Snapshot]:
-        """Yields what this has counted, once it is left. The cache is empty at its beginning."""
+        """Yields this engine's counters, filled on exit. The cache is empty at the start."""
         with self.live.paused():
             self.live.core.coppice_reset_prefix_cache()
         self.builder.grouper.mode = mode
@@ -54,7 +54,7 @@ def shared_engine(
 
 
 def unregister() -> None:
-    """vLLM remembers the backend that it chose; later engines of this process are to be stock."""
+    """Restores the stock backend for later engines of this process; vLLM caches the chosen one."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,4 +1,4 @@
-"""The host's copy of a device's block table is that of the step, for both model runners."""
+"""The host copy of a device's block table matches the step, for both model runners."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +11,14 @@ from engine.attention.block_tables import host_table, record_blocks, record_tabl
 
 
 def first_runners(rows: list[list[int]]) -> Any:
-    """As vLLM's `BlockTable` keeps it: a table on the host, and one on the device."""
+    """A block table as vLLM's `BlockTable` keeps it: on the host and on the device."""
     host = np.array(rows, dtype=np.int32)
     device = torch.zeros(host.shape, dtype=torch.int32)
     return SimpleNamespace(block_table=SimpleNamespace(np=host, gpu=device))
 
 
 class SecondRunners:
-    """What `record_blocks` uses of vLLM's `BlockTables`, with two groups of layers."""
+    """The part of vLLM's `BlockTables` that `record_blocks` uses, with two groups of layers."""
 
     redirect_writes_to_null_block = False
 
@@ -33,7 +33,7 @@ class SecondRunners:
         self.num_blocks.np[:, request] = before + len(blocks)
 
 
-def test_the_first_runners_table_is_the_one_that_is_copied() -> None:
+def test_v1_runner_copies_its_host_table() -> None:
     table = first_runners([[1, 2], [1, 3], [0, 0]])
     assert host_table(table.block_table.gpu, None, 2) is None
     record_table(table)
@@ -42,7 +42,7 @@ def test_the_first_runners_table_is_the_one_that_is_copied() -> None:
     assert seen is not None and seen.tolist() == [[1, 2], [1, 4]]
 
 
-def test_the_second_runners_blocks_are_mirrored_by_request() -> None:
+def test_v2_runner_blocks_are_mirrored_per_request() -> None:
     tables = SecondRunners()
     tables.append(2, [5, 6], overwrite=True)
     tables.append(0, [5, 7], overwrite=True)
@@ -61,7 +61,7 @@ def test_the_second_runners_blocks_are_mirrored_by_request() -> None:
     assert seen is not None and seen[0, 0] == 9
 
 
-def test_blocks_that_a_warm_up_redirects_are_the_null_block() -> None:
+def test_blocks_redirected_by_a_warm_up_are_the_null_block() -> None:
     tables = SecondRunners()
     tables.redirect_writes_to_null_block = True
     tables.append(1, [5, 6], overwrite=True)
@@ -71,8 +71,8 @@ def test_blocks_that_a_warm_up_redirects_are_the_null_block() -> None:
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_has_what_is_wrapped_and_read() -> None:
-    """Neither runner's class can be made without a GPU; that their names are there can be seen."""
+def test_wrapped_vllm_names_exist() -> None:
+    """Neither runner's class can be instantiated without a GPU, so only the names are checked."""
     import inspect
 
     from vllm.v1.worker.block_table import BlockTable

@@ -1,4 +1,4 @@
-"""Inside a live engine, shared-prefix attention is the function that stock attention is."""
+"""In a live engine, shared-prefix attention computes the same function as stock attention."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from engine.runtime.guard import FeatureState
 from tests.engine.attention.sample_groups import StepKinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 
-# vLLM's imports and its draft methods warn of their own affairs.
+# Imports of vLLM and its draft methods emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
 def engine(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
-    """Prompts are computed in chunks, and the cache does not hold all samples at once."""
+    """An engine with chunked prefill and a cache that cannot hold all samples at once."""
     cache = tmp_path_factory.mktemp("cache")
     with shared_engine(
         sharp_model, cache, max_num_batched_tokens=128, kv_cache_memory_bytes=45 * 2**15
@@ -24,7 +24,7 @@ def engine(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield engine
 
 
-def test_chunked_prompts_preempted_samples_and_several_levels_stay_greedy(
+def test_chunked_and_preempted_samples_with_nested_prefixes_stay_greedy(
     engine: SharedEngine, reference: Any
 ) -> None:
     kinds = StepKinds(engine)
@@ -36,7 +36,7 @@ def test_chunked_prompts_preempted_samples_and_several_levels_stay_greedy(
     assert kinds.mixed and kinds.levels and kinds.preempted
 
 
-def test_a_sample_has_the_logprobs_that_it_has_without(engine: SharedEngine) -> None:
+def test_logprobs_equal_those_of_stock_attention(engine: SharedEngine) -> None:
     with engine.mode("off") as stock_counted:
         stock = sample(engine, 12)
     with engine.mode("always") as counted:
@@ -48,7 +48,7 @@ def test_a_sample_has_the_logprobs_that_it_has_without(engine: SharedEngine) -> 
         assert ours.logprobs[:same] == pytest.approx(theirs.logprobs[:same], abs=1e-4)
 
 
-def test_a_failure_leaves_the_step_to_stock_attention(engine: SharedEngine, reference: Any) -> None:
+def test_failed_step_falls_back_to_stock_attention(engine: SharedEngine, reference: Any) -> None:
     from engine.attention.cpu_backend import FEATURE
 
     group_rows = engine.builder.grouper.group_rows

@@ -1,7 +1,7 @@
-"""In bfloat16 attention over shared prefixes is as near to float32 as stock is.
+"""In bfloat16, shared-prefix attention is as close to float32 as stock attention.
 
-Two kernels round differently, and by how much depends on the processor's instructions. So each is
-held against a forward in float32 with the same weights, rounded to bfloat16.
+Two kernels round differently, by an amount that depends on the processor's instructions. So each is
+compared with a float32 forward of the same weights, rounded to bfloat16.
 """
 
 import math
@@ -16,10 +16,10 @@ from tests.engine.attention.sample_groups import GROUP_SIZE, GROUPS, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 from tests.engine.random_models import VOCAB
 
-# vLLM's imports and its draft methods warn of their own affairs.
+# Imports of vLLM and its draft methods emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-# Prompts of other tokens, each with its own rounding: the unit of the confidence interval.
+# Prompts with different tokens, each with its own rounding: the unit of the confidence interval.
 OTHERS = 8
 PROMPTS = [[token + other for token in prompt] for other in range(OTHERS) for prompt in GROUPS]
 CONFIDENCE = 3.0
@@ -28,7 +28,7 @@ CONFIDENCE = 3.0
 Drawn = tuple[list[int], torch.Tensor]
 
 
-def test_in_bfloat16_it_is_as_near_to_float32_as_stock(
+def test_bfloat16_is_as_close_to_float32_as_stock_attention(
     sharp_model: Path, reference: Any, tmp_path: Path
 ) -> None:
     with shared_engine(
@@ -50,7 +50,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_stock(
     assert statistics.mean(worse) <= CONFIDENCE * error
     not_worth_it = grouping_or_reason["steps_skipped"].get(
         "not_worth_it", 0
-    )  # this machine may find none
+    )  # the calibration on this machine may find no crossover
     assert grouping_or_reason["steps_grouped"] + not_worth_it > 0
 
 
@@ -62,7 +62,7 @@ def rounded_weights(model: Any) -> Any:
 
 
 def distributions(engine: SharedEngine) -> list[Drawn]:
-    """Tokens drawn with a seed for each sample, and what each was drawn from."""
+    """Tokens sampled with one seed per sample, and the distributions they were sampled from."""
     drawn = []
     for output in engine.live.generate(
         [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)],

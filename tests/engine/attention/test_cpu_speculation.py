@@ -1,4 +1,4 @@
-"""Drafted tokens are verified by shared-prefix attention, several query tokens a row."""
+"""Drafted tokens are verified by shared-prefix attention with several query tokens per row."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from tests.engine.attention.sample_groups import StepKinds, assert_all_greedy, s
 from tests.engine.attention.shared_engine import shared_engine
 from tests.engine.upstream_defects import SPECULATION
 
-# vLLM's imports and its draft methods warn of their own affairs.
+# Imports of vLLM and its draft methods emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 

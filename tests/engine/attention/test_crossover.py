@@ -1,4 +1,4 @@
-"""What is measured at the start decides a step the way the measurement itself would."""
+"""The crossover calibrated at start-up decides a step as a direct measurement would."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def work(nodes: int, prefix: int, suffix: int, rows: int = 8) -> StepWork:
 
 
 def trial(of: StepWork) -> CrossoverTrial:
-    """A machine on which the prefix costs a third when shared, and a node costs something."""
+    """A simulated machine: a shared prefix costs a third, and each node a constant."""
     stock = CALL + ROW * of.num_queries + PAIR * (of.prefix_pairs + of.suffix_pairs)
     shared = CALL + ROW * of.num_queries + NODE * of.num_nodes
     return CrossoverTrial(
@@ -46,14 +46,14 @@ TRIALS = [
 @pytest.mark.parametrize(
     "step", [work(1, 2048, 30), work(4, 32, 30), work(2, 64, 500), work(3, 512, 5)]
 )
-def test_a_fitted_crossover_judges_steps_that_were_not_measured(step: StepWork) -> None:
+def test_fitted_crossover_decides_unmeasured_steps(step: StepWork) -> None:
     measured = trial(step)
     is_faster = measured.shared_seconds < measured.stock_seconds
     assert Crossover.fit(TRIALS).is_faster(step) == is_faster
 
 
-def test_no_cost_is_ever_negative() -> None:
-    """Noise would have it so; then more work would count as less."""
+def test_fitted_costs_are_never_negative() -> None:
+    """Noise could make them so; then more work would appear cheaper."""
     noisy = [
         CrossoverTrial(
             work=t.work, stock_seconds=t.stock_seconds * (1 + 0.5 * (i % 3)), shared_seconds=1e-5
@@ -74,7 +74,7 @@ class Measurement:
         return [replace(t, steady=i >= self._num_unsteady) for i, t in enumerate(TRIALS)]
 
 
-def test_a_machine_is_measured_once_for_each_of_its_circumstances(tmp_path: Path) -> None:
+def test_machine_is_measured_once_per_configuration(tmp_path: Path) -> None:
     measure = Measurement()
     first = crossover(tmp_path / "kept", {"threads": 2}, measure)
     assert crossover(tmp_path / "kept", {"threads": 2}, measure) == first
@@ -86,7 +86,7 @@ def test_a_machine_is_measured_once_for_each_of_its_circumstances(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"costs": {"stock": 1, "shared": []}}', "[1]"])
-def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
+def test_broken_cache_file_is_measured_again(tmp_path: Path, text: str) -> None:
     measure = Measurement()
     crossover(tmp_path, {"threads": 2}, measure)
     [file] = tmp_path.iterdir()
@@ -96,7 +96,7 @@ def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
     assert measure.num_calls == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_the_next_start_only(tmp_path: Path) -> None:
+def test_unwritable_cache_directory_costs_only_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     measure = Measurement()
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_be_written_costs_the_next_start_only(tmp_path: 
     assert measure.num_calls == 2
 
 
-def test_what_a_busy_machine_measured_is_used_and_not_kept(tmp_path: Path) -> None:
+def test_measurement_on_a_busy_machine_is_used_and_not_cached(tmp_path: Path) -> None:
     steady, busy = Measurement(num_unsteady=2), Measurement(num_unsteady=len(TRIALS) // 2)
     assert crossover(tmp_path, {"threads": 2}, busy).is_faster(work(1, 2048, 30))
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
-"""What the GPU backend decides and writes down for a step, as far as that is seen without one.
+"""Decisions and work lists of the GPU backend, as far as they can be checked without a GPU.
 
-The kernels that read the list are tested by themselves, in Triton's interpreter.
+The kernels that read the work list are tested separately, in Triton's interpreter.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from engine.runtime.guard import FeatureState
 from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 from tests.engine.attention.block_tables import BLOCK, table_of
 
-# vLLM warns of its own affairs when it is imported without a GPU.
+# Importing vLLM without a GPU emits unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 SHAPE = WorkShape(
@@ -35,7 +35,7 @@ ALONE = [[1, 2], [3, 4], [5]]
 
 
 def builder() -> Any:
-    """Without a GPU it cannot be made by itself; this is what its step needs."""
+    """A builder with only the attributes its step needs; without a GPU it cannot be constructed."""
     from engine.attention.cuda_backend import SharedPrefixBuilder
 
     made = object.__new__(SharedPrefixBuilder)
@@ -49,7 +49,7 @@ def builder() -> Any:
 
 
 def step(rows: list[list[int]], query_lens: list[int]) -> tuple[Any, Any]:
-    """Stock's metadata and what it was made of; rows beyond `rows` fill a captured graph up."""
+    """Stock metadata and its inputs; rows beyond `rows` pad a captured graph."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
@@ -77,13 +77,13 @@ def step(rows: list[list[int]], query_lens: list[int]) -> tuple[Any, Any]:
 
 
 def listed(work: WorkList) -> tuple[int, int, list[int]]:
-    """Rows, items, and for each item how many rows it has."""
+    """Rows, items, and the number of rows of each item."""
     num_items = int(work["num_items"][0])
     items = work["items"].view(-1, 6)[:num_items]
     return int(work["num_rows"][0]), num_items, items[:, 5].tolist()
 
 
-def test_a_decode_step_is_listed_without_the_rows_that_fill_a_graph_up() -> None:
+def test_decode_step_is_listed_without_padding_rows() -> None:
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
@@ -93,7 +93,7 @@ def test_a_decode_step_is_listed_without_the_rows_that_fill_a_graph_up() -> None
     assert listed(made._work) == (3, 4, [2, 1, 1, 1])
 
 
-def test_a_decode_step_that_shares_nothing_is_listed_for_the_graph_all_the_same() -> None:
+def test_decode_step_without_sharing_is_listed_for_the_graph() -> None:
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
@@ -102,14 +102,14 @@ def test_a_decode_step_that_shares_nothing_is_listed_for_the_graph_all_the_same(
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
 
-def test_a_capture_knows_nothing_of_blocks() -> None:
+def test_graph_capture_knows_no_blocks() -> None:
     made = builder()
     made._capturing = True
     made._with_grouping(*step(SHARED, [1, 1, 1]), made._work)
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
 
-def test_a_step_of_prefill_is_stocks() -> None:
+def test_prefill_step_uses_stock_attention() -> None:
     made = builder()
     metadata, common = step(ALONE, [1, 1, 9])
     assert made._with_grouping(metadata, common, made._work) is metadata
@@ -117,7 +117,7 @@ def test_a_step_of_prefill_is_stocks() -> None:
     assert made._with_grouping(metadata, common, made._work) is metadata
 
 
-def test_after_a_failure_a_captured_graph_finds_a_list_that_shares_nothing() -> None:
+def test_after_a_failure_captured_graphs_get_a_list_without_sharing() -> None:
     from engine.attention.block_tables import FEATURE
 
     made = builder()

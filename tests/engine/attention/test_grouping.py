@@ -1,4 +1,4 @@
-"""Each step is grouped, or counted with the reason why not."""
+"""Each step is grouped, or counted with the reason for not grouping it."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def skipped(**options: Any) -> list[str]:
     return list(counts.steps_skipped.elements())
 
 
-def test_rows_that_share_are_counted_with_what_is_not_read() -> None:
+def test_sharing_rows_are_counted_with_the_kv_reads_saved() -> None:
     counts = Counters()
     grouping = grouper(counts).group_rows(TABLE, LENS, starts(1, 5, 1, 1))
     assert grouping is not None
@@ -50,20 +50,20 @@ def test_rows_that_share_are_counted_with_what_is_not_read() -> None:
     )
 
 
-def test_rows_in_prefill_are_left_to_stock_attention() -> None:
+def test_prefill_rows_are_left_to_stock_attention() -> None:
     grouping = grouper(Counters()).group_rows(TABLE, LENS, starts(1, 1, 17, 1))
     assert grouping is not None
     assert (grouping.num_rows, grouping.num_tokens) == (2, 2)
 
 
-def test_a_step_that_is_not_grouped_says_why() -> None:
+def test_step_that_is_not_grouped_has_a_reason() -> None:
     assert skipped(query_lens=(17, 1, 1, 1)) == ["query_length"]
     assert skipped(table=table_of([[1], [2], [3], [4]])) == ["nothing_shared"]
     assert skipped(mode="auto", crossover=NEVER) == ["not_worth_it"]
     assert skipped(unsupported="sliding_window") == ["sliding_window"]
 
 
-def test_the_mode_decides_whether_the_crossover_is_asked() -> None:
+def test_mode_decides_whether_the_crossover_applies() -> None:
     for mode, crossover, record_grouped in (
         ("auto", ALWAYS, 1),
         ("auto", NEVER, 0),
@@ -75,7 +75,7 @@ def test_the_mode_decides_whether_the_crossover_is_asked() -> None:
         assert counts.steps_grouped == record_grouped
 
 
-def test_ranks_take_the_same_steps_with_a_share_of_the_bytes_each() -> None:
+def test_ranks_take_the_same_steps_and_divide_the_bytes() -> None:
     counts = Counters()
     counts.record_grouped(num_rows=3, bytes_saved=500)
     counts.skipped("nothing_shared")

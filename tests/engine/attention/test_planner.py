@@ -1,4 +1,4 @@
-"""The planner finds what an obvious search finds, keeps it while it holds, waits for nothing."""
+"""The planner equals a reference search, reuses valid plans, and never synchronizes a device."""
 
 import sys
 from collections import Counter
@@ -26,12 +26,12 @@ MAX_CALLS = 350
 
 
 def first_positions(rows: list[list[int]], depths: list[int] | None = None) -> Int32s:
-    """Of rows whose next query comes right behind so many full blocks."""
+    """First query positions of rows, each directly after this many full blocks."""
     full = [len(row) for row in rows] if depths is None else depths
     return np.array(full, dtype=np.int32) * BLOCK
 
 
-def test_groups_of_any_size_and_order_share_what_is_equal_from_the_start() -> None:
+def test_groups_of_any_size_and_order_share_equal_leading_blocks() -> None:
     rows = [[5, 6, 1], [9, 6, 2], [5, 6, 3], [8], [9, 6, 4], [5, 7]]
     plan = Planner(BLOCK).plan(table_of(rows), first_positions(rows))
     assert nodes_of(plan) == [Node((0, 2, 5), (5,)), Node((1, 4), (9, 6)), Node((0, 2), (6,))]
@@ -39,7 +39,7 @@ def test_groups_of_any_size_and_order_share_what_is_equal_from_the_start() -> No
     assert plan.node_tokens.tolist() == [32, 64, 32]
 
 
-def test_a_row_shares_no_block_that_holds_its_queries() -> None:
+def test_row_does_not_share_a_block_that_holds_its_queries() -> None:
     rows = [[5, 6, 7], [5, 6, 7]]
     plan = Planner(BLOCK).plan(table_of(rows), np.array([94, 95], dtype=np.int32))
     assert nodes_of(plan) == [Node((0, 1), (5, 6))]
@@ -47,14 +47,14 @@ def test_a_row_shares_no_block_that_holds_its_queries() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Few ids, so that rows agree, part, and agree again behind where they have parted."""
+    """Rows of few block IDs, so that they agree, diverge, and agree again after the divergence."""
     rows = draw(st.lists(st.lists(st.integers(1, 3), max_size=7), max_size=9))
     return rows, [draw(st.integers(0, len(row))) for row in rows]
 
 
 @settings(deadline=None, max_examples=300)
 @given(steps())
-def test_the_plan_is_that_of_the_slow_search(step: tuple[list[list[int]], list[int]]) -> None:
+def test_plan_equals_the_reference_search(step: tuple[list[list[int]], list[int]]) -> None:
     rows, depths = step
     table = table_of(rows)
     plan = Planner(BLOCK).plan(table, first_positions(rows, depths))
@@ -67,7 +67,7 @@ def test_the_plan_is_that_of_the_slow_search(step: tuple[list[list[int]], list[i
 @settings(deadline=None, max_examples=150)
 @given(st.lists(steps(), min_size=2, max_size=6))
 @pytest.mark.slow
-def test_a_kept_plan_is_what_a_new_one_would_be(
+def test_reused_plan_equals_a_new_one(
     followed: list[tuple[list[list[int]], list[int]]],
 ) -> None:
     planner = Planner(BLOCK)
@@ -78,7 +78,7 @@ def test_a_kept_plan_is_what_a_new_one_would_be(
         assert kept.suffix_starts.tolist() == anew.suffix_starts.tolist()
 
 
-def test_rows_that_grow_keep_their_plan_and_rows_that_change_do_not() -> None:
+def test_growing_rows_keep_their_plan_and_changed_rows_do_not() -> None:
     planner, rows = Planner(BLOCK), tree_rows((2, 4), (3, 1))
     before = planner.plan(table_of(rows, num_columns=9), first_positions(rows))
     longer = [[*row, 50 + i] for i, row in enumerate(rows)]
@@ -89,7 +89,7 @@ def test_rows_that_grow_keep_their_plan_and_rows_that_change_do_not() -> None:
     assert nodes_of(after)[0] == Node((0, 1, 2), (1, 2, 3))
 
 
-def test_a_row_enters_a_deeper_shared_block_once_it_is_long_enough() -> None:
+def test_row_joins_a_deeper_shared_block_once_it_is_long_enough() -> None:
     planner, table = Planner(BLOCK), table_of([[1, 2, 3], [1, 2, 4], [1, 2, 3]])
     short = planner.plan(table, np.array([96, 40, 96], dtype=np.int32))
     assert nodes_of(short) == [Node((0, 1, 2), (1,)), Node((0, 2), (2, 3))]
@@ -97,8 +97,8 @@ def test_a_row_enters_a_deeper_shared_block_once_it_is_long_enough() -> None:
     assert nodes_of(longer) == [Node((0, 1, 2), (1, 2)), Node((0, 2), (3,))]
 
 
-def test_planning_touches_no_tensor() -> None:
-    """What is computed on a device would have to be waited for."""
+def test_planning_uses_no_tensor() -> None:
+    """A tensor computed on a device would require a synchronization."""
 
     class Refusing(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: object, *_: object) -> None:
@@ -115,9 +115,10 @@ def test_planning_touches_no_tensor() -> None:
     "shape, blocks",
     [((1, 256), (127, 3)), ((32, 8), (127, 3)), ((1, 8, 32), (32, 95, 3)), ((256,), (130,))],
 )
-def test_a_plan_takes_few_calls(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-    """Of 256 rows of 4096 tokens; the bench holds it to 200 us on a quiet machine. Calls are
-    counted, because times depend on the machine.
+def test_planning_takes_few_calls(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+    """Of 256 rows of 4096 tokens; the benchmark requires 200 us on a quiet machine.
+
+    Calls are counted, because times depend on the machine.
     """
     rows = tree_rows(shape, blocks)
     order = np.random.default_rng(0).permutation(len(rows))
@@ -130,7 +131,7 @@ def test_a_plan_takes_few_calls(shape: tuple[int, ...], blocks: tuple[int, ...])
 
 
 def num_calls(run: Callable[[], object]) -> int:
-    """Calls of functions, in Python and compiled."""
+    """Number of function calls, in Python and compiled."""
     events: Counter[str] = Counter()
     sys.setprofile(lambda _, event, __: events.update([event]))
     try:

@@ -1,7 +1,7 @@
-"""vLLM's own managers of CUDA graphs on a machine without a GPU.
+"""vLLM's own CUDA graph managers on a machine without a GPU.
 
-Configuration, candidates and dispatch are vLLM's. What is put in place of a GPU: the pool, the
-graph, and the context that it is captured in.
+Configuration, candidates and dispatch are vLLM's. Replaced are the pool, the graph, and the capture
+context.
 """
 
 import os
@@ -21,7 +21,7 @@ Schedule = Sequence[tuple[int, int, int]]
 def config_of(
     schedule: Schedule, *, max_sequences: int, max_tokens: int, sizes: list[int] | None = None
 ) -> Any:
-    """As on a GPU, with vLLM's own sizes where none are given; drafts by running samples."""
+    """A config as on a GPU, with vLLM's own sizes by default; draft lengths by running samples."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
 
@@ -53,7 +53,7 @@ def no_gpu_needed() -> Iterator[None]:
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    before = dict(os.environ)  # a configuration writes to it
+    before = dict(os.environ)  # creating a config modifies the environment
     with pytest.MonkeyPatch.context() as patch:
         one_rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
         patch.setattr(type(current_platform), "_global_graph_pool", "the pool")
@@ -84,7 +84,7 @@ def manager_of(config: Any, cls: Any = None) -> Any:
 
 
 def capture(manager: Any) -> list[Any]:
-    """By vLLM's own loop, which asks for each graph to be prepared; in this order."""
+    """Captures with vLLM's own loop, which prepares each graph; returns them in this order."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     asked: list[Any] = []

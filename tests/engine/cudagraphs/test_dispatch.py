@@ -1,4 +1,4 @@
-"""Which graph serves a step: by a ladder for each length, and as vLLM 0.32 looks."""
+"""Selection of the graph for a step: by a ladder per length, and as in vLLM 0.32."""
 
 from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
 from engine.cudagraphs.evaluate import RIDGE_TOKENS, score
@@ -8,7 +8,7 @@ from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
 SHAPES = [decode(2, 1), decode(4, 1), decode(2, 3), mixed(8), mixed(4)]
 
 
-def test_a_ladder_finds_the_next_larger_of_the_same_length() -> None:
+def test_ladder_finds_the_next_larger_graph_of_the_same_length() -> None:
     ladder = PerLengthLookup(SHAPES)
     assert ladder.find(decode(1, 1)) == decode(2, 1)
     assert ladder.find(decode(3, 1)) == decode(4, 1)
@@ -22,12 +22,12 @@ def test_a_ladder_finds_the_next_larger_of_the_same_length() -> None:
 def test_vllm_looks_no_further_than_the_next_number_of_tokens() -> None:
     looked = VllmLookup(SHAPES)
     assert looked.find(decode(3, 1)) == decode(4, 1)
-    assert looked.find(decode(1, 3)) is None  # 4 tokens come first, with another length
+    assert looked.find(decode(1, 3)) is None  # a graph of 4 tokens comes first, with another length
     assert looked.find(decode(2, 3)) == decode(2, 3)
     assert looked.find(mixed(5)) == mixed(8)
 
 
-def test_hits_are_those_of_decode_steps_and_padding_is_weighed_by_time() -> None:
+def test_hits_count_decode_steps_and_padding_is_weighted_by_time() -> None:
     memory = GraphMemory(graph_bytes=100, token_bytes=10)
     asked = {decode(3, 1): 30.0, decode(9, 1): 10.0, mixed(3): 5.0}
     judged = score(SHAPES, PerLengthLookup(SHAPES), asked, memory)

@@ -1,4 +1,4 @@
-"""Draft lengths by running samples, as they are written in the settings."""
+"""Draft lengths by number of running samples, as written in the settings."""
 
 import pytest
 from pydantic import ValidationError
@@ -7,7 +7,7 @@ from engine.cudagraphs.draft_lengths import DraftLengthTiers, default_tiers
 from engine.settings import GraphsSettings
 
 
-def test_a_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
+def test_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
     lengths = DraftLengthTiers.parse("8:0,4,2 32:0,2 0")
     assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33, 10**6)] == [
         (0, 2, 4),
@@ -33,16 +33,16 @@ def test_a_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
         ("128", "127 tokens at most"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_settings(text: str, reason: str) -> None:
+def test_unreadable_lengths_are_refused_with_the_settings(text: str, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         GraphsSettings(lengths=text)
 
 
-def test_a_single_length_may_be_a_number_in_yaml() -> None:
+def test_single_length_may_be_a_number_in_yaml() -> None:
     assert GraphsSettings.model_validate({"lengths": 3}).lengths == "3"
 
 
-def test_a_drafter_chooses_from_few_lengths_and_small_ones_for_many_samples() -> None:
+def test_drafter_uses_few_lengths_and_short_ones_for_many_samples() -> None:
     lengths = default_tiers(8)
     assert [lengths.at(samples) for samples in (1, 8, 9, 32, 33)] == [
         (0, 1, 2, 4, 8),

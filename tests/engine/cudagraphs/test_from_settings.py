@@ -1,4 +1,4 @@
-"""What a start makes of the settings, and what the service is told of all ranks."""
+"""Capture plans from the settings, and the counts reported for all ranks."""
 
 import logging
 from pathlib import Path
@@ -33,12 +33,12 @@ def start(
     return plan_for_start(engine, graphs, speculation, SEEDLING, on_cpu=on_cpu)
 
 
-def test_without_a_budget_vllm_captures_what_it_does() -> None:
+def test_without_a_budget_vllm_captures_its_default() -> None:
     assert start(EngineSettings(), GraphsSettings()) is None
 
 
 @pytest.mark.parametrize(("eager", "on_cpu"), [(None, True), (True, False)])
-def test_a_budget_has_no_effect_where_there_are_no_graphs_and_that_is_said(
+def test_budget_without_graphs_has_no_effect_and_is_logged(
     eager: bool | None, on_cpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -49,7 +49,7 @@ def test_a_budget_has_no_effect_where_there_are_no_graphs_and_that_is_said(
     ]
 
 
-def test_on_a_gpu_a_budget_makes_a_plan() -> None:
+def test_budget_on_a_gpu_makes_a_plan() -> None:
     made = start(EngineSettings(), BUDGETED)
     assert made is not None and made.estimated_bytes <= 2**26
     assert made.max_samples == {0: 256}
@@ -59,7 +59,7 @@ def test_on_a_gpu_a_budget_makes_a_plan() -> None:
     ("lengths", "max_samples"),
     [(None, {0: 256, 1: 256, 2: 256, 4: 32, 6: 8}), ("8:0,3 0", {0: 256, 3: 8})],
 )
-def test_where_a_drafter_drafts_its_lengths_are_planned(
+def test_lengths_of_the_drafter_are_planned(
     lengths: str | None, max_samples: dict[int, int]
 ) -> None:
     drafter = SpeculationSettings(mode="drafter", longest_draft=6)
@@ -70,7 +70,7 @@ def test_where_a_drafter_drafts_its_lengths_are_planned(
 
 
 @pytest.mark.parametrize("plan", [None, PLAN])
-def test_the_engines_processes_are_told_the_plan(plan: Plan | None) -> None:
+def test_engine_processes_receive_the_plan(plan: Plan | None) -> None:
     with engine_environment(
         EngineSettings(),
         attention=AttentionSettings(),
@@ -84,7 +84,7 @@ def test_the_engines_processes_are_told_the_plan(plan: Plan | None) -> None:
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_is_given_the_sizes_of_the_plan() -> None:
+def test_vllm_receives_the_sizes_of_the_plan() -> None:
     from engine.launch.arguments import engine_arguments
 
     arguments = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False, graphs=PLAN)
@@ -93,14 +93,14 @@ def test_vllm_is_given_the_sizes_of_the_plan() -> None:
     assert free.compilation_config.cudagraph_capture_sizes is None
 
 
-def test_nothing_is_counted_before_a_plan_was_captured() -> None:
+def test_nothing_is_counted_before_a_plan_is_captured() -> None:
     counts = Counters()
     counts.record_decode(samples=3, query_len=1, hit=True)
     assert counts.read() is None
     assert aggregate_ranks([None, None]) == aggregate_ranks([]) == CudaGraphStats()
 
 
-def test_steps_are_those_of_a_rank_and_bytes_the_largest_ones() -> None:
+def test_steps_are_those_of_one_rank_and_bytes_the_maximum() -> None:
     def rank(measured_bytes: int) -> Snapshot | None:
         counts = Counters()
         counts.set_plan(PLAN, measured_bytes)

@@ -1,4 +1,4 @@
-"""An engine on a GPU captures its plan and nothing else, and decodes with it."""
+"""An engine on a GPU captures exactly its plan, and decodes with it."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_a_plan_is_captured_and_every_decode_step_finds_its_graph() -> None:
+def test_plan_is_captured_and_every_decode_step_hits_a_graph() -> None:
     limits = CaptureLimits(
         lengths=DraftLengthTiers.parse("8:4 32:2 0"), max_sequences=64, max_batched_tokens=2048
     )

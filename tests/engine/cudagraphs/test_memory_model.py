@@ -1,4 +1,4 @@
-"""What graphs take, from a model's config.json."""
+"""GPU memory of CUDA graphs, estimated from a model's config.json."""
 
 import json
 from pathlib import Path
@@ -21,23 +21,23 @@ def memory(directory: Path, config: dict[str, Any], **options: Any) -> GraphMemo
     return estimate_memory(directory, **options)
 
 
-def test_graphs_grow_with_layers_and_the_pool_with_the_widest_half_of_one(tmp_path: Path) -> None:
+def test_graphs_grow_with_layers_and_the_pool_with_the_widest_half_layer(tmp_path: Path) -> None:
     whole = memory(tmp_path, LLAMA_8B)
     assert whole.graph_bytes == 6 * 2**20
     assert whole.token_bytes == 2 * (3 * 4096 + 3 * 14336)
     assert memory(tmp_path, {**LLAMA_8B, "num_hidden_layers": 2}).graph_bytes == MIN_GRAPH_BYTES
 
 
-def test_ranks_share_what_a_layer_holds_but_not_what_passes_through(tmp_path: Path) -> None:
+def test_ranks_divide_the_mlp_width_but_not_the_hidden_state(tmp_path: Path) -> None:
     assert memory(tmp_path, LLAMA_8B, ranks=8).token_bytes == 2 * (3 * 4096 + 3 * 14336 // 8)
 
 
-def test_a_type_and_a_measured_number_take_the_place_of_the_models(tmp_path: Path) -> None:
+def test_dtype_and_measured_bytes_override_those_of_the_model(tmp_path: Path) -> None:
     assert memory(tmp_path, LLAMA_8B, dtype="float32").token_bytes == 4 * (3 * 4096 + 3 * 14336)
     assert memory(tmp_path, LLAMA_8B, graph_bytes=7).graph_bytes == 7
 
 
-def test_a_mixture_holds_the_experts_of_a_token_and_may_lie_below_text_config(
+def test_mixture_of_experts_is_sized_by_its_active_experts(
     tmp_path: Path,
 ) -> None:
     experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 768}

@@ -1,4 +1,4 @@
-"""A plan is small, serves every step that may come, and stays in its budget."""
+"""A plan is small, serves every possible step, and stays within its budget."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def allowed(limits: CaptureLimits) -> list[GraphShape]:
 
 
 @pytest.mark.parametrize("text", TIERS)
-def test_whatever_length_may_be_chosen_finds_a_graph(text: str) -> None:
+def test_any_length_that_may_be_chosen_has_a_graph(text: str) -> None:
     ladder = PerLengthLookup(plan_of(text).shapes)
     assert all(ladder.find(shape) for shape in allowed(limits(text)))
     assert all(ladder.find(mixed(tokens)) for tokens in range(1, 513))
@@ -56,7 +56,7 @@ def test_no_length_has_graphs_for_more_samples_than_may_choose_it(text: str) -> 
 
 
 @pytest.mark.parametrize("text", TIERS)
-def test_a_plan_is_ordered_for_its_capture(text: str) -> None:
+def test_plan_is_ordered_for_its_capture(text: str) -> None:
     shapes = plan_of(text).shapes
     kinds = [shape.query_len is not None for shape in shapes]
     assert kinds == sorted(kinds)
@@ -67,20 +67,20 @@ def test_a_plan_is_ordered_for_its_capture(text: str) -> None:
 
 
 @pytest.mark.parametrize("budget_mib", [60, 100, 200, 400, 10_000])
-def test_a_plan_stays_in_its_budget(budget_mib: int) -> None:
+def test_plan_stays_within_its_budget(budget_mib: int) -> None:
     made = plan_of(TIERED, budget_bytes=budget_mib * 2**20 + 512 * 10**5)
     assert made.estimated_bytes == MEMORY.total_bytes(made.shapes)
     assert made.estimated_bytes <= made.budget_bytes if made.budget_bytes else False
 
 
-def test_a_budget_below_one_graph_a_length_is_refused_with_what_is_needed() -> None:
+def test_budget_below_one_graph_per_length_is_refused_with_the_minimum() -> None:
     least = 512 * 10**5 + 5 * MEMORY.graph_bytes
     with pytest.raises(BudgetTooSmall, match=str(least)):
         plan_of(TIERED, budget_bytes=least - 1)
     assert len(plan_of(TIERED, budget_bytes=least).shapes) == 5
 
 
-def test_a_larger_budget_pads_less() -> None:
+def test_larger_budget_pads_less() -> None:
     asked = dict.fromkeys(allowed(limits(TIERED)), 1.0)
     paddings = []
     for budget_mib in (100, 200, 400):
@@ -91,7 +91,7 @@ def test_a_larger_budget_pads_less() -> None:
 
 
 @pytest.mark.parametrize("text", TIERS)
-def test_without_a_budget_steps_stay_near_those_of_vllms_sizes(text: str) -> None:
+def test_without_a_budget_steps_stay_close_to_the_sizes_of_vllm(text: str) -> None:
     asked = dict.fromkeys(allowed(limits(text)), 1.0)
     full, made = vllm_shapes(limits(text)), plan_of(text)
     theirs = score(full, PerLengthLookup(full), asked, MEMORY)
@@ -105,7 +105,7 @@ def test_without_a_budget_steps_stay_near_those_of_vllms_sizes(text: str) -> Non
         assert step_cost(found.tokens) / step_cost(shape.tokens) <= 1 + MAX_STEP_SLOWDOWN
 
 
-def test_a_plan_with_tiers_is_less_than_their_product_and_than_a_bucketed_pool() -> None:
+def test_plan_with_tiers_is_smaller_than_the_product_and_a_bucketed_pool() -> None:
     made = plan_of(TIERED)
     theirs = (tlt_shapes(limits(TIERED)), vllm_shapes(limits(TIERED)))
     for shapes, share in zip(theirs, (0.5, 0.4), strict=True):
@@ -113,7 +113,7 @@ def test_a_plan_with_tiers_is_less_than_their_product_and_than_a_bucketed_pool()
     assert theirs[0] < theirs[1]
 
 
-def test_a_budget_goes_where_the_recorded_steps_are() -> None:
+def test_budget_follows_the_recorded_steps() -> None:
     trace = Trace(((decode(37, 1), 500), (decode(5, 5), 400), (mixed(100), 20)))
     budget = 15 * MEMORY.graph_bytes + MEMORY.pool_bytes([mixed(512)])
     asked = {shape: float(steps) for shape, steps in trace.runs}
@@ -125,7 +125,7 @@ def test_a_budget_goes_where_the_recorded_steps_are() -> None:
     assert told.hit_rate == blind.hit_rate == 1
 
 
-def test_steps_that_no_engine_with_these_settings_takes_do_not_matter() -> None:
+def test_recorded_steps_impossible_under_the_settings_are_ignored() -> None:
     strange = Trace(
         ((decode(40, 9), 10), (decode(300, 1), 10), (mixed(5000), 10), (GraphShape(9, 0), 1))
     )
@@ -144,6 +144,6 @@ def test_without_mixed_graphs_there_are_none() -> None:
     assert all(shape.query_len is not None for shape in plan_of("0", mixed_tokens=0).shapes)
 
 
-def test_a_plan_travels_as_text() -> None:
+def test_plan_is_serialized_as_text() -> None:
     made = plan_of(TIERED, budget_bytes=2**30)
     assert Plan.from_json(made.to_json()) == made

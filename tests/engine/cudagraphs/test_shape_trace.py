@@ -1,4 +1,4 @@
-"""Recorded steps are written and read without loss, and what is no trace is refused."""
+"""Recorded steps are written and read without loss, and invalid traces are refused."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from engine.cudagraphs.shape_recorder import ShapeRecorder
 from engine.cudagraphs.shape_trace import Trace, read_trace
 
 
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     trace = Trace(
         ((mixed(90), 1), (decode(8, 3), 20), (GraphShape(11, UNEVEN), 2), (decode(8, 3), 5)),
         {"model": "seedling"},
@@ -34,19 +34,19 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         '{"about": {}, "steps": [["8", 1, 1]]}',
     ],
 )
-def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_trace_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(ValueError, match="is no trace of steps"):
         read_trace(tmp_path / "trace.json")
 
 
-def test_a_trace_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_trace_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_trace(tmp_path / "trace.json")
 
 
 class Scheduler:
-    """As vLLM's: requests are advanced by what it hands out."""
+    """vLLM's scheduler interface: requests advance by what it schedules."""
 
     def __init__(self, steps: list[dict[str, tuple[int, int]]]) -> None:
         self.requests: dict[str, Any] = {
@@ -67,8 +67,8 @@ class Scheduler:
         )
 
 
-def test_steps_are_recorded_by_what_was_scheduled() -> None:
-    """Tokens and drafts by sample; the first step of `b` computes a part of its prompt."""
+def test_steps_are_recorded_from_the_scheduler_output() -> None:
+    """Tokens and drafts by sample; the first step of `b` prefills a part of its prompt."""
     steps = [
         {"a": (10, 0), "b": (9, 0)},
         {"a": (3, 2), "b": (1, 0)},

@@ -1,4 +1,4 @@
-"""What is said of vLLM's graphs is what its own classes do, and a plan is what they keep to."""
+"""The model of vLLM's CUDA graphs matches vLLM's classes, and they follow a plan."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +47,7 @@ def config(text: str, sizes: list[int] | None = None) -> Any:
 
 
 def steps(limits: CaptureLimits) -> list[GraphShape]:
-    """Every decode step that may be taken."""
+    """Every possible decode step."""
     return [
         decode(samples, query_len)
         for query_len in limits.lengths.query_lens
@@ -56,7 +56,7 @@ def steps(limits: CaptureLimits) -> list[GraphShape]:
 
 
 def dispatched(manager: Any, asked: GraphShape) -> GraphShape | None:
-    """The decode graph that vLLM takes for a step."""
+    """The decode graph that vLLM selects for a step."""
     desc = manager.dispatch(
         asked.samples, asked.tokens, asked.query_len, 0, max_query_len=asked.query_len
     )
@@ -78,7 +78,7 @@ def planned(text: str, budget_bytes: int | None = None) -> Plan:
 
 
 def keeping_to(plan: Plan) -> Any:
-    """vLLM's manager, patched; without the model that its subclass captures."""
+    """vLLM's patched manager, without the model that its subclass captures."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     methods = graph_candidates.patched_methods(CudaGraphManager, plan)
@@ -90,14 +90,14 @@ def capture_all(manager: Any) -> None:
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
-def test_the_product_is_what_vllm_captures(text: str) -> None:
+def test_product_of_sizes_and_lengths_is_captured_by_vllm(text: str) -> None:
     configured = config(text)
     assert configured.compilation_config.cudagraph_capture_sizes == vllm_sizes(limits(text))
     assert shapes_of(manager_of(configured)) == vllm_shapes(limits(text))
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
-def test_vllm_finds_its_graphs_as_is_modelled(text: str) -> None:
+def test_vllm_dispatch_matches_the_model(text: str) -> None:
     manager = manager_of(config(text))
     capture(manager)
     lookup = VllmLookup(vllm_shapes(limits(text)))
@@ -106,7 +106,7 @@ def test_vllm_finds_its_graphs_as_is_modelled(text: str) -> None:
 
 
 def test_vllm_misses_graphs_that_it_has_captured() -> None:
-    """The upstream bug: mended there, the candidates of a plan need no ladder of ours."""
+    """The upstream bug. Once it is fixed there, a plan's candidates need no ladder of our own."""
     text = "8:4 32:2 0"
     manager = manager_of(config(text))
     capture(manager)
@@ -116,7 +116,7 @@ def test_vllm_misses_graphs_that_it_has_captured() -> None:
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
-def test_a_plan_is_captured_as_it_is_and_in_its_order(text: str) -> None:
+def test_plan_is_captured_exactly_and_in_its_order(text: str) -> None:
     made = planned(text)
     manager = manager_of(config(text, made.capture_sizes), keeping_to(made))
     asked = capture(manager)
@@ -138,7 +138,7 @@ def test_every_step_finds_the_planned_graph_of_its_length(text: str) -> None:
         assert dispatched(manager, asked) == ladder.find(asked) is not None, asked
 
 
-def test_steps_with_prompts_take_the_smallest_mixed_graph_with_room() -> None:
+def test_steps_with_prompts_take_the_smallest_sufficient_mixed_graph() -> None:
     made = planned("8:4 32:2 0")
     manager = manager_of(config("8:4 32:2 0", made.capture_sizes), keeping_to(made))
     capture_all(manager)
@@ -149,13 +149,13 @@ def test_steps_with_prompts_take_the_smallest_mixed_graph_with_room() -> None:
     assert manager.dispatch(1, 129, None, 0).cg_mode.name == "NONE"
 
 
-def test_lengths_that_the_engine_does_not_have_are_refused_at_the_start() -> None:
+def test_lengths_unknown_to_the_engine_are_refused_at_the_start() -> None:
     made = planned("8:4 32:2 0")
     with pytest.raises(graph_candidates.GraphPlanMismatch, match=r"8 x 5.*graphs\.lengths"):
         manager_of(config("0", made.capture_sizes), keeping_to(made))
 
 
-def test_a_graph_that_was_not_captured_is_noticed() -> None:
+def test_graph_that_was_not_captured_is_detected() -> None:
     made = planned("0")
     manager = manager_of(config("0", made.capture_sizes), keeping_to(made))
     del manager._capture_descs[list(manager._capture_descs)[0]][0]
@@ -165,7 +165,7 @@ def test_a_graph_that_was_not_captured_is_noticed() -> None:
         capture_all(manager)
 
 
-def test_vllms_profile_of_two_graphs_is_let_through() -> None:
+def test_vllm_profiling_of_two_graphs_is_allowed() -> None:
     made = planned("0")
     manager = manager_of(config("0", made.capture_sizes), keeping_to(made))
     manager._max_full_descs_to_capture = 2
@@ -194,11 +194,11 @@ def test_hits_and_misses_are_counted_by_shape(monkeypatch: pytest.MonkeyPatch) -
     assert (counted["budget_bytes"], counted["estimated_bytes"]) == (2**27, made.estimated_bytes)
 
 
-def test_vllm_is_the_one_that_the_patch_was_written_for() -> None:
+def test_vllm_is_the_version_that_the_patch_was_written_for() -> None:
     assert graph_candidates.source_digests() == graph_candidates.EXPECTED_DIGESTS
 
 
-def test_the_runners_own_manager_is_patched_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_manager_of_the_runner_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
     from vllm.v1.worker.gpu.model_runner import ModelCudaGraphManager as ofTheRunner
 

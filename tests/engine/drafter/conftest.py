@@ -1,4 +1,4 @@
-"""A drafter for the models of `tests.engine.random_models`, as it is made from nothing."""
+"""A freshly initialized drafter for the models of `tests.engine.random_models`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.engine.random_models import CONFIG
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the trainer has: two wait for each other where another process has the second core."""
+    """One thread, as in the trainer: two would wait for each other on a busy second core."""
     before_schedule = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A live engine with a small model that drafts, and a controller that sends whatever there is."""
+"""A live engine with a draft model, and a controller that verifies every draft."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ FIRST = "d0"
 def drafter_engine(
     model: Path, drafter: Path, *, controller: Controller | None = None, **settings: Any
 ) -> Iterator[LiveEngine]:
-    """Without a profile: nothing here depends on what steps cost."""
+    """A live engine without a cost profile: no test here depends on step costs."""
     attention.install(AttentionSettings(shared_prefix="off"))
     sequences = settings.setdefault("max_num_seqs", 32)
     config = {
@@ -57,7 +57,7 @@ def num_accepted(engine: LiveEngine) -> int:
 
 
 class Recording:
-    """What became of every drafted token that was reached: [token before, token drafted]."""
+    """Outcomes of every drafted token that was reached: [token before, token drafted]."""
 
     def __init__(self, engine: LiveEngine) -> None:
         self.tried, self.hits = np.zeros((2, VOCAB, VOCAB), np.int64)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler as drafting sees it: steps of requests that decode, on a clock of our own."""
+"""vLLM's scheduler as drafting uses it: decode steps, on a simulated clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def cheap_steps() -> list[Step]:
 
 @dataclass
 class Scheduler:
-    """Each step verifies what the step before drafted; `accepted` says how much of a draft."""
+    """Each step verifies the drafts of the step before; `accepted` is the number accepted."""
 
     accepted: Callable[[int], int] = lambda drafted: drafted
     seconds: Callable[[int], float] = lambda drafted: 0.01 * (1 + 0.05 * drafted)
@@ -71,7 +71,7 @@ class Scheduler:
             self.requests[name].spec_token_ids = tokens
 
     def step(self) -> None:
-        """As EngineCore takes it."""
+        """Runs one step as EngineCore does."""
         output = self.schedule()
         verified = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
         self.now += self.seconds(max(verified, self.lengths[-1]))

@@ -1,4 +1,4 @@
-"""Who serves, window by window, and who stays."""
+"""A/B tests of drafters: alternation by window, and the verdict."""
 
 import random
 
@@ -6,7 +6,7 @@ from engine.drafter.service.ab_test import WINDOW_DRAFTS, WINDOWS_PER_SIDE, AbTe
 
 
 def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:
-    """The verdict, and who served in each window; each call sees a quarter of a window."""
+    """The verdict, and the serving drafter per window; each call is a quarter of a window."""
     chance, trial, served = random.Random(seed), AbTest(), ["new"]
     while True:
         acceptance_rate = new if trial.side == "new" else old
@@ -21,12 +21,12 @@ def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:
             served.append(outcome)
 
 
-def test_both_serve_in_turn_and_as_often() -> None:
+def test_both_drafters_alternate_equally_often() -> None:
     _, served = stood(0.5, 0.5)
     assert served == ["new", "old"] * WINDOWS_PER_SIDE
 
 
-def test_a_better_drafter_stays_and_a_worse_one_goes() -> None:
+def test_better_drafter_is_kept_and_a_worse_one_dropped() -> None:
     for seed in range(20):
         assert stood(0.5, 0.7, seed=seed)[0] == "promoted"
         assert stood(0.7, 0.5, seed=seed)[0] == "rolled_back"

@@ -1,4 +1,4 @@
-"""How likely drafts are to be accepted, place by place."""
+"""Acceptance probability of drafts, by position."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from engine.drafter.core.acceptance import Acceptance
 
 
-def test_each_place_has_its_own_rate_among_those_that_were_reached() -> None:
+def test_each_position_has_its_rate_among_tokens_that_were_reached() -> None:
     acceptance = Acceptance(4)
     for _ in range(300):
         acceptance.verified(3, 3)
@@ -18,7 +18,7 @@ def test_each_place_has_its_own_rate_among_those_that_were_reached() -> None:
     assert fourth == third, "no draft was as long"
 
 
-def test_a_refused_first_token_says_nothing_of_those_behind_it() -> None:
+def test_rejected_first_token_says_nothing_about_later_positions() -> None:
     acceptance = Acceptance(2)
     for _ in range(300):
         acceptance.verified(2, 0)
@@ -27,7 +27,7 @@ def test_a_refused_first_token_says_nothing_of_those_behind_it() -> None:
     assert second == pytest.approx(first)
 
 
-def test_what_is_recent_counts_and_what_other_weights_said_hardly() -> None:
+def test_recent_outcomes_count_and_those_of_other_weights_hardly() -> None:
     acceptance = Acceptance(1)
     for _ in range(600):
         acceptance.step()
@@ -42,5 +42,5 @@ def test_what_is_recent_counts_and_what_other_weights_said_hardly() -> None:
     assert acceptance.probabilities()[0] < 0.4
 
 
-def test_before_anything_is_known_every_place_is_worth_a_try() -> None:
+def test_unknown_positions_are_tried() -> None:
     assert np.all(Acceptance(3).probabilities() == 0.5)

@@ -31,7 +31,7 @@ def opened(tmp_path: Path, target: Path) -> Opened:
     return opening
 
 
-def test_what_was_settled_serves_after_the_next_start(opened: Opened, tmp_path: Path) -> None:
+def test_promoted_drafter_serves_after_the_next_start(opened: Opened, tmp_path: Path) -> None:
     folder = opened()
     assert folder.serving == INITIAL_VERSION
     (tmp_path / "new").write_bytes(folder.file(INITIAL_VERSION).read_bytes())
@@ -46,7 +46,7 @@ def test_what_was_settled_serves_after_the_next_start(opened: Opened, tmp_path: 
     again.close()
 
 
-def test_what_was_half_done_when_the_owner_was_killed_is_swept(opened: Opened) -> None:
+def test_partial_files_of_a_killed_owner_are_removed(opened: Opened) -> None:
     folder = opened()
     left = [folder.path / name for name in ("published-3.safetensors", ".x.part", "a.safetensors")]
     for file in left:
@@ -59,7 +59,7 @@ def test_what_was_half_done_when_the_owner_was_killed_is_swept(opened: Opened) -
     assert checkpoint.exists()
 
 
-def test_a_folder_that_has_lost_what_served_begins_anew(opened: Opened) -> None:
+def test_directory_without_its_serving_drafter_starts_anew(opened: Opened) -> None:
     folder = opened()
     (folder.path / "serving.json").unlink()
     folder.close()
@@ -68,7 +68,7 @@ def test_a_folder_that_has_lost_what_served_begins_anew(opened: Opened) -> None:
     again.close()
 
 
-def test_a_second_server_of_the_same_model_has_a_folder_of_its_own(opened: Opened) -> None:
+def test_second_server_of_the_same_model_has_its_own_directory(opened: Opened) -> None:
     one, other = opened(), opened()
     assert one.path != other.path
     other.close()
@@ -77,7 +77,7 @@ def test_a_second_server_of_the_same_model_has_a_folder_of_its_own(opened: Opene
     assert one.path.exists()
 
 
-def test_another_drafter_is_another_folder(opened: Opened, drafter_folder: Path) -> None:
+def test_another_drafter_has_another_directory(opened: Opened, drafter_folder: Path) -> None:
     made, given = opened(), opened(drafter_folder)
     assert made.path != given.path
     assert (
@@ -88,7 +88,7 @@ def test_another_drafter_is_another_folder(opened: Opened, drafter_folder: Path)
     given.close()
 
 
-def test_a_drafter_of_another_vocabulary_is_refused(opened: Opened, tmp_path: Path) -> None:
+def test_drafter_with_another_vocabulary_is_refused(opened: Opened, tmp_path: Path) -> None:
     from engine.drafter.service.model_init import make_drafter_config
 
     write_random_model(

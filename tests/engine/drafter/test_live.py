@@ -1,4 +1,4 @@
-"""A drafter in a real engine, through all that can happen to a sample and to it."""
+"""A draft model in a real engine, through every event of a sample and of the drafter."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +28,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path]) -> Iterator[LiveEngine]:
-    """v7 serves, and v8 drafts for it, which is never right. Prompts come in chunks, and the cache
-    cannot hold all samples at once."""
+    """An engine that serves v7 with v8 as its drafter, which is never right.
+
+    Prompts are prefilled in chunks, and the cache cannot hold all samples at once.
+    """
     with drafter_engine(
         models["v7"],
         models["v8"],
@@ -73,7 +75,7 @@ def accepted_of(engine: LiveEngine, drafter: str, weights: str) -> float:
     return pair["accepted"] / pair["drafted"]
 
 
-def test_samples_are_the_models_through_all_that_happens_to_them_and_to_the_drafter(
+def test_samples_match_the_model_through_every_event(
     engine: LiveEngine, models: dict[str, Path]
 ) -> None:
     """Chunks, preemptions, an abort, another drafter, other weights."""
@@ -98,8 +100,8 @@ def test_samples_are_the_models_through_all_that_happens_to_them_and_to_the_draf
     engine.swap(models["v7"])
 
 
-def test_a_drafter_is_exchanged_in_place(engine: LiveEngine, models: dict[str, Path]) -> None:
-    """v7 drafts for v7, and is right whenever it does not have to go on from what v8 has left."""
+def test_drafter_is_replaced_in_place(engine: LiveEngine, models: dict[str, Path]) -> None:
+    """v7 drafts for v7, and is right except where it continues from KV that v8 has left."""
     assert all(answer["ok"] for answer in serve(engine, models, "v7", "v8"))
     before_schedule = num_accepted(engine)
     engine.ask([31, 32, 33], max_tokens=40)
@@ -108,7 +110,7 @@ def test_a_drafter_is_exchanged_in_place(engine: LiveEngine, models: dict[str, P
 
 
 @pytest.mark.parametrize("num_tensors", [0, 7])
-def test_a_load_that_breaks_off_leaves_the_drafter_as_it_was(
+def test_interrupted_load_keeps_the_old_drafter(
     engine: LiveEngine, models: dict[str, Path], num_tensors: int
 ) -> None:
     serve(engine, models, "v7", "v8")
@@ -121,14 +123,14 @@ def test_a_load_that_breaks_off_leaves_the_drafter_as_it_was(
     assert num_accepted(engine) - before_schedule >= 28
 
 
-def test_files_that_are_gone_touch_nothing(engine: LiveEngine, models: dict[str, Path]) -> None:
+def test_missing_files_change_nothing(engine: LiveEngine, models: dict[str, Path]) -> None:
     serve(engine, models, "v7", "v8")
     [answer] = serve(engine, models | {"gone": models["v7"] / "gone"}, "gone", "v7")
     assert (answer["ok"], answer["restored"]) == (False, True)
     assert read(engine)["serving"] == "v7"
 
 
-def test_a_sample_at_its_limit_costs_the_others_no_draft(
+def test_sample_at_its_limit_costs_others_no_draft(
     engine: LiveEngine, models: dict[str, Path]
 ) -> None:
     """vLLM would draft zeros for all of them (v1/worker/gpu_model_runner.py:4291)."""
@@ -149,7 +151,7 @@ def test_a_sample_at_its_limit_costs_the_others_no_draft(
     assert not any(len(draft) > 1 and not any(draft) for draft in seen)
 
 
-def test_a_seed_gives_the_same_tokens_among_samples_that_are_drafted(engine: LiveEngine) -> None:
+def test_seeded_sample_is_reproducible_next_to_drafted_samples(engine: LiveEngine) -> None:
     alone = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
     submit_groups(engine, 20)
     [among] = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)

@@ -1,4 +1,4 @@
-"""What a drafter is to say, against sums that are written out place by place."""
+"""The drafter's loss, against sums that are written out position by position."""
 
 import math
 
@@ -12,7 +12,7 @@ from engine.drafter.trainer.packing import IGNORE_INDEX, PackedBatch, SoftTarget
 NUM_TOKENS, VOCAB = 6, 11
 LABELS = [IGNORE_INDEX, 3, 4, IGNORE_INDEX, 5, 6]
 LISTED = {2: {4: 0.5, 7: 0.3, 1: 0.1}, 4: {9: 1.0}, 5: {6: 0.2, 0: 0.05}}
-"""By place. At the second the token that came is not among the likeliest that were kept."""
+"""By position. At the second, the sampled token is not among the recorded top-k."""
 
 
 def row(listed: dict[int, dict[int, float]]) -> PackedBatch:
@@ -53,7 +53,7 @@ def reference(logits_TV: torch.Tensor, listed: dict[int, dict[int, float]]) -> t
 
 
 @pytest.mark.parametrize("listed", [LISTED, {2: LISTED[2]}, {}])
-def test_the_loss_and_what_it_asks_for_are_those_of_the_sums(
+def test_loss_and_gradient_equal_the_explicit_sums(
     listed: dict[int, dict[int, float]],
 ) -> None:
     fast, slow = logits(), logits()
@@ -65,7 +65,7 @@ def test_the_loss_and_what_it_asks_for_are_those_of_the_sums(
     torch.testing.assert_close(fast.grad, slow.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_where_nothing_was_recorded_it_is_cross_entropy() -> None:
+def test_without_recorded_top_k_it_is_cross_entropy() -> None:
     values = logits()
     labels = torch.tensor(LABELS)
     torch.testing.assert_close(
@@ -73,14 +73,14 @@ def test_where_nothing_was_recorded_it_is_cross_entropy() -> None:
     )
 
 
-def test_a_token_that_was_certain_is_a_label() -> None:
+def test_certain_token_is_a_label() -> None:
     certain = {place: {label: 1.0} for place, label in enumerate(LABELS) if label != IGNORE_INDEX}
     values = logits()
     torch.testing.assert_close(compute_loss(values, row(certain)), compute_loss(values, row({})))
 
 
-def test_it_is_the_mean_of_the_losses_of_what_could_have_come() -> None:
-    """With all of them listed: a sum over draws, without the chance in it."""
+def test_loss_is_the_mean_over_possible_outcomes() -> None:
+    """With all outcomes listed: an expectation over samples, without sampling noise."""
     values, distribution = logits(), torch.softmax(torch.randn(3), 0)
     drawn = torch.stack([cross_entropy(values[2], torch.tensor(token)) for token in (4, 7, 1)])
     listed = {2: dict(zip((4, 7, 1), distribution.tolist(), strict=True))}
@@ -89,7 +89,7 @@ def test_it_is_the_mean_of_the_losses_of_what_could_have_come() -> None:
     torch.testing.assert_close(compute_loss(values, row(listed)), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_drafter_that_is_sure_of_the_listed_ones_has_a_finite_loss() -> None:
+def test_overconfident_drafter_has_a_finite_loss() -> None:
     values = torch.full((NUM_TOKENS, VOCAB), -200.0)
     values[:, 4] = 200.0
     values.requires_grad_()

@@ -1,4 +1,4 @@
-"""When there is news in a loss."""
+"""Detection of a change in the training loss."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from engine.drafter.trainer.loss_tracker import WINDOW_STEPS, LossTracker
 
 
 def rows(mean: float, number: int) -> Iterator[float]:
-    """Of rows of a thousand tokens, each of which says something else."""
+    """Losses of rows of a thousand tokens each, with noise."""
     chance = random.Random(number)
     return (mean * (1 + chance.gauss(0, 0.05)) for _ in range(number))
 
@@ -20,7 +20,7 @@ def settled(loss_tracker: LossTracker, losses: Iterator[float]) -> list[bool]:
     return found
 
 
-def test_a_loss_that_stays_is_settled_once_it_is_known() -> None:
+def test_constant_loss_settles_once_it_is_estimated() -> None:
     found = settled(LossTracker(), rows(1.2, 4 * WINDOW_STEPS))
     assert not any(found[: WINDOW_STEPS - 1])
     assert all(found[WINDOW_STEPS:])
@@ -31,11 +31,11 @@ def test_other_weights_are_news_until_they_are_learned() -> None:
     settled(loss_tracker, rows(1.2, 2 * WINDOW_STEPS))
     falling = (3.0 - 1.8 * step / 1500 for step in range(1500))
     found = settled(loss_tracker, falling)
-    assert sum(found[20:]) < 20  # on its way up, what is looked back on passes what falls
+    assert sum(found[20:]) < 20  # on the way up, the trailing mean lags behind
     assert all(settled(loss_tracker, rows(1.2, 2 * WINDOW_STEPS))[WINDOW_STEPS:])
 
 
-def test_the_mean_is_of_all_steps_while_there_are_few() -> None:
+def test_mean_covers_all_steps_while_there_are_few() -> None:
     loss_tracker = LossTracker()
     for loss in (4.0, 2.0, 3.0):
         loss_tracker.update(loss)

@@ -1,7 +1,7 @@
-"""With a drafter and without, tokens have one law: the tests of siblings' drafts, on its drafts.
+"""A draft model leaves the distribution of tokens unchanged: the sibling-draft tests repeated.
 
-The drafter is the model itself, greedy: it drafts what is likeliest, and is right as often as that
-is drawn.
+The drafter is the model itself, greedy: it drafts the most likely token, and is accepted with that
+token's probability.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ def engine_without_memory(memoryless: Path) -> Iterator[LiveEngine]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS if sample_sizes.TIMES >= 1 else SETTINGS[1:])
-def test_next_tokens_follow_the_models_law(
+def test_next_tokens_follow_the_distribution_of_the_model(
     engine_without_memory: LiveEngine, memoryless: Path, setting: Setting
 ) -> None:
     engine = engine_without_memory
@@ -81,7 +81,7 @@ def test_next_tokens_follow_the_models_law(
 
 @pytest.fixture(scope="module")
 def engine_attending(engine_without_memory: LiveEngine, attending: Path) -> Iterator[LiveEngine]:
-    """After the other one: there is one in a process at a time."""
+    """The second engine, created after the other is closed: a process holds one at a time."""
     engine_without_memory.close()
     with drafter_engine(
         attending, attending, max_num_seqs=ROWS, max_num_batched_tokens=1024
@@ -90,7 +90,7 @@ def engine_attending(engine_without_memory: LiveEngine, attending: Path) -> Iter
 
 
 @all_settings
-def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
+def test_sequences_follow_the_model_and_are_independent_of_siblings(
     engine_attending: LiveEngine, attending: Path, setting: Setting
 ) -> None:
     engine = engine_attending
@@ -110,7 +110,7 @@ def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
 
 
 @all_settings
-def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
+def test_logprobs_equal_those_of_a_forward_over_the_whole_sample(
     engine_attending: LiveEngine, attending: Path, setting: Setting
 ) -> None:
     engine = engine_attending

@@ -1,4 +1,4 @@
-"""What a drafter that is made from nothing looks like, and what it costs."""
+"""Size and compatibility of a freshly initialized drafter."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.engine.seedling import MODEL
 TARGET = json.loads((MODEL / "config.json").read_text())
 
 
-def test_the_seedlings_drafter_costs_a_tenth_of_it_at_most(tmp_path: Path) -> None:
+def test_drafter_of_the_seedling_costs_at_most_a_tenth_of_it(tmp_path: Path) -> None:
     target = checkpoint_cost(read_base_checkpoint(MODEL))
     config = make_drafter_config(TARGET, target, ranks=1)
     assert config_cost(config) <= MAX_COST_SHARE * target
@@ -28,7 +28,7 @@ def test_the_seedlings_drafter_costs_a_tenth_of_it_at_most(tmp_path: Path) -> No
     assert checkpoint_cost(read_base_checkpoint(tmp_path)) == config_cost(config)
 
 
-def test_an_embedding_that_is_only_looked_up_costs_nothing(tmp_path: Path) -> None:
+def test_embedding_lookup_costs_nothing(tmp_path: Path) -> None:
     from tests.engine.random_models import random_tensors, write_model
 
     tied = read_base_checkpoint(
@@ -41,13 +41,13 @@ def test_an_embedding_that_is_only_looked_up_costs_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_heads_can_be_dealt_to_the_ranks(ranks: int) -> None:
+def test_heads_are_divisible_among_ranks(ranks: int) -> None:
     config = make_drafter_config(TARGET, 10**9, ranks=ranks)
     assert config["num_key_value_heads"] % ranks == 0
     assert make_drafter_config(TARGET, 1, ranks=ranks)["num_key_value_heads"] % ranks == 0
 
 
-def test_hugging_face_loads_what_was_written(drafter_folder: Path) -> None:
+def test_hugging_face_loads_the_written_drafter(drafter_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(drafter_folder)
     assert model.config.tie_word_embeddings
     assert model.num_parameters() > 0

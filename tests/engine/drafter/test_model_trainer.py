@@ -1,4 +1,4 @@
-"""A drafter learns, and goes on where it stopped."""
+"""A drafter learns, and resumes where it stopped."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def packed() -> PackedBatch:
     return pack(itertools.repeat(SAMPLE).__next__, 22)
 
 
-def test_what_it_hears_becomes_likely(drafter_folder: Path) -> None:
+def test_training_text_becomes_likely(drafter_folder: Path) -> None:
     model_trainer = ModelTrainer(drafter_folder, trained="all")
     before_schedule = model_trainer.compute_loss(packed()).item()
     for _ in range(60):
@@ -32,7 +32,7 @@ def test_what_it_hears_becomes_likely(drafter_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("trained", ["all", "layers"])
-def test_only_what_is_trained_changes_and_is_kept(
+def test_only_trained_tensors_change_and_are_saved(
     drafter_folder: Path, tmp_path: Path, trained: TrainedParameters
 ) -> None:
     model_trainer = ModelTrainer(drafter_folder, trained=trained)
@@ -50,7 +50,7 @@ def test_only_what_is_trained_changes_and_is_kept(
     assert changed == kept == wanted
 
 
-def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(
+def test_resumed_training_equals_uninterrupted_training(
     drafter_folder: Path, tmp_path: Path
 ) -> None:
     one = ModelTrainer(drafter_folder, trained="all")
@@ -70,7 +70,7 @@ def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(
 
 
 @pytest.mark.parametrize("content", [b"", b"half a file", None])
-def test_a_checkpoint_that_cannot_be_read_is_not_missed(
+def test_missing_or_unreadable_checkpoint_is_not_resumed(
     drafter_folder: Path, tmp_path: Path, content: bytes | None
 ) -> None:
     if content is not None:
@@ -78,16 +78,12 @@ def test_a_checkpoint_that_cannot_be_read_is_not_missed(
     assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
 
 
-def test_a_checkpoint_of_other_tensors_is_not_gone_on_with(
-    drafter_folder: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_other_tensors_is_not_resumed(drafter_folder: Path, tmp_path: Path) -> None:
     ModelTrainer(drafter_folder, trained="layers").save(tmp_path / "c.safetensors")
     assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
 
 
-def test_weights_that_were_made_elsewhere_are_gone_on_from(
-    drafter_folder: Path, tmp_path: Path
-) -> None:
+def test_training_continues_from_imported_weights(drafter_folder: Path, tmp_path: Path) -> None:
     one, other = (ModelTrainer(drafter_folder, trained="all") for _ in range(2))
     for _ in range(40):
         one.step(packed())
@@ -96,8 +92,8 @@ def test_weights_that_were_made_elsewhere_are_gone_on_from(
     torch.testing.assert_close(one.compute_loss(packed()), other.compute_loss(packed()))
 
 
-def test_what_could_have_come_is_learned_beside_what_did(drafter_folder: Path) -> None:
-    """Every response begins with 6, and they say that three in four would begin with 7."""
+def test_recorded_top_k_is_learned_in_addition_to_the_sampled_token(drafter_folder: Path) -> None:
+    """Every response begins with 6; the recorded top-k give 7 a probability of three quarters."""
     model_trainer = ModelTrainer(drafter_folder, trained="all")
     often = [TokenLogprob(6, math.log(0.25), 2), TokenLogprob(7, math.log(0.75), 1)]
     sent = Sample(

@@ -1,4 +1,4 @@
-"""Samples in one row, each seeing itself only."""
+"""Several samples packed in one row, each attending only to itself."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ SAMPLES = [
 ]
 
 
-def test_labels_are_what_comes_next_in_a_response_and_nothing_else() -> None:
+def test_labels_are_the_next_response_tokens_and_nothing_else() -> None:
     packed = pack(iter(SAMPLES * 2).__next__, 9)
     assert packed.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     none = IGNORE_INDEX
@@ -25,14 +25,14 @@ def test_labels_are_what_comes_next_in_a_response_and_nothing_else() -> None:
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
 
 
-def test_nobody_sees_another_sample_or_what_comes_later() -> None:
+def test_tokens_attend_neither_to_other_samples_nor_to_later_tokens() -> None:
     mask = pack(iter(SAMPLES * 2).__next__, 9).mask_TT()
     for row, column in itertools.product(range(9), range(9)):
         assert bool(mask[row, column]) == (column <= row and (row < 5) == (column < 5))
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(30, 4), (3, 40), (30, 40)])
-def test_what_is_longer_than_a_row_loses_the_far_ends(prompt: int, response: int) -> None:
+def test_sample_longer_than_a_row_is_truncated_at_both_ends(prompt: int, response: int) -> None:
     sample = Sample(
         version="v", prompt=list(range(prompt)), response=list(range(100, 100 + response))
     )
@@ -42,7 +42,7 @@ def test_what_is_longer_than_a_row_loses_the_far_ends(prompt: int, response: int
     assert kept == list(range(100, 100 + min(response, 15)))
 
 
-def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) -> None:
+def test_packed_sample_has_the_same_loss_as_alone(drafter_folder: Path) -> None:
     from engine.drafter.trainer.model_trainer import ModelTrainer
 
     model_trainer = ModelTrainer(drafter_folder, trained="all")
@@ -51,8 +51,8 @@ def test_a_packed_sample_has_the_loss_that_it_has_alone(drafter_folder: Path) ->
     torch.testing.assert_close(together * 5, alone[0] * 2 + alone[1] * 3)
 
 
-def test_the_likeliest_stand_where_the_token_that_came_is_foretold() -> None:
-    """Of the second sample alone they were recorded, and it is cut short as its response is."""
+def test_top_k_targets_are_at_the_position_that_predicts_the_token() -> None:
+    """Only the second sample has them, and they are truncated with its response."""
     text = encode_top_k(top_k_of([[TokenLogprob(token, -1.0, 1)] for token in (7, 8, 9)]))
     acceptance = Sample(version="v", prompt=[6], response=[7, 8, 9], top_logprobs=text)
     assert pack(iter(SAMPLES * 2).__next__, 9).soft_targets is None

@@ -1,4 +1,4 @@
-"""Who serves, who is on trial, who waits; and nobody is kept waiting by a file."""
+"""Promotion of drafters: serving, on trial, waiting. File operations never block the event loop."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from engine.speculation.counters import Counters
 
 
 class SlowDisk(DrafterDir):
-    """Files come from another disk, for as long as `arriving` is not set."""
+    """A directory whose files arrive from another disk until `arriving` is set."""
 
     arriving: threading.Event
 
@@ -28,7 +28,7 @@ class SlowDisk(DrafterDir):
 
 @dataclass
 class Workers:
-    """What was loaded, in turn; those in `broken` cannot be."""
+    """Records loads in order; loads of drafters in `broken` fail."""
 
     loaded: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
@@ -72,7 +72,7 @@ def imported(tmp_path: Path) -> Path:
 
 
 class Traffic:
-    """So many of each drafter's first tokens are accepted, in windows."""
+    """Traffic in windows, with a number of accepted first tokens per drafter."""
 
     def __init__(self, **rates: float) -> None:
         self._rates = rates
@@ -104,7 +104,7 @@ async def tried(promotion: DrafterPromotion, workers: Workers, traffic: Traffic)
         await promotion.poll(traffic.window(workers.loaded[-1]))
 
 
-async def test_one_that_does_better_stays_and_its_file_is_gone_on_from(
+async def test_better_drafter_is_promoted_and_training_continues_from_it(
     promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
     await promotion.submit(imported, "mine")
@@ -119,7 +119,7 @@ async def test_one_that_does_better_stays_and_its_file_is_gone_on_from(
     assert workers.adopted == [folder.file("mine")]
 
 
-async def test_one_that_does_worse_leaves_nothing(
+async def test_worse_drafter_leaves_nothing(
     promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
     await promotion.submit(imported, "mine")
@@ -129,7 +129,7 @@ async def test_one_that_does_worse_leaves_nothing(
     assert not folder.file("mine").exists()
 
 
-async def test_one_that_cannot_be_loaded_is_sent_away(
+async def test_drafter_that_fails_to_load_is_dropped(
     promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
 ) -> None:
     workers.broken.add("mine")
@@ -140,7 +140,7 @@ async def test_one_that_cannot_be_loaded_is_sent_away(
 
 
 @pytest.mark.parametrize("version", [INITIAL_VERSION, "training", "trained-3", "published-3"])
-async def test_names_of_our_own_are_refused(
+async def test_reserved_names_are_refused(
     promotion: DrafterPromotion, imported: Path, version: str
 ) -> None:
     with pytest.raises(DrafterRefused, match="name"):
@@ -148,7 +148,7 @@ async def test_names_of_our_own_are_refused(
     assert imported.exists()
 
 
-async def test_one_that_was_trained_here_waits_behind_one_that_was_brought(
+async def test_trained_drafter_waits_behind_an_imported_one(
     promotion: DrafterPromotion, folder: DrafterDir, imported: Path
 ) -> None:
     def trained(num_steps: int) -> Path:
@@ -168,10 +168,10 @@ async def test_one_that_was_trained_here_waits_behind_one_that_was_brought(
     assert files == {f"{INITIAL_VERSION}.safetensors", "mine.safetensors"}
 
 
-async def test_while_a_file_comes_from_another_disk_all_else_goes_on(
+async def test_file_moved_from_another_disk_blocks_nothing_else(
     promotion: DrafterPromotion, folder: SlowDisk, imported: Path, tmp_path: Path
 ) -> None:
-    """It is moved in a thread: this one would otherwise wait for itself."""
+    """It is moved in a thread; this thread would otherwise wait for itself."""
     folder.arriving.clear()
     coming = asyncio.create_task(promotion.submit(imported, "mine"))
     await asyncio.sleep(0)
@@ -187,7 +187,7 @@ async def test_while_a_file_comes_from_another_disk_all_else_goes_on(
     assert not list(folder.path.glob("*.part"))
 
 
-async def test_one_whose_file_does_not_come_keeps_nobody_out(
+async def test_drafter_whose_file_never_arrives_blocks_no_other(
     promotion: DrafterPromotion, folder: DrafterDir, imported: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What a drafter learns from: the newest, and long ones of before."""
+"""The drafter's training data: the newest samples, and long ones of earlier versions."""
 
 from engine.drafter.trainer.messages import Sample
 from engine.drafter.trainer.replay_buffer import ReplayBuffer
@@ -8,7 +8,7 @@ def said(version: str, length: int) -> Sample:
     return Sample(version=version, prompt=[1, 2], response=[7] * length)
 
 
-def test_the_oldest_make_room_for_the_newest() -> None:
+def test_newest_samples_evict_the_oldest() -> None:
     buffer = ReplayBuffer(max_recent_tokens=100, max_long_tokens=0)
     for length in range(1, 40):
         buffer.add(said("v0", length))
@@ -17,7 +17,7 @@ def test_the_oldest_make_room_for_the_newest() -> None:
     assert min(drawn) > 35
 
 
-def test_long_responses_of_earlier_versions_are_kept_among_the_new_ones() -> None:
+def test_long_responses_of_earlier_versions_are_retained() -> None:
     buffer = ReplayBuffer(max_recent_tokens=1000, max_long_tokens=120)
     for length in (5, 40, 6, 30, 7):
         buffer.add(said("v0", length))
@@ -29,7 +29,7 @@ def test_long_responses_of_earlier_versions_are_kept_among_the_new_ones() -> Non
     assert 0.1 < len(earlier) / len(drawn) < 0.3
 
 
-def test_several_earlier_versions_share_the_room() -> None:
+def test_earlier_versions_share_the_capacity() -> None:
     buffer = ReplayBuffer(max_recent_tokens=1000, max_long_tokens=100)
     for version in ("v0", "v1", "v2"):
         for _ in range(10):
@@ -39,7 +39,7 @@ def test_several_earlier_versions_share_the_room() -> None:
     assert {"v1", "v2"} <= earlier
 
 
-def test_a_response_without_tokens_is_nothing_to_learn_from() -> None:
+def test_empty_response_is_not_stored() -> None:
     buffer = ReplayBuffer()
     buffer.add(said("v0", 0))
     assert len(buffer) == buffer.num_received == 0

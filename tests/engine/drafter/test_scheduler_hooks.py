@@ -1,4 +1,4 @@
-"""How much is drafted, step by step, and what is counted of it."""
+"""Draft lengths, step by step, and their counters."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from tests.engine.drafter.fake_scheduler import LONGEST, ROWS, Scheduler, Versio
 
 @pytest.fixture(autouse=True)
 def working() -> Iterator[None]:
-    """What has failed stays off for the life of a process, but for these tests."""
+    """Re-enables the feature after each test. A failure otherwise disables it process-wide."""
     yield
     module.FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
 
@@ -25,20 +25,20 @@ def with_rows(scheduler: Scheduler) -> Scheduler:
 
 
 def steps(scheduler: Scheduler, number: int) -> list[int]:
-    """Their lengths."""
+    """Draft lengths of the steps."""
     for _ in range(number):
         scheduler.step()
     return scheduler.lengths[-number:]
 
 
-def test_a_drafter_that_is_right_drafts_as_much_as_it_may() -> None:
+def test_accurate_drafter_drafts_the_maximum() -> None:
     scheduler = with_rows(Scheduler())
     drafting_over(scheduler)
     steps(scheduler, 400)
     assert steps(scheduler, 100).count(LONGEST) > 90
 
 
-def test_a_drafter_that_is_wrong_is_left_out_and_probed_now_and_then() -> None:
+def test_inaccurate_drafter_is_skipped_and_probed_periodically() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting_over(scheduler)
     steps(scheduler, 600)
@@ -47,7 +47,7 @@ def test_a_drafter_that_is_wrong_is_left_out_and_probed_now_and_then() -> None:
     assert set(lengths) == {0, 1}
 
 
-def test_where_verifying_costs_what_it_brings_nothing_is_drafted_for_long() -> None:
+def test_drafting_stops_where_verification_costs_its_gain() -> None:
     """The profile was wrong: here two tokens take twice the time of one."""
     scheduler = with_rows(
         Scheduler(accepted=lambda drafted: 1, seconds=lambda drafted: 0.01 * (1 + 2.0 * drafted))
@@ -58,7 +58,7 @@ def test_where_verifying_costs_what_it_brings_nothing_is_drafted_for_long() -> N
     assert lengths.count(0) > 0.9 * len(lengths)
 
 
-def test_a_length_is_held_so_that_steps_can_be_timed() -> None:
+def test_length_is_held_so_that_steps_can_be_timed() -> None:
     scheduler = with_rows(Scheduler())
     drafting = drafting_over(scheduler)
     lengths = steps(scheduler, 400)
@@ -69,7 +69,7 @@ def test_a_length_is_held_so_that_steps_can_be_timed() -> None:
     assert drafting.length.controller.gain_ratio > 1.5
 
 
-def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
+def test_acceptance_is_estimated_per_drafter_and_weights_version() -> None:
     scheduler, versions = with_rows(Scheduler(accepted=lambda drafted: 1)), Versions()
     drafting = drafting_over(scheduler, versions)
     steps(scheduler, 40)
@@ -89,7 +89,7 @@ def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
         assert pair["drafted"] >= pair["accepted"]
     assert counted["serving"] == "d1"
     drafted = {(p["drafter"], p["weights"]): p["first_drafted"] for p in counted["pairs"]}
-    # What d0 has drafted last is verified when d1 serves already.
+    # The last draft of d0 is verified when d1 already serves.
     assert drafted["d0", "v1"] + drafted["d1", "v1"] == 80 * ROWS
     assert drafted["d1", "v1"] == 39 * ROWS
     assert counted["speculation"]["drafted"]["drafter"] == sum(
@@ -97,7 +97,7 @@ def test_the_estimate_is_of_drafts_and_is_counted_for_who_met_whom() -> None:
     )
 
 
-def test_a_drafter_on_trial_drafts_in_every_step() -> None:
+def test_drafter_in_an_ab_test_drafts_in_every_step() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting = drafting_over(scheduler)
     steps(scheduler, 2 * HOLD_STEPS * INITIAL_PROBES)
@@ -110,7 +110,7 @@ def test_a_drafter_on_trial_drafts_in_every_step() -> None:
     assert 0 in steps(scheduler, 20)
 
 
-def test_no_drafts_get_a_seed_a_refusal_and_what_lies_beyond_the_end() -> None:
+def test_seeded_opted_out_and_finishing_samples_get_no_drafts() -> None:
     scheduler = Scheduler()
     scheduler.add("seeded", seed=3)
     scheduler.add("refused", **{NO_DRAFTS_ARG: True})
@@ -129,7 +129,7 @@ def test_no_drafts_get_a_seed_a_refusal_and_what_lies_beyond_the_end() -> None:
     assert drafting.read()["speculation"]["skipped"] == {"seeded": 1, "refused": 1}
 
 
-def test_a_profile_takes_every_length_in_turn_and_times_steps_of_one_length() -> None:
+def test_profiling_runs_and_times_every_length() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting = drafting_over(scheduler)
     drafting.begin_profile()
@@ -141,7 +141,7 @@ def test_a_profile_takes_every_length_in_turn_and_times_steps_of_one_length() ->
     assert not drafting.read()["pairs"]
 
 
-def test_what_fails_here_drafts_nothing_and_harms_nobody() -> None:
+def test_failure_disables_drafts_and_affects_nothing_else() -> None:
     scheduler = with_rows(Scheduler())
     drafting = drafting_over(scheduler)
     steps(scheduler, 100)
@@ -151,7 +151,7 @@ def test_what_fails_here_drafts_nothing_and_harms_nobody() -> None:
     assert not module.FEATURE.state.on
 
 
-def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
+def test_steps_with_prefill_or_waits_are_not_timed() -> None:
     scheduler = with_rows(Scheduler())
     drafting = drafting_over(scheduler)
     steps(scheduler, 200)
@@ -162,7 +162,7 @@ def test_steps_that_compute_prompts_or_wait_are_not_timed() -> None:
     assert drafting.length.controller.gain_ratio == gained
 
 
-def test_where_graphs_are_planned_only_their_lengths_are_drafted_while_they_have_room() -> None:
+def test_with_planned_graphs_only_their_lengths_are_drafted() -> None:
     for max_samples, max_draft_tokens in (
         ({0: 64, 2: ROWS, LONGEST: ROWS - 1}, 2),
         ({0: 64, 3: ROWS}, 3),
@@ -175,7 +175,7 @@ def test_where_graphs_are_planned_only_their_lengths_are_drafted_while_they_have
         assert scheduler.lengths[-100:].count(max_draft_tokens) > 90
 
 
-def test_where_graphs_are_planned_a_probe_is_the_shortest_of_them() -> None:
+def test_with_planned_graphs_a_probe_uses_the_shortest_length() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting_over(scheduler, max_samples={0: 64, 2: ROWS, LONGEST: ROWS})
     steps(scheduler, 600)

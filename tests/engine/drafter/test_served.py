@@ -1,4 +1,4 @@
-"""A drafter behind a real server: it learns from what is served, is replaced, taken and brought."""
+"""A drafter behind a real server: trained on its traffic, replaced, downloaded and uploaded."""
 
 import asyncio
 import json
@@ -22,13 +22,13 @@ from tests.serving import Served, serving
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PROMPTS = ["Compute 12+34.\n", "Compute 7*8+9.\n", "Compute 15+27+33.\n", "Compute 4*19-7.\n"]
-# What trains has the least priority: beside other tests it gets what they leave.
+# The trainer has the lowest priority: next to other tests it gets only idle time.
 TIMEOUT_SECONDS = 900
 
 
 @asynccontextmanager
 async def drafted(tmp_path: Path) -> AsyncIterator[tuple[Served, AsyncRollouts]]:
-    """From nothing, with traffic that does not end."""
+    """A server with an untrained drafter, under continuous traffic."""
     speculation = SpeculationSettings(
         mode="drafter",
         longest_draft=3,
@@ -68,7 +68,7 @@ def trainers() -> list[psutil.Process]:
     return [child for child in children if "engine.drafter.trainer" in child.cmdline()]
 
 
-async def test_a_drafter_learns_from_what_is_served_and_one_that_is_worse_is_sent_away(
+async def test_drafter_learns_from_traffic_and_a_worse_one_is_dropped(
     tmp_path: Path,
 ) -> None:
     async with drafted(tmp_path) as (_, rollouts):
@@ -99,7 +99,7 @@ async def test_a_drafter_learns_from_what_is_served_and_one_that_is_worse_is_sen
 
 
 def untrained(tmp_path: Path) -> Path:
-    """The same shapes, from nothing."""
+    """An untrained drafter of the same shapes."""
     [folder] = (tmp_path / "drafters").iterdir()
     config = json.loads((folder / "start" / "config.json").read_text())
     write_random_model(tmp_path / "untrained", config)

@@ -1,4 +1,4 @@
-"""What is kept of the likeliest tokens that a server records."""
+"""Soft targets: the top-k tokens recorded with a sample."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ UNSURE: TopLogprobs = [
 ]
 
 
-def test_a_token_counts_once_and_the_likeliest_come_first() -> None:
+def test_tokens_are_unique_and_sorted_by_probability() -> None:
     found = top_k_of([CERTAIN, UNSURE])
     assert found.tokens[0].tolist() == [5] * TOP_K
     assert found.probs[0].tolist() == [1.0] + [0.0] * (TOP_K - 1)
@@ -28,13 +28,13 @@ def test_a_token_counts_once_and_the_likeliest_come_first() -> None:
     assert not found.probs[1, 3:].any()
 
 
-def test_of_many_the_likeliest_are_kept() -> None:
+def test_only_the_top_k_are_stored() -> None:
     many = [TokenLogprob(token, -0.1 * token - 2, token + 1) for token in range(50)]
     found = top_k_of([[many[40], *many]])
     assert found.tokens[0].tolist() == list(range(TOP_K))
 
 
-def test_what_travels_is_what_was_recorded() -> None:
+def test_serialization_is_lossless() -> None:
     found = top_k_of([CERTAIN, UNSURE])
     for sent, come in zip(found, decode_top_k(encode_top_k(found)), strict=True):
         np.testing.assert_array_equal(sent, come)
@@ -42,7 +42,7 @@ def test_what_travels_is_what_was_recorded() -> None:
 
 @dataclass
 class Flat:
-    """vLLM's, of two places: the token itself and the two likeliest."""
+    """vLLM's `FlatLogprobs` of two positions: the sampled token and the top two."""
 
     token_ids: list[int] = field(default_factory=lambda: [5, 5, 6, 7, 8, 7])
     logprobs: list[float] = field(default_factory=lambda: [-0.1, -0.1, -3.0, -2.0, -0.5, -2.0])
@@ -53,7 +53,7 @@ class Flat:
 
 @dataclass
 class Output:
-    """vLLM's, of a sample that has ended."""
+    """vLLM's output of a finished sample."""
 
     token_ids: tuple[int, ...] = (5, 7)
     logprobs: Flat = field(default_factory=Flat)
@@ -77,7 +77,7 @@ class Output:
         ({"entropy_top_k": 2}, True, False),
     ],
 )
-async def test_whoever_learns_is_told_of_them_wherever_they_were_recorded(
+async def test_trainer_receives_top_k_wherever_they_were_recorded(
     asked: dict[str, Any], told: bool, answered: bool
 ) -> None:
     heard: list[Completion] = []

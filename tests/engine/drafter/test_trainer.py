@@ -1,4 +1,4 @@
-"""The training process: what it hears, when it trains, what it leaves behind."""
+"""The training process: its inbox, its schedule and its files."""
 
 import json
 import subprocess
@@ -66,7 +66,7 @@ def trainer(drafter_folder: Path, inbox: Inbox, sent: list[FromTrainer]) -> Trai
     )
 
 
-def test_what_travels_is_what_was_sent() -> None:
+def test_messages_are_serialized_without_loss() -> None:
     sent = (
         Sample(version="v", prompt=[1], response=[2, 3]),
         Sample(version="v", prompt=[1], response=[2], top_logprobs="AAAA"),
@@ -78,7 +78,7 @@ def test_what_travels_is_what_was_sent() -> None:
     assert [decode_line(encode_line(message)) for message in sent] == list(sent)
 
 
-def test_what_was_brought_is_gone_on_from_after_a_restart(
+def test_training_continues_from_an_import_after_a_restart(
     trainer: TrainingLoop, inbox: Inbox, drafter_folder: Path, tmp_path: Path
 ) -> None:
     brought, file = ModelTrainer(drafter_folder, trained="all"), tmp_path / "brought.safetensors"
@@ -92,14 +92,14 @@ def test_what_was_brought_is_gone_on_from_after_a_restart(
     torch.testing.assert_close(again.compute_loss(packed()), brought.compute_loss(packed()))
 
 
-def test_what_was_brought_and_is_gone_already_is_passed_over(
+def test_import_that_is_gone_already_is_skipped(
     trainer: TrainingLoop, inbox: Inbox, tmp_path: Path
 ) -> None:
     inbox.receive([encode_line(AdoptWeights(path=str(tmp_path / "gone.safetensors")))])
     trainer.run_once()
 
 
-def test_it_waits_for_enough_to_learn_from_and_while_it_is_told_to(
+def test_trainer_waits_for_enough_samples_and_while_paused(
     trainer: TrainingLoop, inbox: Inbox
 ) -> None:
     inbox.receive([SAID])
@@ -112,7 +112,7 @@ def test_it_waits_for_enough_to_learn_from_and_while_it_is_told_to(
     assert trainer.run_once()
 
 
-def test_what_is_known_by_heart_is_left(
+def test_memorized_samples_are_skipped(
     trainer: TrainingLoop, inbox: Inbox, sent: list[FromTrainer]
 ) -> None:
     inbox.receive([SAID] * (MIN_TOKENS_TO_START // len(RESPONSE) + 1))
@@ -126,7 +126,7 @@ def test_what_is_known_by_heart_is_left(
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_once_there_is_little_to_learn_it_rests_after_every_step(
+def test_with_little_to_learn_it_sleeps_after_every_step(
     drafter_folder: Path, inbox: Inbox, settled: bool
 ) -> None:
     model_trainer = ModelTrainer(drafter_folder, trained="all")
@@ -154,9 +154,9 @@ def test_once_there_is_little_to_learn_it_rests_after_every_step(
 
 
 @pytest.mark.engine
-@pytest.mark.alone  # beside other work it may get no time at all, and is meant to
-def test_the_process_trains_publishes_keeps_and_resumes(drafter_folder: Path) -> None:
-    """As the server runs it, with the least priority there is, until its input ends."""
+@pytest.mark.alone  # a busy machine may give it no time at all, by design
+def test_process_trains_publishes_saves_and_resumes(drafter_folder: Path) -> None:
+    """As the server runs it, with the lowest priority, until its input is closed."""
     command = [
         *(sys.executable, "-m", "engine.drafter.trainer", "--drafter", str(drafter_folder)),
         *("--folder", str(drafter_folder), "--trained", "all", "--published-seconds", "0.5"),

@@ -1,4 +1,4 @@
-"""What vLLM is told of a drafter, and where there can be none."""
+"""vLLM's config for a drafter, and configurations that cannot have one."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.engine.seedling import MODEL, settings
 DRAFTER = SpeculationSettings(mode="drafter", drafter=Path("/drafter"), longest_draft=5)
 
 
-def test_vllm_is_told_of_the_drafter_and_of_every_length_that_may_be_chosen() -> None:
+def test_vllm_receives_the_drafter_and_every_possible_length() -> None:
     arguments = engine_arguments(
         settings(tensor_parallel_size=2), MODEL, speculation=DRAFTER, on_cpu=True
     )
@@ -35,7 +35,7 @@ def test_vllm_is_told_of_the_drafter_and_of_every_length_that_may_be_chosen() ->
     ("max_sequences", "schedule"),
     [(64, [(1, 1, 5), (2, 2, 2), (3, 64, 0)]), (2, [(1, 1, 5), (2, 2, 2)])],
 )
-def test_where_graphs_are_planned_it_is_told_of_their_lengths(
+def test_with_planned_graphs_vllm_receives_their_lengths(
     max_sequences: int, schedule: list[tuple[int, int, int]]
 ) -> None:
     plan = Plan(
@@ -55,6 +55,6 @@ def test_where_graphs_are_planned_it_is_told_of_their_lengths(
     assert told["num_speculative_tokens_per_batch_size"] == schedule
 
 
-def test_layers_that_are_dealt_out_have_no_drafter() -> None:
+def test_pipeline_parallelism_has_no_drafter() -> None:
     assert resolve_mode(DRAFTER, settings()) == DRAFTER
     assert resolve_mode(DRAFTER, settings(pipeline_parallel_size=2)).mode == "off"

@@ -1,4 +1,4 @@
-"""Models to export prompts of, and what Hugging Face's forward says their keys and values are."""
+"""Models whose prompts are exported, and their KV by Hugging Face's forward."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ def kv_format(num_kv_heads: int, **changes: Any) -> KvFormat:
 
 
 def exporting(model: Path, **settings: Any) -> LiveEngine:
-    """An engine that has found out how its cache is packed, as every start of ours makes it do."""
+    """An engine that has learned the layout of its cache, as the service does at every start."""
     engine = LiveEngine(model, **(EXPORTING | settings))
     for answer in engine.rpc("coppice_prepare_kv_export"):
         assert isinstance(answer, dict), answer

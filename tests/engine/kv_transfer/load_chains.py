@@ -30,7 +30,7 @@ class Chains:
         return replace(self.arena.slot(num_tokens), name=next(NAMES))
 
     def keep(self, *segments: Sequence[int]) -> None:
-        """Computed alone, from position 0 on."""
+        """Exports each span, prefilled alone from position 0 on."""
         for tokens in segments:
             slot = self.segments[tuple(tokens)] = self.slot(len(tokens))
             self.engine.finish(self.engine.submit(tokens, export=slot, max_tokens=1))
@@ -39,7 +39,7 @@ class Chains:
     def load(
         self, parts: Sequence[PromptSpan], *, chain: str, first_tokens: int, n: int = 1
     ) -> KvLoad | None:
-        """None where all of it is computed."""
+        """None if the whole prompt is prefilled."""
         cut = spans(parts, first_tokens=first_tokens)
         kept = {i: self.segments[tuple(p.token_ids)] for i, p in enumerate(parts) if p.name}
         if not prefill_lengths(cut):
@@ -55,7 +55,7 @@ class Chains:
         n: int = 1,
         **sampling: Any,
     ) -> list[str]:
-        """The links, and then the samples that the load was made for: those are named."""
+        """Submits the links, and then the samples of the load; returns the names of the samples."""
         prompt = joined(parts)
         for end in prefill_lengths(spans(parts, first_tokens=first_tokens)):
             self.engine.submit(prompt[:end], load=load, max_tokens=1)

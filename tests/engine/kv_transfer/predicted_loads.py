@@ -1,4 +1,4 @@
-"""Anchors over a stepped engine, chosen and loaded as the service does it."""
+"""Anchors over a stepped engine, selected and loaded as the service does."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class PredictedLoads:
     alone: dict[tuple[int, ...], CacheEntry] = field(default_factory=dict)
 
     def keep(self, *prompts: Sequence[PromptSpan]) -> None:
-        """Computed, one after the other."""
+        """Prefills the anchors one after the other."""
         for parts in prompts:
             template, prompt = template_of(parts), joined(parts)
             context, bases = AnchorContext(SCOPE, 0, template.context), self._bases(parts)
@@ -47,7 +47,7 @@ class PredictedLoads:
         threshold: float = 1.0,
         taken: bool = True,
     ) -> KvLoad:
-        """Not `taken` whole from an anchor of the same texts: predicted, but for the own text."""
+        """If not `taken`, predicts all but unnamed text, even if an anchor has the same texts."""
         template, bases = template_of(parts), self._bases(parts)
         found = find_candidates(template, self.anchors)
         assert found is not None, "too few anchors"

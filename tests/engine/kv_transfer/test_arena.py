@@ -1,4 +1,4 @@
-"""A worker never writes outside the arena, and finds out before the first byte."""
+"""A worker never writes outside the arena, and detects errors before the first byte."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def arena(path: Path) -> Iterator[MappedArena]:
     arena.close()
 
 
-def test_what_is_written_is_in_the_file(arena: MappedArena, path: Path) -> None:
+def test_written_bytes_are_in_the_file(arena: MappedArena, path: Path) -> None:
     arena.region(64, 3)[:] = 7
     arena.write_status(SIZE - 8, ExportStatus.COMMITTED)
     stored = path.read_bytes()
@@ -39,7 +39,7 @@ def test_what_is_written_is_in_the_file(arena: MappedArena, path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "num_bytes"), [(-64, 64), (SIZE, 64), (SIZE - 64, 65), (0, SIZE + 1), (8, 8), (0, 0)]
 )
-def test_a_region_outside_or_aslant_is_refused(
+def test_region_outside_or_misaligned_is_refused(
     arena: MappedArena, offset: int, num_bytes: int
 ) -> None:
     with pytest.raises(ArenaError):
@@ -47,21 +47,23 @@ def test_a_region_outside_or_aslant_is_refused(
 
 
 @pytest.mark.parametrize("offset", [-8, SIZE, SIZE - 4, 12])
-def test_a_word_outside_or_aslant_is_refused(arena: MappedArena, path: Path, offset: int) -> None:
+def test_status_word_outside_or_misaligned_is_refused(
+    arena: MappedArena, path: Path, offset: int
+) -> None:
     with pytest.raises(ArenaError):
         arena.write_status(offset, ExportStatus.COMMITTED)
     assert path.read_bytes() == bytes(SIZE)
 
 
-def test_a_file_that_has_shrunk_is_refused(arena: MappedArena, path: Path) -> None:
+def test_shrunken_file_is_refused(arena: MappedArena, path: Path) -> None:
     os.truncate(path, SIZE // 2)
     arena.region(0, SIZE // 2)
     with pytest.raises(ArenaError):
         arena.region(64, SIZE // 2)
 
 
-def test_a_file_with_holes_is_refused(tmp_path: Path) -> None:
-    """On a full mount a store into a hole would be a SIGBUS."""
+def test_sparse_file_is_refused(tmp_path: Path) -> None:
+    """On a full filesystem a store into a hole would raise SIGBUS."""
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**20)
@@ -71,7 +73,7 @@ def test_a_file_with_holes_is_refused(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_what_is_no_file_of_ours_is_refused(tmp_path: Path, path: Path) -> None:
+def test_foreign_file_is_refused(tmp_path: Path, path: Path) -> None:
     link, empty = tmp_path / "link", tmp_path / "empty"
     link.symlink_to(path)
     empty.touch()

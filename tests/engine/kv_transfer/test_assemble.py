@@ -1,4 +1,4 @@
-"""What is put together from exports in a file is what the slow way makes of them."""
+"""KV assembled from exports in a file equals a reference computation."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,7 +31,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 class Written:
-    """Random exports of one length, and what they are."""
+    """Random exports of one length, and their contents."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
@@ -49,7 +49,10 @@ class Written:
         self.values: dict[ExportSlotParams, torch.Tensor] = {}
 
     def place(self, *, like: ExportSlotParams | None = None) -> ExportSlotParams:
-        """Nearly the same tokens as there: their distance is a token's, not all or nothing."""
+        """An export of random values, or of values close to `like`.
+
+        The distance between close exports varies per token instead of being zero or total.
+        """
         chance = torch.Generator().manual_seed(len(self.values))
         shape = (LAYERS, 2, HEADS, NUM_TOKENS, HEAD_DIM)
         values = torch.randn(shape, generator=chance)
@@ -85,7 +88,7 @@ def rotary(request: pytest.FixtureRequest) -> RotaryParams:
 
 @pytest.fixture
 def run(written: Written) -> list[LoadPieceParams]:
-    """Placed, predicted with bases, and predicted from what stands between."""
+    """Spliced pieces, pieces predicted with base values, and pieces predicted from unnamed text."""
     source = written.place()
     bases = [written.place(like=source) for _ in range(3)]
     based = tuple(
@@ -126,7 +129,7 @@ def run(written: Written) -> list[LoadPieceParams]:
 
 @pytest.fixture
 def other_default() -> Iterator[None]:
-    """As while vLLM loads a model."""
+    """A different default dtype, as while vLLM loads a model."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     yield
@@ -158,7 +161,7 @@ def expected_kv(written: Written, piece: LoadPieceParams, rotary: RotaryParams) 
     return slow_predict(source, piece.shift, observations, rotary)
 
 
-def test_a_run_is_that_of_the_slow_way(
+def test_run_equals_the_reference(
     written: Written, rotary: RotaryParams, run: list[LoadPieceParams]
 ) -> None:
     found = assemble(written, run, rotary)
@@ -168,7 +171,7 @@ def test_a_run_is_that_of_the_slow_way(
     assert (found - expected).abs().max() < bound
 
 
-def test_it_is_computed_in_float32_whatever_the_default(
+def test_run_is_computed_in_float32_whatever_the_default_dtype(
     written: Written, run: list[LoadPieceParams], other_default: None
 ) -> None:
     rotary = parse_rotary(ROPES["default"], HEAD_DIM)

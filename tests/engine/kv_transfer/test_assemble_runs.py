@@ -1,4 +1,4 @@
-"""Which pieces are written together, and by which rank what of them, by hand."""
+"""Division of pieces into runs and of runs among ranks, against hand-written cases."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def spans(*pieces: LoadPieceParams) -> list[list[tuple[int, int]]]:
     return [[(part.start, part.end) for part in run] for run in group_runs(pieces, 32)]
 
 
-def test_pieces_that_begin_with_a_block_are_written_alone() -> None:
+def test_block_aligned_pieces_are_written_alone() -> None:
     assert spans(piece(32, 20), piece(64, 32)) == [[(32, 52)], [(64, 96)]]
 
 
@@ -48,8 +48,8 @@ def test_pieces_that_share_a_block_are_written_together() -> None:
     assert spans(*pieces) == [[(0, 32)], [(32, 40), (40, 44), (44, 64)], [(64, 71)]]
 
 
-def test_of_long_pieces_only_the_blocks_that_they_share_are_put_together() -> None:
-    """Whatever is put together is held beside the cache."""
+def test_only_the_shared_blocks_of_long_pieces_are_assembled() -> None:
+    """Assembled KV is held in addition to the cache."""
     assert spans(piece(0, 4000), piece(4000, 7, predicted=True), piece(4007, 3000)) == [
         [(0, 4000)],
         [(4000, 4007), (4007, 4032)],
@@ -62,7 +62,7 @@ def test_of_long_pieces_only_the_blocks_that_they_share_are_put_together() -> No
 
 
 @pytest.mark.parametrize("block", [1, 16, 32, 512])
-def test_pieces_of_any_lengths_come_in_short_runs_or_alone(block: int) -> None:
+def test_pieces_of_any_lengths_form_short_runs(block: int) -> None:
     draw = random.Random(block)
     for _ in range(100):
         pieces, at = [], block * draw.randrange(3)
@@ -82,7 +82,7 @@ def test_pieces_of_any_lengths_come_in_short_runs_or_alone(block: int) -> None:
                 assert run[-1].end - run[0].start <= max(MAX_PREDICTED_TOKENS, block)
 
 
-def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
+def test_predicted_piece_is_cut_at_block_boundaries() -> None:
     found = list(group_runs([piece(40, 1200, predicted=True)], 32))
     cuts = [part.start for [part] in found]
     assert cuts == [40, *range(MAX_PREDICTED_TOKENS, 1240, MAX_PREDICTED_TOKENS)]
@@ -91,12 +91,12 @@ def test_what_is_predicted_is_cut_where_blocks_begin() -> None:
     assert found[-1][0].end == 1240
 
 
-def test_what_is_moved_whole_is_not_cut() -> None:
+def test_spliced_piece_is_not_cut() -> None:
     assert spans(piece(0, 4 * MAX_PREDICTED_TOKENS)) == [[(0, 4 * MAX_PREDICTED_TOKENS)]]
 
 
-def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None:
-    """Side by side they are what one rank predicts."""
+def test_ranks_predict_their_own_heads_with_weights_of_all_heads(tmp_path: Path) -> None:
+    """Concatenated, they equal the prediction of one rank."""
     arena = TestArena(tmp_path / "arena", kv_format(4))
     whole = replace(FORM, layers=("0", "1"), num_kv_heads=4, head_dim=arena.form.head_dim)
     run = a_run(arena)
@@ -115,7 +115,7 @@ def test_ranks_predict_their_own_heads_by_weights_of_all(tmp_path: Path) -> None
 
 
 def a_run(arena: TestArena) -> list[LoadPieceParams]:
-    """A text that moves, one predicted from two others, and one from what was seen alone."""
+    """A moved text, one predicted from two others, and one predicted from its KV in isolation."""
     slots = [arena.slot(20) for _ in range(5)]
     draw = np.random.default_rng(0)
     for slot in slots:

@@ -1,4 +1,4 @@
-"""Which caches are exported: plain attention over one table, not what only looks like it."""
+"""Cache layouts that can be exported: plain attention over one block table."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def test_plain_attention_is_exported_in_layer_order() -> None:
     assert layout.num_bytes(10) == NUM_LAYERS * 2 * 2 * 10 * 64 * 2
 
 
-def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
+def test_worker_writes_exactly_the_bytes_reserved_by_the_service() -> None:
     from engine.kv_transfer.cache_spec import cache_layout
 
     layout = cache_layout(config(), caches((NAMES, plain())))
@@ -63,7 +63,7 @@ def test_a_worker_writes_exactly_what_the_service_has_reserved() -> None:
     assert LayoutFactory("model", told).of([0] * 77, "v1").data_bytes == layout.num_bytes(77)
 
 
-def test_layers_of_a_draft_model_are_left_out() -> None:
+def test_layers_of_a_draft_model_are_excluded() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     from engine.kv_transfer.cache_spec import cache_layout
@@ -79,7 +79,7 @@ def test_layers_of_a_draft_model_are_left_out() -> None:
     assert cache_layout(config(), caches((beyond, plain()))).layers == tuple(NAMES)
 
 
-def test_heads_are_dealt_to_ranks_and_a_replica_writes_none() -> None:
+def test_heads_are_divided_among_ranks_and_replicas_write_none() -> None:
     from engine.kv_transfer.cache_spec import cache_layout
 
     two = cache_layout(config(tensor=2), caches((NAMES, plain(num_kv_heads=1))))
@@ -110,7 +110,7 @@ def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
         ({"num_kv_heads": 1}, "1 KV heads"),
     ],
 )
-def test_a_cache_that_is_more_than_keys_and_values_is_refused(
+def test_cache_with_more_than_keys_and_values_is_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
     from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
@@ -135,7 +135,7 @@ def test_special_attention_is_refused_by_its_name() -> None:
             cache_layout(config(), caches((NAMES, spec)))
 
 
-def test_layers_of_two_kinds_or_too_few_are_refused() -> None:
+def test_mixed_or_missing_layers_are_refused() -> None:
     from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match="several kinds"):

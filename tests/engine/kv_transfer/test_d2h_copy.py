@@ -1,4 +1,4 @@
-"""The thread that ends a GPU's copies, with events that the test lets happen."""
+"""The thread that completes device-to-host copies, with events controlled by the test."""
 
 import threading
 
@@ -9,7 +9,7 @@ from engine.runtime.guard import Failure
 
 
 class Transfer:
-    """As torch's event: `synchronize` returns when the transfer is over."""
+    """A torch event: `synchronize` returns when the transfer is complete."""
 
     def __init__(self, error: str | None = None) -> None:
         self.over = threading.Event()
@@ -21,7 +21,7 @@ class Transfer:
             raise RuntimeError(self._error)
 
 
-def test_bytes_land_in_order_after_their_transfer_and_settle_waits() -> None:
+def test_bytes_are_stored_in_order_and_flush_waits() -> None:
     copy_thread, said = CopyThread(), list[Failure | None]()
     transfers, outs = [Transfer(), Transfer()], [torch.zeros(3), torch.zeros(3)]
     for i, (transfer, out) in enumerate(zip(transfers, outs, strict=True)):
@@ -38,7 +38,7 @@ def test_bytes_land_in_order_after_their_transfer_and_settle_waits() -> None:
     assert [out.tolist() for out in outs] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_a_transfer_that_fails_is_said_and_the_next_one_lands() -> None:
+def test_failed_transfer_is_reported_and_the_next_one_completes() -> None:
     copy_thread, said = CopyThread(), list[Failure | None]()
     broken, whole, out = Transfer("lost"), Transfer(), torch.zeros(3)
     for transfer in (broken, whole):
@@ -49,5 +49,5 @@ def test_a_transfer_that_fails_is_said_and_the_next_one_lands() -> None:
     assert out.tolist() == [1.0] * 3
 
 
-def test_nothing_under_way_settles_at_once() -> None:
+def test_flush_without_transfers_returns_at_once() -> None:
     CopyThread().flush()

@@ -1,4 +1,4 @@
-"""What is exported is what Hugging Face's forward computes, for the models that we name."""
+"""Exports equal Hugging Face's forward, for the documented models."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = 1e-4
 LONG = [(7 * i) % 500 for i in range(230)]
-# Chunks are 64 tokens, blocks 32; the last shares 160 tokens with the first and finds them cached.
+# Chunks are 64 tokens, blocks 32; the last prompt shares 160 tokens with the first as cache hits.
 PROMPTS = [
     LONG,
     [9, 8],
@@ -58,8 +58,8 @@ def test_exports_equal_hugging_face(family: Family, num_kv_heads: int, tmp_path:
     arena.check()
 
 
-def test_exports_equal_hugging_face_beside_drafts(tmp_path: Path) -> None:
-    """Siblings decode with drafts while prompts are computed in chunks, two of them the same."""
+def test_exports_equal_hugging_face_with_drafts_in_the_batch(tmp_path: Path) -> None:
+    """Siblings decode with drafts while prompts are prefilled in chunks, two of them equal."""
     model = save_model(tmp_path / "model", "qwen3", num_kv_heads=4)
     arena = TestArena(tmp_path / "arena", kv_format(4))
     prompts = [[20 * i + j % 5 for j in range(70 + i)] for i in (1, 2, 3, 3)]
@@ -80,7 +80,7 @@ def test_exports_equal_hugging_face_beside_drafts(tmp_path: Path) -> None:
     arena.check()
 
 
-def test_in_bfloat16_exports_are_as_near_as_hugging_face(tmp_path: Path) -> None:
+def test_bfloat16_exports_are_as_accurate_as_hugging_face(tmp_path: Path) -> None:
     """Both round on their way; docs/models.md has the figures that this prints."""
     config = AutoConfig.from_pretrained(SEEDLING)
     layout = kv_format(
@@ -114,7 +114,7 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     engine.close()
 
 
-def test_two_ranks_write_what_one_would(split: tuple[Path, Any, TestArena]) -> None:
+def test_two_ranks_write_the_export_of_one(split: tuple[Path, Any, TestArena]) -> None:
     model, engine, arena = split
     slots = [arena.slot(len(prompt) - 1) for prompt in PROMPTS]
     names = [

@@ -1,4 +1,4 @@
-"""What can happen to a prompt on its way to being complete, and to weights meanwhile."""
+"""Exports of prompts that are chunked, preempted, aborted or straddle a weights update."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = 1e-4
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4
-NUM_BLOCKS = 13  # one of which is never handed out
+NUM_BLOCKS = 13  # one of which vLLM never allocates
 PROMPT = [(11 * i) % 500 for i in range(150)]  # three chunks
 
 
@@ -73,7 +73,10 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
 ) -> Iterator[Scenario]:
-    """Serves v7 with nothing cached; every test leaves nothing tracked and a whole pool."""
+    """An engine with v7 and an empty cache.
+
+    Every test leaves no state behind and all blocks free.
+    """
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2))
     yield Scenario(shared, arena, models, truth)
@@ -84,7 +87,7 @@ def scenario(
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
 
 
-def test_it_is_whole_while_its_sample_still_decodes(scenario: Scenario) -> None:
+def test_export_is_complete_while_its_sample_still_decodes(scenario: Scenario) -> None:
     name, slot = scenario.submit(PROMPT, max_tokens=20)
     scenario.engine.step(2)
     assert scenario.arena.words(slot) == PENDING
@@ -96,8 +99,8 @@ def test_it_is_whole_while_its_sample_still_decodes(scenario: Scenario) -> None:
     assert (scenario.arena.data(slot) == whole).all()
 
 
-def test_the_last_token_alone_is_not_waited_for(scenario: Scenario) -> None:
-    """After two chunks of 64 only the token is missing that is not exported."""
+def test_export_does_not_wait_for_the_last_token(scenario: Scenario) -> None:
+    """After two chunks of 64, only the last token is missing, which is not exported."""
     prompt = PROMPT[:129]
     name, slot = scenario.submit(prompt, max_tokens=2)
     scenario.engine.step(2)
@@ -106,7 +109,7 @@ def test_the_last_token_alone_is_not_waited_for(scenario: Scenario) -> None:
     scenario.engine.finish(name)
 
 
-def test_two_groups_with_one_prompt_each_get_it(scenario: Scenario) -> None:
+def test_two_groups_with_one_prompt_both_get_an_export(scenario: Scenario) -> None:
     (one, first), (other, second) = (scenario.submit(PROMPT, max_tokens=3) for _ in "ab")
     scenario.engine.finish(one, other)
     for slot in (first, second):
@@ -114,8 +117,8 @@ def test_two_groups_with_one_prompt_each_get_it(scenario: Scenario) -> None:
         assert scenario.max_error(slot, PROMPT, "v7") < TOLERANCE
 
 
-def test_a_preempted_prompt_is_exported_when_it_is_computed_anew(scenario: Scenario) -> None:
-    """Six others need a second block each while it is half computed: all twelve that there are."""
+def test_preempted_prompt_is_exported_after_it_is_prefilled_again(scenario: Scenario) -> None:
+    """Six others allocate a second block each during its prefill: all twelve blocks."""
     others = [scenario.engine.submit([20 + i] * 30, max_tokens=30) for i in range(6)]
     scenario.engine.step(2)
     name, slot = scenario.submit(PROMPT, max_tokens=3)
@@ -128,7 +131,7 @@ def test_a_preempted_prompt_is_exported_when_it_is_computed_anew(scenario: Scena
     assert scenario.max_error(slot, PROMPT, "v7") < TOLERANCE
 
 
-def test_a_prompt_aborted_half_way_is_never_exported(scenario: Scenario) -> None:
+def test_prompt_aborted_during_its_prefill_is_never_exported(scenario: Scenario) -> None:
     name, slot = scenario.submit(PROMPT, max_tokens=3)
     scenario.engine.step()
     scenario.engine.abort(name)
@@ -138,7 +141,7 @@ def test_a_prompt_aborted_half_way_is_never_exported(scenario: Scenario) -> None
     assert scenario.arena.untouched(slot)
 
 
-def test_a_prompt_that_two_versions_computed_is_refused(scenario: Scenario) -> None:
+def test_prompt_prefilled_by_two_versions_is_refused(scenario: Scenario) -> None:
     name, slot = scenario.submit(PROMPT, max_tokens=3)
     scenario.engine.step()
     scenario.engine.swap(scenario.models["v8"])
@@ -151,8 +154,8 @@ def test_a_prompt_that_two_versions_computed_is_refused(scenario: Scenario) -> N
     assert scenario.max_error(after, PROMPT, "v8") < TOLERANCE
 
 
-def test_a_prompt_that_waited_for_the_new_weights_is_theirs(scenario: Scenario) -> None:
-    """Computed before under the old ones, and found in no cache."""
+def test_prompt_that_waited_for_new_weights_belongs_to_them(scenario: Scenario) -> None:
+    """It was prefilled before under the old weights, and must not hit their cache."""
     scenario.engine.ask(PROMPT, max_tokens=2)
     name, slot = scenario.submit(PROMPT, max_tokens=3)
     scenario.engine.swap(scenario.models["v8"])
@@ -162,10 +165,10 @@ def test_a_prompt_that_waited_for_the_new_weights_is_theirs(scenario: Scenario) 
 
 
 @pytest.mark.parametrize(("num_steps", "version"), [(1, "v8"), (3, "v7")])
-def test_a_prompt_that_is_computed_twice_is_exported_once(
+def test_prompt_prefilled_twice_is_exported_once(
     scenario: Scenario, num_steps: int, version: str
 ) -> None:
-    """Recomputed half-way it is the new weights', complete before it stays the old ones'."""
+    """Restarted midway it belongs to the new weights; complete before, to the old ones."""
     name, slot = scenario.submit(PROMPT, max_tokens=30)
     scenario.engine.step(num_steps)
     on_exported = scenario.arena.words(slot)

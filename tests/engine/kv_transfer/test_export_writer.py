@@ -1,4 +1,4 @@
-"""A rank's part of an export when something goes wrong: a word, never an exception."""
+"""A rank's share of an export under errors: a status word, never an exception."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def cache_layout() -> Any:
 
 
 def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
-    """Ready to write what is in a cache of ones, but for the first block's zeros."""
+    """A writer over a cache of ones, except for zeros in the first block."""
     from engine.kv_transfer.worker.export_writer import ExportWriter
 
     layout = cache_layout()
@@ -65,8 +65,8 @@ def job(slot: ExportSlot, *block_ids: int, status: ExportStatus = ExportStatus.C
 
 
 @pytest.mark.parametrize("kernel_block", [32, 16])
-def test_blocks_are_written_in_the_prompts_order(arena: TestArena, kernel_block: int) -> None:
-    """Also where a kernel's blocks are smaller than the scheduler's."""
+def test_blocks_are_written_in_the_order_of_the_prompt(arena: TestArena, kernel_block: int) -> None:
+    """Also where kernel blocks are smaller than the scheduler's."""
     slot = arena.slot(NUM_TOKENS)
     made = writer(Feature("kv"), kernel_block=kernel_block)
     made.export(job(slot, 2, 0))
@@ -77,14 +77,14 @@ def test_blocks_are_written_in_the_prompts_order(arena: TestArena, kernel_block:
     arena.check()
 
 
-def test_a_mixed_prompt_gets_its_word_and_no_bytes(arena: TestArena) -> None:
+def test_mixed_version_prompt_gets_its_status_and_no_bytes(arena: TestArena) -> None:
     slot = arena.slot(NUM_TOKENS)
     writer(Feature("kv")).export(job(slot, 1, 2, status=ExportStatus.MIXED_VERSION))
     assert arena.words(slot) == [ExportStatus.MIXED_VERSION]
     assert arena.untouched(slot)
 
 
-def test_a_slot_outside_fails_and_the_next_is_written(arena: TestArena) -> None:
+def test_slot_outside_the_arena_fails_and_the_next_is_written(arena: TestArena) -> None:
     slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
     made = writer(guard)
     made.export(job(replace(slot, offset=len(arena.bytes) - 64), 1, 2))
@@ -94,7 +94,7 @@ def test_a_slot_outside_fails_and_the_next_is_written(arena: TestArena) -> None:
     arena.check()
 
 
-def test_an_arena_that_is_gone_costs_nothing_else(arena: TestArena, tmp_path: Path) -> None:
+def test_missing_arena_affects_nothing_else(arena: TestArena, tmp_path: Path) -> None:
     slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
     made = writer(guard)
     made.export(job(replace(slot, arena=tmp_path / "gone"), 1, 2))
@@ -102,8 +102,8 @@ def test_an_arena_that_is_gone_costs_nothing_else(arena: TestArena, tmp_path: Pa
     assert arena.words(slot) == COMMITTED and guard.state.on
 
 
-def test_a_failure_in_the_copy_switches_the_export_off_and_says_so(arena: TestArena) -> None:
-    """A block that the cache does not have: no bytes, and FAILED from then on."""
+def test_failed_copy_disables_exports_and_reports_it(arena: TestArena) -> None:
+    """A block ID that the cache does not have: no bytes, and FAILED from then on."""
     slots, guard = [arena.slot(NUM_TOKENS) for _ in range(2)], Feature("kv")
     made = writer(guard)
     made.export(job(slots[0], 1, 10**6))

@@ -1,4 +1,4 @@
-"""What a request is told to load, by hand: no engine, and a clock that stands still."""
+"""Load decisions per request, against hand-written cases, without an engine and on a fake clock."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,10 @@ class Clock:
 
 
 class Request:
-    """As much of vLLM's as is looked at; a block's hash tells its number."""
+    """The attributes of vLLM's request that the planner reads.
+
+    A block's hash encodes its number.
+    """
 
     def __init__(self, name: str, num_tokens: int, load: KvLoad) -> None:
         self.request_id, self.num_tokens = name, num_tokens
@@ -80,13 +83,13 @@ def added(planner: LoadPlanner, name: str, num_tokens: int, load: KvLoad = LOAD)
     ("num_cached", "matched"),
     [(0, 0), (16, 0), (32, 20), (48, 4), (64, 25), (80, 9), (96, 0)],
 )
-def test_what_is_placed_right_behind_what_is_cached_is_claimed(
+def test_spliced_tokens_directly_after_cached_ones_are_claimed(
     planner: LoadPlanner, num_cached: int, matched: int
 ) -> None:
     assert planner.match(added(planner, "r", 100), num_cached) == matched
 
 
-def test_pieces_that_touch_are_loaded_together(planner: LoadPlanner) -> None:
+def test_adjacent_pieces_are_loaded_together(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     blocks = SimpleNamespace(get_block_ids=lambda: (list(range(10, 20)),))
     planner.match(request, 64)
@@ -99,12 +102,12 @@ def test_pieces_that_touch_are_loaded_together(planner: LoadPlanner) -> None:
     assert planner.num_pending == 0
 
 
-def test_pieces_may_touch_within_a_block(planner: LoadPlanner) -> None:
+def test_pieces_may_meet_within_a_block(planner: LoadPlanner) -> None:
     load = replace(LOAD, pieces=(piece("a", 32, 20), piece("b", 52, 20)))
     assert planner.match(added(planner, "r", 100, load), 32) == 40
 
 
-def test_what_is_predicted_is_claimed_only_if_all_it_is_made_from_is_known(
+def test_prediction_is_claimed_only_if_all_its_sources_are_known(
     planner: LoadPlanner,
 ) -> None:
     seen = ObservedKv(
@@ -132,11 +135,11 @@ def test_what_is_predicted_is_claimed_only_if_all_it_is_made_from_is_known(
     assert taken.prefix_until(50).num_tokens == 2
 
 
-def test_a_token_is_left_to_compute(planner: LoadPlanner) -> None:
+def test_one_token_is_left_to_prefill(planner: LoadPlanner) -> None:
     assert planner.match(added(planner, "r", 89), 64) == 16
 
 
-def test_what_other_weights_have_written_is_not_claimed(planner: LoadPlanner) -> None:
+def test_kv_of_other_weights_is_not_claimed(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     planner.start_epoch()
     assert planner.match(request, 32) == 0
@@ -144,7 +147,7 @@ def test_what_other_weights_have_written_is_not_claimed(planner: LoadPlanner) ->
     assert planner.match(request, 64) == 16
 
 
-def test_a_chain_waits_until_all_of_it_has_come(planner: LoadPlanner) -> None:
+def test_chain_waits_until_all_its_requests_have_arrived(planner: LoadPlanner) -> None:
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 32, load)
     second = added(planner, "second", 64, load)
@@ -153,8 +156,8 @@ def test_a_chain_waits_until_all_of_it_has_come(planner: LoadPlanner) -> None:
     assert [planner.match(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
 
 
-def test_nobody_waits_for_what_never_comes(planner: LoadPlanner, clock: Clock) -> None:
-    """Nor when a part of it has been aborted, and the rest comes then."""
+def test_incomplete_chain_waits_only_until_its_timeout(planner: LoadPlanner, clock: Clock) -> None:
+    """Also if a part of it was aborted and the rest arrives later."""
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 64, load)
     clock.now = MAX_WAIT_SECONDS
@@ -167,8 +170,8 @@ def test_nobody_waits_for_what_never_comes(planner: LoadPlanner, clock: Clock) -
     assert planner.match(second, 32) == 20
 
 
-def test_time_is_up_for_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock) -> None:
-    """However long a step takes to ask for all of it: who comes second stands on the first."""
+def test_timeout_applies_to_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock) -> None:
+    """However long a step takes to query all of it: later links depend on the first."""
     load = replace(LOAD, num_requests=3)
     first = added(planner, "first", 32, load)
     second = added(planner, "second", 64, load)
@@ -178,8 +181,8 @@ def test_time_is_up_for_a_whole_chain_at_once(planner: LoadPlanner, clock: Clock
     assert [planner.match(r, n) for r, n in ((first, 0), (second, 32))] == [0, 20]
 
 
-def test_blocks_in_front_of_what_is_placed_are_everybodys(planner: LoadPlanner) -> None:
-    """The others are of the chain alone, those of its response too."""
+def test_blocks_before_the_first_splice_are_shared(planner: LoadPlanner) -> None:
+    """The others are private to the chain, including those of its response."""
     one, other = added(planner, "one", 80), added(planner, "other", 100)
     foreign = added(planner, "foreign", 80, replace(LOAD, chain="another"))
     plain = [bytes([i]) for i in range(6)]
@@ -192,8 +195,8 @@ def test_blocks_in_front_of_what_is_placed_are_everybodys(planner: LoadPlanner) 
     assert not set(one.block_hashes[2:]) & set(foreign.block_hashes[2:])
 
 
-def test_what_is_exact_and_loaded_is_the_chains_too(planner: LoadPlanner) -> None:
-    """A load may fail after its blocks were named. Of what runs nothing is named anew."""
+def test_exact_blocks_that_are_loaded_are_private_too(planner: LoadPlanner) -> None:
+    """A load may fail after its blocks were hashed. Hashes of a running request never change."""
     load = replace(LOAD, num_requests=3, exact_tokens=96)
     runs, first, second = (added(planner, name, 112, load) for name in ("runs", "one", "two"))
     runs.num_computed_tokens = 112

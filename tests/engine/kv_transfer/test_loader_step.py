@@ -1,4 +1,4 @@
-"""What a step computes over blocks that nothing was loaded into is not exported."""
+"""A step over blocks whose load failed is not exported."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ FORM = CacheLayout(
 )
 
 
-def test_a_step_whose_load_failed_says_so_once(tmp_path: Path) -> None:
+def test_step_with_a_failed_load_reports_it_once(tmp_path: Path) -> None:
     loader = Loader(FORM, 0, feature("a test's segments"))
     loader.register({"layer": torch.zeros(4, 1, 16, 32)})
     gone = ExportSlotParams(arena=str(tmp_path / "gone"), offset=0, status_offset=0, num_tokens=20)

@@ -1,7 +1,7 @@
-"""Prompts whose keys and values are put together, on a real engine, against one that computes them.
+"""Spliced prompts on a real engine, against one that prefills them.
 
-In a model of one layer the keys and values of a token depend on nothing before it, so there what is
-placed from elsewhere is exact, wherever it stands: any difference is an error of the way there.
+In a model of one layer, the KV of a token is independent of earlier tokens. So splicing from any
+position is exact there, and any difference is an error of the transfer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,7 +114,10 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
 ) -> Iterator[Scenario]:
-    """Serves v7 with nothing cached; every test leaves nothing tracked and a whole pool."""
+    """An engine with v7 and an empty cache.
+
+    Every test leaves no state behind and all blocks free.
+    """
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2, num_layers=1))
     yield Scenario(shared, Chains(shared, arena), models, truth)
@@ -127,7 +130,7 @@ def scenario(
 
 
 def assert_as_computed(model: Any, prompt: Sequence[int], answer: Answer) -> None:
-    """Teacher-forced: the log-probabilities of its tokens are those of the model's own forward."""
+    """Teacher-forced: the log-probabilities of its tokens match the model's own forward."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
@@ -136,7 +139,7 @@ def assert_as_computed(model: Any, prompt: Sequence[int], answer: Answer) -> Non
 
 @pytest.mark.parametrize("first_tokens", [0, 1, 16, 40, 100])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_chain_equals_the_prompt_that_is_computed(
+def test_chain_equals_the_prefilled_prompt(
     scenario: Scenario, prompt: str, first_tokens: int
 ) -> None:
     parts = PROMPTS[prompt]
@@ -148,10 +151,10 @@ def test_a_chain_equals_the_prompt_that_is_computed(
 
 @pytest.mark.parametrize("first_tokens", [0, 8])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_all_that_is_placed_is_loaded_and_the_rest_computed(
+def test_all_spliced_tokens_are_loaded_and_the_rest_prefilled(
     scenario: Scenario, prompt: str, first_tokens: int
 ) -> None:
-    """Though the step's budget cuts it into several."""
+    """Even if the step's token budget splits it into several steps."""
     parts = PROMPTS[prompt]
     scenario.chains.keep(*(part.token_ids for part in parts if part.name))
     last = spans(parts, first_tokens=first_tokens)[-1]
@@ -159,8 +162,8 @@ def test_all_that_is_placed_is_loaded_and_the_rest_computed(
     assert answer.num_cached_tokens == last.start
 
 
-def test_a_chain_is_one_step(scenario: Scenario) -> None:
-    """What precedes it is cached: every link, and the first tokens of the samples behind them."""
+def test_chain_takes_one_step(scenario: Scenario) -> None:
+    """With its prefix cached: every link, and the first tokens of the samples after them."""
     parts = PROMPTS["one hole"]
     scenario.chains.keep(A)
     scenario.engine.ask(OWN, max_tokens=1)
@@ -173,8 +176,8 @@ def test_a_chain_is_one_step(scenario: Scenario) -> None:
         assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_a_chain_that_does_not_come_whole_goes_on(scenario: Scenario) -> None:
-    """A link without the one before it computes what it does not find."""
+def test_incomplete_chain_proceeds(scenario: Scenario) -> None:
+    """A link without the one before it prefills what is not cached."""
     parts = PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     load = scenario.chains.load(parts, chain="torn", first_tokens=8)
@@ -184,8 +187,8 @@ def test_a_chain_that_does_not_come_whole_goes_on(scenario: Scenario) -> None:
     assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_a_moved_segment_is_really_moved(scenario: Scenario) -> None:
-    """Without the turn of its keys the same chain is far off, so the tests above see it."""
+def test_moved_span_needs_its_keys_shifted(scenario: Scenario) -> None:
+    """Without the RoPE shift the same chain has large errors, so the tests above detect it."""
     parts = PROMPTS["one hole"]
     scenario.chains.keep(A)
     load = scenario.chains.load(parts, chain="unmoved", first_tokens=8)
@@ -196,8 +199,8 @@ def test_a_moved_segment_is_really_moved(scenario: Scenario) -> None:
         assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scenario: Scenario) -> None:
-    """At any temperature; one sample draws, and all are of the prompt that is computed."""
+def test_two_chains_and_an_ordinary_prompt_run_concurrently(scenario: Scenario) -> None:
+    """At any temperature; one sample is random, and all match the prefilled prompt."""
     one, other = PROMPTS["one hole"], PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     names = []
@@ -213,8 +216,8 @@ def test_two_chains_and_an_ordinary_prompt_run_side_by_side(scenario: Scenario) 
     assert_as_computed(scenario.truth["v7"], joined(other), plain)
 
 
-def test_what_a_chain_places_is_found_by_nobody_else(scenario: Scenario) -> None:
-    """Not without a chain, nor with another, nor what its response adds to a prompt."""
+def test_spliced_blocks_are_private_to_their_chain(scenario: Scenario) -> None:
+    """No other request or chain hits them, nor the blocks of the response."""
     parts = PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     [placed] = scenario.chains.sample(parts, first_tokens=0, chain="mine")
@@ -227,12 +230,12 @@ def test_what_a_chain_places_is_found_by_nobody_else(scenario: Scenario) -> None
         scenario.engine.submit(longer, max_tokens=1, salt="salted"),
     ]
     plain, another, salted = scenario.engine.finish(*names)
-    assert plain.num_cached_tokens == before  # the first link's, which is exact
+    assert plain.num_cached_tokens == before  # those of the first link, which is exact
     assert another.num_cached_tokens == spans(parts, first_tokens=0)[1].end
     assert salted.num_cached_tokens == 0
 
 
-def test_segments_of_other_weights_are_computed_instead(scenario: Scenario) -> None:
+def test_spans_of_other_weights_are_prefilled_instead(scenario: Scenario) -> None:
     parts = PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     load = scenario.chains.load(parts, chain="old", first_tokens=8)
@@ -241,7 +244,7 @@ def test_segments_of_other_weights_are_computed_instead(scenario: Scenario) -> N
     assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
-def test_a_chain_that_waited_for_the_new_weights_computes_its_prompt(scenario: Scenario) -> None:
+def test_chain_that_waited_for_new_weights_prefills_its_prompt(scenario: Scenario) -> None:
     parts = PROMPTS["one hole"]
     scenario.chains.keep(A)
     load = scenario.chains.load(parts, chain="waits", first_tokens=8)
@@ -251,7 +254,7 @@ def test_a_chain_that_waited_for_the_new_weights_computes_its_prompt(scenario: S
     assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
-def test_weights_that_change_within_a_chain_leave_none_of_the_old_in_its_samples(
+def test_weights_updated_within_a_chain_leave_no_old_kv_in_its_samples(
     scenario: Scenario,
 ) -> None:
     parts = PROMPTS["three holes"]
@@ -271,8 +274,8 @@ def test_weights_that_change_within_a_chain_leave_none_of_the_old_in_its_samples
     assert_as_computed(scenario.truth["v8"], joined(parts), answer)
 
 
-def test_a_preempted_sample_loads_again(scenario: Scenario) -> None:
-    """Others grow until it has to leave the cache in the middle of its response."""
+def test_preempted_sample_loads_again(scenario: Scenario) -> None:
+    """Other samples grow until it is preempted in the middle of its response."""
     parts = PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     load = scenario.chains.load(parts, chain="preempted", first_tokens=8)
@@ -285,8 +288,8 @@ def test_a_preempted_sample_loads_again(scenario: Scenario) -> None:
     assert_as_computed(scenario.truth["v7"], joined(parts), answer)
 
 
-def test_an_aborted_chain_leaves_nothing(scenario: Scenario) -> None:
-    """Before it is whole, before it is scheduled, and in the middle of what it computes."""
+def test_aborted_chain_leaves_nothing(scenario: Scenario) -> None:
+    """Before it is complete, before it is scheduled, and in the middle of its prefill."""
     parts = [*PROMPTS["one hole"], PromptSpan(token_ids=tokens(9, 100))]
     scenario.chains.keep(A)
     load = scenario.chains.load(parts, chain="aborted", first_tokens=8)
@@ -303,10 +306,10 @@ def test_an_aborted_chain_leaves_nothing(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_place_that_is_not_there_is_computed_and_the_next_load_is_taken(
+def test_missing_slot_is_prefilled_and_the_next_load_succeeds(
     scenario: Scenario, which: int
 ) -> None:
-    """Whoever shares the blocks that could not be filled is right too."""
+    """Requests that share the blocks that failed to load are correct too."""
     parts = PROMPTS["three holes"]
     scenario.chains.keep(A, B, C)
     load = scenario.chains.load(parts, chain="gone", first_tokens=8, n=2)
@@ -321,8 +324,8 @@ def test_a_place_that_is_not_there_is_computed_and_the_next_load_is_taken(
     assert_as_computed(scenario.truth["v7"], joined(parts), again)
 
 
-def test_segments_in_one_order_are_a_prefix_that_is_cached(scenario: Scenario) -> None:
-    """What the mode `order` lives from, on vLLM's own count."""
+def test_spans_in_a_stable_order_hit_the_prefix_cache(scenario: Scenario) -> None:
+    """The basis of mode `order`, on vLLM's own count."""
     first, second = [*A, *B, *OWN], [*A, *B, *END]
     scenario.engine.ask(first, max_tokens=1)
     [apart] = scenario.engine.ask([*OWN, *B, *A], max_tokens=1)
@@ -331,7 +334,7 @@ def test_segments_in_one_order_are_a_prefix_that_is_cached(scenario: Scenario) -
     assert apart.num_cached_tokens == 0
 
 
-def test_a_load_and_an_export_share_a_step(scenario: Scenario) -> None:
+def test_load_and_export_share_a_step(scenario: Scenario) -> None:
     parts = PROMPTS["one hole"]
     scenario.chains.keep(A)
     scenario.engine.ask(OWN, max_tokens=1)

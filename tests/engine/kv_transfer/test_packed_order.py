@@ -1,4 +1,4 @@
-"""The learnt order against vLLM's own cache-write operation: not a bit may differ."""
+"""The learned packing order against vLLM's own cache-write operation, bit for bit."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ BLOCKS, HEADS = 5, 3
 
 
 def instruction_sets(dtype: torch.dtype, block: int, head_dim: int) -> list[str]:
-    """What this machine would choose, and the plain ones that every x86 processor has."""
+    """The instruction set that this machine selects, and the baseline of every x86 processor."""
     from vllm.platforms import CpuArchEnum, current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -21,7 +21,7 @@ def instruction_sets(dtype: torch.dtype, block: int, head_dim: int) -> list[str]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("block", "head_dim"), [(16, 64), (32, 32), (32, 80), (64, 128)])
-def test_what_was_written_comes_back_bit_for_bit(
+def test_packed_values_are_restored_bit_for_bit(
     block: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     from vllm import _custom_ops

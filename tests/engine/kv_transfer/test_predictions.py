@@ -1,5 +1,7 @@
-"""Prompts predicted from anchors, on a real engine: against one that computes them where that is
-what comes out, and everywhere against Hugging Face's forward over what was meant.
+"""Predicted prompts on a real engine.
+
+Compared with an engine that prefills them where both are equal, and with Hugging Face's forward
+over the intended KV everywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +63,7 @@ class Scenario:
     truth: dict[str, Any]
 
     def expected_kv(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
-        """What the prediction says of the answer's tokens."""
+        """Expected log-probabilities of the answer's tokens, given the predicted KV."""
         foreseen = HfPredictor(self.truth["v7"])
         anchors = [foreseen.anchor(known) for known in (FIRST, SECOND)]
         found = foreseen.assemble(parts, anchors, answer.token_ids, threshold=1.0)
@@ -76,7 +78,7 @@ class Scenario:
 
 
 def runs(load: KvLoad) -> list[list[LoadPieceParams]]:
-    """What is written together."""
+    """Groups of pieces that are written together."""
     asked = KvLoadParams.from_params(to_params(None, load))
     assert asked is not None
     return list(group_runs(asked.pieces, 32))
@@ -102,7 +104,7 @@ def truth(models: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
-    """Its steps are shorter than a prompt."""
+    """An engine whose steps are shorter than a prompt."""
     engine = LiveEngine(models["v7"], max_model_len=448, **EXPORTING)
     for answer in engine.rpc("coppice_prepare_kv_export"):
         assert answer["not_movable"] is None
@@ -114,7 +116,7 @@ def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
 def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
 ) -> Iterator[Scenario]:
-    """Serves v7 with nothing cached and two anchors; every test leaves nothing tracked."""
+    """An engine with v7, two anchors and an empty cache. Every test leaves no state behind."""
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2), num_bytes=2**23)
     predicting = PredictedLoads(shared, arena)
@@ -129,11 +131,13 @@ def scenario(
 
 
 @pytest.mark.parametrize(("parts", "taken"), [(FIRST, True), (SECOND, True), (FIRST, False)])
-def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
+def test_prompt_whose_texts_are_in_an_anchor_equals_its_prefill(
     scenario: Scenario, parts: list[PromptSpan], taken: bool
 ) -> None:
-    """In one request, all but the last token: taken from that anchor, or predicted from both, where
-    the other counts nothing. Nothing is cached under the salt."""
+    """In one request, all tokens but the last: taken from that anchor, or predicted from both.
+
+    In the second case the other anchor has weight zero. Nothing is cached under the salt.
+    """
     load = scenario.predicting.load(parts, chain="same", taken=taken)
     assert any(piece.observations for piece in load.pieces) is not taken
     [answer] = scenario.engine.finish(*scenario.predicting.submit(parts, load, salt="fresh"))
@@ -141,8 +145,8 @@ def test_with_the_same_texts_among_the_anchors_it_is_as_computed(
     assert_close(answer, scenario.computed(parts, answer))
 
 
-def test_other_texts_are_predicted_as_meant(scenario: Scenario) -> None:
-    """At any temperature; the first to come loads, and the others find most of it."""
+def test_other_texts_are_predicted_as_intended(scenario: Scenario) -> None:
+    """At any temperature; the first sample loads, and the others hit most of it."""
     load = scenario.predicting.load(THIRD, chain="third", n=3)
     assert [run[0].start for run in runs(load)] == [0, 32, 256]
     names = scenario.predicting.submit(THIRD, load, n=3, temperature=1.0)
@@ -153,8 +157,8 @@ def test_other_texts_are_predicted_as_meant(scenario: Scenario) -> None:
         assert far > 10 * CLOSE, "the test would not see a difference"
 
 
-def test_a_prompt_that_is_cached_in_front_is_predicted_behind(scenario: Scenario) -> None:
-    """Its own text is any prompt's, up to the block with the first predicted token."""
+def test_prediction_follows_a_cached_prefix(scenario: Scenario) -> None:
+    """Any prompt shares its unnamed text, up to the block with the first predicted token."""
     scenario.engine.ask(OWN, max_tokens=1)
     [first] = scenario.predicting.sample(THIRD, chain="one")
     [plain, salted] = scenario.engine.finish(
@@ -166,8 +170,8 @@ def test_a_prompt_that_is_cached_in_front_is_predicted_behind(scenario: Scenario
     assert salted.num_cached_tokens == 0
 
 
-def test_what_is_loaded_is_found_by_its_group_alone(scenario: Scenario) -> None:
-    """Not even what is exact: a load may fail after its blocks were named."""
+def test_loaded_blocks_are_private_to_their_group(scenario: Scenario) -> None:
+    """Exact blocks too: a load may fail after its blocks were hashed."""
     load = scenario.predicting.load(FIRST, chain="exact", n=2)
     assert load.exact_tokens == len(joined(FIRST)) - 1
     names = scenario.predicting.submit(FIRST, load, n=2, salt="fresh")
@@ -181,7 +185,7 @@ def test_what_is_loaded_is_found_by_its_group_alone(scenario: Scenario) -> None:
     assert_close(plain, scenario.computed(FIRST, plain))
 
 
-def test_two_groups_and_an_export_run_side_by_side(scenario: Scenario) -> None:
+def test_two_groups_and_an_export_run_concurrently(scenario: Scenario) -> None:
     """A load and an export share a step."""
     other = prompt_of(NEW["a"][:60], TEXTS["b"][0])
     names = []
@@ -212,8 +216,8 @@ def test_anchors_of_other_weights_are_not_loaded(scenario: Scenario) -> None:
 @pytest.mark.parametrize(
     ("at", "which"), [(1, "source"), (1, "real"), (1, "base"), (-1, "source"), (-1, "real")]
 )
-def test_what_lies_outside_the_arena_is_computed(scenario: Scenario, at: int, which: str) -> None:
-    """Also where most of the prompt has been written by then: a place of the last run alone."""
+def test_pieces_outside_the_arena_are_prefilled(scenario: Scenario, at: int, which: str) -> None:
+    """Also if most of the prompt has been written before: the invalid slot is in the last run."""
     load = scenario.predicting.load(THIRD, chain="gone")
     pieces = list(load.pieces)
     ends = [run[-1].end for run in runs(load)]
@@ -232,7 +236,7 @@ def test_what_lies_outside_the_arena_is_computed(scenario: Scenario, at: int, wh
     assert_close(answer, scenario.computed(THIRD, answer))
 
 
-def test_an_aborted_prediction_leaves_nothing(scenario: Scenario) -> None:
+def test_aborted_prediction_leaves_nothing(scenario: Scenario) -> None:
     for num_steps in (0, 1):
         load = scenario.predicting.load(THIRD, chain=f"aborted-{num_steps}", n=2)
         names = scenario.predicting.submit(THIRD, load, n=2)

@@ -1,4 +1,4 @@
-"""A chain's names of blocks, by vLLM's own requests, against those of all tokens read anew."""
+"""Private block hashes of a chain, by vLLM's requests, against hashes computed from scratch."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ def request(
 def read_anew(
     num_public_blocks: int, prompt: list[int] = PROMPT, salt: str | None = "salt"
 ) -> list[bytes]:
-    """The prompt's: everybody's up to there."""
+    """Block hashes computed from all tokens. The first `num_public_blocks` are shared."""
     plain: list[bytes] = list(request(prompt, salt=salt).block_hashes)
     own = [hashlib.sha256(name + CHAIN.encode()).digest() for name in plain]
     return plain[:num_public_blocks] + own[num_public_blocks:]
@@ -47,10 +47,10 @@ def read_anew(
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 96, 100])
 @pytest.mark.parametrize("salt", [None, "salt"])
-def test_a_prompts_blocks_have_the_names_of_all_its_tokens_read_anew(
+def test_prompt_block_hashes_equal_those_computed_from_scratch(
     num_tokens: int, salt: str | None
 ) -> None:
-    """However often, and from wherever on, they are said to be the chain's."""
+    """However often, and from whatever position, blocks are declared private."""
     prompt, num_blocks = PROMPT[:num_tokens], num_tokens // BLOCK
     for num, fewer, fewest in itertools.combinations_with_replacement(range(num_blocks, -1, -1), 3):
         found = request(prompt, salt=salt)
@@ -61,10 +61,10 @@ def test_a_prompts_blocks_have_the_names_of_all_its_tokens_read_anew(
 
 @pytest.mark.parametrize("num_said", [0, 5, 12, 40])
 @pytest.mark.parametrize(("num_public_blocks", "fewer"), [(6, 6), (6, 4), (5, 0), (0, 0)])
-def test_a_response_is_the_chains_also_where_it_was_begun_before(
+def test_response_blocks_are_private_even_if_begun_before(
     num_said: int, num_public_blocks: int, fewer: int
 ) -> None:
-    """As of a sample that made room for others, and waits again."""
+    """As of a sample that was preempted and waits again."""
     found = request()
     privatize_blocks(found, num_public_blocks, CHAIN)
     found.append_output_token_ids(RESPONSE[:num_said])
@@ -76,7 +76,7 @@ def test_a_response_is_the_chains_also_where_it_was_begun_before(
     assert not set(found.block_hashes[fewer:]) & set(plain)
 
 
-def test_no_token_is_read_twice() -> None:
+def test_no_token_is_hashed_twice() -> None:
     reads, plain = [], get_request_block_hasher(BLOCK, sha256)
 
     def counting(found: Request) -> list[Any]:
@@ -90,7 +90,7 @@ def test_no_token_is_read_twice() -> None:
     assert reads == [len(PROMPT), len(PROMPT) % BLOCK + len(RESPONSE)]
 
 
-def test_a_chain_keeps_what_is_its_own() -> None:
+def test_private_blocks_stay_private() -> None:
     found = request()
     privatize_blocks(found, 2, CHAIN)
     with pytest.raises(AssertionError, match="stays the chain's"):

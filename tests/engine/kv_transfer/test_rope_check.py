@@ -1,4 +1,4 @@
-"""Whether keys can be moved: a configuration and the tables that vLLM really turns keys by."""
+"""Check that keys can be moved: the config, and the RoPE tables that vLLM really uses."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
     )
 
 
-def test_one_turn_of_all_layers_is_taken_scaled_or_in_short_numbers() -> None:
+def test_one_rope_of_all_layers_is_accepted_scaled_or_in_short_floats() -> None:
     plain = embedding()
     assert rotary_of_model(plain, plain).num_channels == HEAD_DIM
     assert rotary_of_model(embedding(scale=1.14)).num_channels == HEAD_DIM
@@ -63,6 +63,6 @@ def test_one_turn_of_all_layers_is_taken_scaled_or_in_short_numbers() -> None:
         ([embedding()], {"rope_parameters": None}, "no rope_theta"),
     ],
 )
-def test_anything_else_is_refused(embeddings: list[Any], config: dict[str, Any], why: str) -> None:
+def test_any_other_rope_is_refused(embeddings: list[Any], config: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedRotary, match=why):
         rotary_of_model(*embeddings, **config)

@@ -1,4 +1,4 @@
-"""A model whose cache is not plain attention serves as ever, and exports nothing."""
+"""A model whose cache is not plain attention is served normally, without exports."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.engine.stepped_engine import live_engine
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_sliding_window_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_sliding_window_is_refused_with_a_reason(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "mistral", num_kv_heads=2, sliding_window=64)
     arena = TestArena(tmp_path / "arena", kv_format(2))
     slot = arena.slot(99)

@@ -1,4 +1,4 @@
-"""A machine that steps cost something on, and drafts that are as good as they say."""
+"""A simulated machine with step costs, and simulated drafts with acceptance probabilities."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from engine.speculation.controller import Controller
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Seconds of a step."""
+    """Step costs in seconds."""
 
     call: float = 1e-3
     row: float = 2e-5
@@ -42,8 +42,10 @@ class Drafts:
 
 @dataclass
 class Run:
-    """Steps of one batch under one controller. `predicted` is what the drafts say of themselves,
-    `actual` how often they are accepted."""
+    """Steps of one batch under one controller.
+
+    `predicted` is the drafts' own acceptance probability, `actual` the simulated one.
+    """
 
     controller: Controller
     machine: Machine
@@ -91,7 +93,7 @@ class Run:
 
 
 def calibrated(controller: Controller) -> Controller:
-    """Drafts have kept what they promised so far, whatever it was."""
+    """Trains the controller on drafts whose predictions are accurate."""
     number = 500
     for predicted in np.arange(0.03, 1.0, 0.02):
         drafts = Drafts.alike(number, 1, float(predicted))
@@ -103,7 +105,7 @@ def calibrated(controller: Controller) -> Controller:
 def best_possible_rate(
     machine: Machine, *, running: int, probability: float, max_draft_tokens: int = 8
 ) -> float:
-    """Of all lengths, each tried for all rows alike, and none."""
+    """The best rate over all fixed draft lengths, the same for all rows, and none."""
     lengths = np.arange(max_draft_tokens + 1)
     emitted = running * np.cumsum(probability**lengths)
     seconds = [

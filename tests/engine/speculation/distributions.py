@@ -1,6 +1,7 @@
-"""Models whose law is known, and how far what was drawn is from it.
+"""Models with a known distribution, and statistics of samples against it.
 
-Of 32 tokens a few are likely, so that truncation matters and a sequence's law can be computed.
+Of 32 tokens a few are likely, so that truncation matters and the distribution of a sequence can be
+computed.
 """
 
 import json
@@ -28,7 +29,7 @@ class Setting:
     top_k: int = 0
 
     def distribution(self, logits: Floats) -> Floats:
-        """As it is written down: temperature, then the k likeliest, then the nucleus of those."""
+        """The reference definition: temperature, then top-k, then the nucleus of those."""
         scaled = logits / self.temperature
         order = np.argsort(-scaled, axis=-1)
         mass = np.take_along_axis(_softmax(scaled), order, axis=-1)
@@ -48,8 +49,10 @@ SETTINGS = (Setting(), Setting(temperature=0.7, top_p=0.9, top_k=20))
 
 
 def write_small_model(folder: Path, *, memoryless: bool) -> Path:
-    """`memoryless`: what comes next depends on the last token alone, and nothing is added to
-    its embedding on the way, so that the law of a step is a line of arithmetic.
+    """Writes a model of 32 tokens.
+
+    `memoryless`: the next token depends on the last token alone. Nothing is then added to its
+    embedding in the residual stream, so that the distribution of a step has a closed form.
     """
     tensors = _with_small_vocabulary(random_tensors(3, tied=False, sharpness=2.6))
     if memoryless:
@@ -64,7 +67,7 @@ def write_small_model(folder: Path, *, memoryless: bool) -> Path:
 
 
 def next_token_logits(folder: Path, last: list[int]) -> Floats:
-    """Of the model without memory."""
+    """Logits of the memoryless model."""
     from safetensors.numpy import load_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -77,7 +80,7 @@ def next_token_logits(folder: Path, last: list[int]) -> Floats:
 def sequence_distribution(
     model: Any, prompt: list[int], setting: Setting, length: int, *, least: float
 ) -> dict[tuple[int, ...], float]:
-    """Of the responses likelier than `least`, by the model's own forward."""
+    """Probabilities of the responses above `least`, by the model's own forward."""
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         begun = list(known)
@@ -94,8 +97,10 @@ def sequence_distribution(
 
 
 def chi_square(counts: NDArray[np.int64], distribution: Floats) -> tuple[float, int]:
-    """Pearson's chi-square and its degrees of freedom; what is expected less than five times, and
-    all that the law leaves out, is one cell."""
+    """Pearson's chi-square and its degrees of freedom.
+
+    Outcomes with an expected count below five, and those outside the distribution, form one cell.
+    """
     total = int(counts.sum())
     expected = total * distribution
     common = expected >= 5
@@ -106,7 +111,7 @@ def chi_square(counts: NDArray[np.int64], distribution: Floats) -> tuple[float, 
 
 
 def two_sample_chi_square(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[float, int]:
-    """The same of two samples from what may be one law, of which nothing is known."""
+    """Chi-square of the hypothesis that two samples have the same, unknown distribution."""
     common = one + other >= 10
     table = np.array([[*a[common], a[~common].sum()] for a in (one, other)], dtype=np.float64)
     table = table[:, table.sum(axis=0) > 0]
@@ -115,14 +120,14 @@ def two_sample_chi_square(one: NDArray[np.int64], other: NDArray[np.int64]) -> t
 
 
 def independence_chi_square(table: NDArray[np.int64]) -> tuple[float, int]:
-    """The same of a table of pairs, against independence of the two."""
+    """Chi-square of a table of pairs, against independence."""
     kept = table[np.ix_(table.sum(axis=1) > 0, table.sum(axis=0) > 0)].astype(np.float64)
     wanted = np.outer(kept.sum(axis=1), kept.sum(axis=0)) / kept.sum()
     return float(((kept - wanted) ** 2 / wanted).sum()), (kept.shape[0] - 1) * (kept.shape[1] - 1)
 
 
 def p_value(statistic: tuple[float, int]) -> float:
-    """Of a chi-square as large as that, or larger."""
+    """The probability of a chi-square at least this large."""
     value, freedom = (torch.tensor(number, dtype=torch.float64) / 2 for number in statistic)
     return float(torch.special.gammaincc(freedom, value))
 

@@ -1,4 +1,4 @@
-"""A live engine that drafts, and a controller that sends whatever there is."""
+"""A live engine with sibling drafts, and a controller that verifies every draft."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ LONGEST = 4
 
 
 class SendAllDrafts(Controller):
-    """All of every draft is sent, whether it is worth it or not."""
+    """Verifies every draft completely, whatever its cost."""
 
     def should_draft(self, running: int) -> bool:
         return True
@@ -38,7 +38,7 @@ class SendAllDrafts(Controller):
 def drafting_engine(
     model: Path, folder: Path, *, controller: Controller | None = None, **settings: Any
 ) -> Iterator[tuple[LiveEngine, Proposer]]:
-    """Without a profile: nothing here depends on what steps cost."""
+    """A live engine without a cost profile: no test here depends on step costs."""
     if not is_built():
         pytest.skip("the draft store was not built: no C++ compiler when it was installed")
     chosen = SpeculationSettings(
@@ -70,7 +70,7 @@ def in_group(name: str, *, drafts: bool = True) -> dict[str, Any]:
 
 
 class Recording(Speculator):
-    """What became of every drafted token that was reached: [token before, token drafted]."""
+    """Outcomes of every drafted token that was reached: [token before, token drafted]."""
 
     def __init__(self, speculator: Speculator) -> None:
         self.speculator = speculator

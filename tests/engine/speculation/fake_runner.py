@@ -1,4 +1,4 @@
-"""vLLM's runner as the speculator sees it, with samples that say what they are told to."""
+"""vLLM's model runner as the speculator uses it, with scripted samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ WIDTH = 256
 
 @dataclass
 class Runner:
-    """`text` is what each request has, `computed` the tokens of its last step."""
+    """`text` has each request's tokens, `computed` the number of tokens in its last step."""
 
     requests: dict[str, Any] = field(default_factory=dict)
     text: dict[str, list[int]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Runner:
         self.text[name] = list(prompt)
 
     def say(self, name: str, tokens: Sequence[int]) -> None:
-        """In steps of which nobody was told."""
+        """Adds tokens in steps that the speculator did not observe."""
         self.text[name] += tokens
         self.requests[name].output_token_ids += tokens
 
@@ -50,8 +50,11 @@ class Runner:
     def step(
         self, speculator: Speculator, said: dict[str, list[int]], computed: int | None = None
     ) -> dict[str, list[int]]:
-        """The batch has these rows in this order; each says its tokens, none if its prompt is not
-        computed to its end. Answers with the drafts."""
+        """Runs a step and returns its drafts.
+
+        The batch has these rows in this order, each with its sampled tokens: none if its prompt is
+        not completely prefilled.
+        """
         self.input_batch.req_ids = list(said)
         for name, tokens in said.items():
             self.say(name, tokens)

@@ -1,4 +1,4 @@
-"""What drafts promise is believed as far as it was kept."""
+"""Predicted acceptance is calibrated against outcomes."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def trained_calibration(
     return calibration
 
 
-def test_nothing_is_believed_of_what_was_never_seen() -> None:
+def test_without_outcomes_predicted_acceptance_is_zero() -> None:
     assert DraftCalibration().expected(PREDICTED).tolist() == [0.0] * 4
     calibrated = trained_calibration(0.97, 0.97, 200).expected(PREDICTED)
     assert calibrated[:3].tolist() == [0.0] * 3
@@ -24,20 +24,20 @@ def test_nothing_is_believed_of_what_was_never_seen() -> None:
 
 
 @pytest.mark.parametrize("number", [10, 40, 160])
-def test_the_less_was_seen_the_less_is_believed(number: int) -> None:
+def test_fewer_outcomes_give_a_lower_prediction(number: int) -> None:
     few, many = (
         trained_calibration(0.6, 0.6, each).expected(PREDICTED)[2] for each in (number, 2 * number)
     )
     assert few < many < 0.6
 
 
-def test_promises_that_are_not_kept_are_cut_and_those_outdone_are_raised() -> None:
+def test_overestimates_are_lowered_and_underestimates_raised() -> None:
     assert trained_calibration(0.6, 0.2, 400).expected(PREDICTED)[2] == pytest.approx(0.2, abs=0.04)
     assert trained_calibration(0.6, 0.9, 400).expected(PREDICTED)[2] == pytest.approx(0.9, abs=0.04)
     assert trained_calibration(0.5, 1.0, 400).expected(np.array([0.5])).max() <= 1.0
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_outcomes_are_discounted() -> None:
     calibration = trained_calibration(0.6, 0.9, int(MAX_BIN_COUNT))
     for _ in range(8):
         trained_calibration(0.6, 0.1, int(MAX_BIN_COUNT), calibration)

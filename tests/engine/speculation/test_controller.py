@@ -1,4 +1,4 @@
-"""The controller finds the best lengths there are, and is never worse than none."""
+"""The controller is close to the best draft lengths, and never worse than no drafts."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def controller(machine: Machine) -> Controller:
 
 @pytest.mark.parametrize("running", [1, 4, 16, 64])
 @pytest.mark.parametrize("probability", [0.2, 0.6, 0.9])
-def test_it_does_as_well_as_the_best_fixed_length(running: int, probability: float) -> None:
+def test_controller_matches_the_best_fixed_length(running: int, probability: float) -> None:
     machine = Machine()
     run = Run(controller(machine), machine, running, predicted=probability, actual=probability)
     run.go(600, np.random.default_rng(2))
@@ -32,7 +32,7 @@ def test_it_does_as_well_as_the_best_fixed_length(running: int, probability: flo
     assert run.rate() > 0.95 * best
 
 
-def test_each_row_gets_what_its_own_draft_is_worth() -> None:
+def test_each_row_gets_the_length_its_own_draft_is_worth() -> None:
     drafts = Drafts(
         lengths=np.array([8, 8, 0, 2], np.int32),
         probability=np.tile(np.array([[0.95], [0.3], [0.9], [0.95]], np.float32), (1, 8)),
@@ -43,7 +43,7 @@ def test_each_row_gets_what_its_own_draft_is_worth() -> None:
     assert (lengths[2], lengths[3]) == (0, 2)
 
 
-def test_a_draft_stops_before_a_token_that_is_not_worth_its_cost() -> None:
+def test_draft_stops_before_a_token_not_worth_its_cost() -> None:
     probability = np.array([[0.9, 0.9, 0.05, 0.99, 0.99]], np.float32)
     drafts = Drafts(lengths=np.array([5], np.int32), probability=probability)
     chosen = calibrated(controller(Machine(free_tokens=0)))
@@ -51,14 +51,14 @@ def test_a_draft_stops_before_a_token_that_is_not_worth_its_cost() -> None:
     assert lengths.tolist() == [2]
 
 
-def test_nothing_is_sent_where_verifying_costs_what_it_saves() -> None:
+def test_nothing_is_drafted_where_verification_costs_its_gain() -> None:
     run = Run(controller(DEAR), DEAR, 16, predicted=0.5, actual=0.5)
     run.go(300, np.random.default_rng(3))
     assert run.off_steps == run.steps
     assert run.controller.decision == "not_worth_it"
 
 
-def test_it_is_elastic_in_both_directions_as_the_batch_drains_and_refills() -> None:
+def test_lengths_adapt_as_the_batch_drains_and_refills() -> None:
     machine = Machine(call=3e-3, token=3e-4, free_tokens=4)
     shared, chance = controller(machine), np.random.default_rng(4)
     shares = []
@@ -69,7 +69,7 @@ def test_it_is_elastic_in_both_directions_as_the_batch_drains_and_refills() -> N
     assert max(shares[1], shares[3]) < 0.1
 
 
-def test_at_most_one_step_in_a_hundred_is_left_out_to_measure() -> None:
+def test_at_most_one_step_in_a_hundred_is_skipped_to_measure() -> None:
     machine = Machine()
     run = Run(controller(machine), machine, 4, predicted=0.9, actual=0.9)
     run.go(10 * CHECK_INTERVAL, np.random.default_rng(5))
@@ -77,21 +77,21 @@ def test_at_most_one_step_in_a_hundred_is_left_out_to_measure() -> None:
 
 
 @pytest.mark.parametrize("running", [1, 16, 64])
-def test_drafts_that_promise_too_much_are_soon_left_out(running: int) -> None:
-    """Never worse than no drafts, but for what it takes to find out."""
+def test_overconfident_drafts_are_soon_dropped(running: int) -> None:
+    """Never worse than no drafts, apart from the cost of finding out."""
     machine = Machine(free_tokens=0)
     run = Run(controller(machine), machine, running, predicted=0.9, actual=0.02)
     run.go(4000, np.random.default_rng(6))
     assert run.rate() > 0.97 * run.rate_without_drafts()
 
 
-def test_nothing_is_sent_before_drafts_have_shown_what_they_bring() -> None:
+def test_nothing_is_verified_before_drafts_have_been_observed() -> None:
     run = Run(controller(Machine()), Machine(), 64, predicted=0.9, actual=0.0)
     run.go(200, np.random.default_rng(9))
     assert run.off_steps == run.steps
 
 
-def test_drafts_rest_when_steps_with_them_have_lost_a_few_steps_time() -> None:
+def test_drafting_pauses_after_a_loss_of_a_few_steps() -> None:
     machine = Machine()
     shared = controller(machine)
     seconds = 2 * machine.seconds(running=4, context=400, verified=4)
@@ -104,7 +104,7 @@ def test_drafts_rest_when_steps_with_them_have_lost_a_few_steps_time() -> None:
     assert shared.should_draft(4)
 
 
-def test_it_comes_back_when_drafts_have_become_good() -> None:
+def test_drafting_resumes_when_drafts_become_accurate() -> None:
     machine, chance = Machine(), np.random.default_rng(7)
     shared = controller(machine)
     Run(shared, machine, 4, predicted=0.9, actual=0.0).go(200, chance)
@@ -113,7 +113,7 @@ def test_it_comes_back_when_drafts_have_become_good() -> None:
     assert run.rate() > 1.5 * run.rate_without_drafts()
 
 
-def test_the_gain_is_what_was_really_gained() -> None:
+def test_reported_gain_equals_the_real_gain() -> None:
     machine = Machine()
     run = Run(controller(machine), machine, 4, predicted=0.8, actual=0.8)
     run.go(1500, np.random.default_rng(8))

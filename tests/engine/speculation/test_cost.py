@@ -1,4 +1,4 @@
-"""The cost model learns what steps take, from few of them, with outliers among them."""
+"""The cost model learns step times from few steps, including outliers."""
 
 import numpy as np
 import pytest
@@ -30,13 +30,13 @@ def error(cost: StepCostModel, wanted: Step) -> float:
     return float(abs(seconds[0] / wanted.seconds - 1))
 
 
-def test_a_profile_predicts_the_steps_between_its_own() -> None:
+def test_profile_predicts_steps_between_its_own() -> None:
     cost = StepCostModel(profile(MACHINE))
     for running, each in ((2, 3), (8, 1), (8, 4), (32, 2), (48, 3)):
         assert error(cost, step(MACHINE, running, each, 64)) < 0.15
 
 
-def test_a_token_more_never_costs_less() -> None:
+def test_more_tokens_never_cost_less() -> None:
     chance = np.random.default_rng(0)
     noisy = Machine(noise=0.5)
     cost = StepCostModel()
@@ -48,8 +48,8 @@ def test_a_token_more_never_costs_less() -> None:
     assert (np.diff(seconds) >= 0).all()
 
 
-def test_steps_of_another_speed_are_learnt_while_serving() -> None:
-    """The machine became half as fast, and its tokens a third."""
+def test_changed_step_costs_are_learned_while_serving() -> None:
+    """The machine became half as fast, and a third as fast per token."""
     cost = StepCostModel(profile(MACHINE))
     slower = Machine(call=2e-3, row=4e-5, token=3e-4)
     chance = np.random.default_rng(1)
@@ -61,7 +61,7 @@ def test_steps_of_another_speed_are_learnt_while_serving() -> None:
     assert cost.error < 0.15
 
 
-def test_a_pause_within_a_step_is_not_taken_for_its_cost() -> None:
+def test_pause_within_a_step_does_not_count_as_its_cost() -> None:
     cost = StepCostModel(profile(MACHINE))
     for number in range(200):
         usual = step(MACHINE, 16, 1 + number % 4, 64)
@@ -70,7 +70,7 @@ def test_a_pause_within_a_step_is_not_taken_for_its_cost() -> None:
     assert error(cost, step(MACHINE, 16, 3, 64)) < 0.15
 
 
-def test_without_a_profile_a_draft_is_guessed_to_cost_something() -> None:
+def test_without_a_profile_drafts_have_an_assumed_cost() -> None:
     cost = StepCostModel()
     for _ in range(20):
         cost.record_step(step(MACHINE, 16, 1, 64))
@@ -86,8 +86,8 @@ def test_speculation_can_pay_unless_each_token_costs_a_step() -> None:
 
 
 @pytest.mark.parametrize("seed", [40, 41, 69])
-def test_a_step_never_seems_to_take_no_time(seed: int) -> None:
-    """Where every step had drafts and some were held up, all of it may seem to be theirs."""
+def test_predicted_step_time_is_never_zero(seed: int) -> None:
+    """If every step had drafts and some were delayed, the whole cost may look like theirs."""
     cost, chance = StepCostModel(), np.random.default_rng(seed)
     for number in range(300):
         running = 64 if chance.random() < 0.9 else int(chance.integers(1, 64))

@@ -1,4 +1,4 @@
-"""Drafts in a real engine, through all that can happen to a sample."""
+"""Sibling drafts in a real engine, through every event of a sample."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def drafting(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Drafting]:
-    """Prompts come in chunks, and the cache cannot hold all samples at once."""
+    """An engine with chunked prefill and a cache that cannot hold all samples at once."""
     with drafting_engine(
         models["v7"],
         tmp_path_factory.mktemp("kept"),
@@ -69,7 +69,7 @@ def total(counted: Snapshot, kind: str) -> int:
     return sum(counted[kind].values())  # type: ignore[literal-required]
 
 
-def test_samples_are_the_models_through_chunks_preemptions_aborts_and_an_activation(
+def test_samples_match_the_model_through_every_event(
     drafting: Drafting, models: dict[str, Path]
 ) -> None:
     engine, proposer = drafting
@@ -98,7 +98,7 @@ def test_samples_are_the_models_through_chunks_preemptions_aborts_and_an_activat
     engine.swap(models["v7"])
 
 
-def test_a_sample_at_its_limit_costs_the_others_no_draft(
+def test_sample_at_its_limit_costs_others_no_draft(
     drafting: Drafting, models: dict[str, Path]
 ) -> None:
     """vLLM would draft zeros for all of them (v1/worker/gpu_model_runner.py:4291)."""
@@ -121,8 +121,8 @@ def test_a_sample_at_its_limit_costs_the_others_no_draft(
     assert not any(draft and not any(draft) for draft in seen)
 
 
-def test_a_prompt_with_one_token_to_compute_is_not_padded(drafting: Drafting) -> None:
-    """vLLM would add a longest draft of nothing to it (v1/core/sched/scheduler.py:1135)."""
+def test_prompt_with_one_token_to_prefill_is_not_padded(drafting: Drafting) -> None:
+    """vLLM would pad it to the longest draft (v1/core/sched/scheduler.py:1135)."""
     engine, _ = drafting
     prompt = list(range(40, 40 + 65))
     engine.ask(prompt, max_tokens=2)
@@ -133,7 +133,7 @@ def test_a_prompt_with_one_token_to_compute_is_not_padded(drafting: Drafting) ->
     engine.finish(name)
 
 
-def test_steps_that_nobody_drafts_for_are_those_of_an_engine_without(
+def test_steps_without_drafts_equal_those_of_a_plain_engine(
     drafting: Drafting, models: dict[str, Path]
 ) -> None:
     engine, proposer = drafting
@@ -156,7 +156,7 @@ def test_steps_that_nobody_drafts_for_are_those_of_an_engine_without(
 
 
 class AlternatingController(SendAllDrafts):
-    """Now it wants drafts, now it does not."""
+    """Alternates between requesting drafts and not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class AlternatingController(SendAllDrafts):
         return self._asked % 16 < 8
 
 
-def test_a_seed_gives_the_same_tokens_among_samples_that_are_drafted(drafting: Drafting) -> None:
+def test_seeded_sample_is_reproducible_next_to_drafted_samples(drafting: Drafting) -> None:
     engine, _ = drafting
     alone = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
     submit_groups(engine, 20)
@@ -175,7 +175,7 @@ def test_a_seed_gives_the_same_tokens_among_samples_that_are_drafted(drafting: D
     assert among.token_ids[:4] == alone[0].token_ids[:4]
 
 
-def test_text_is_kept_for_the_next_engine(drafting: Drafting, tmp_path: Path) -> None:
+def test_history_is_saved_for_the_next_engine(drafting: Drafting, tmp_path: Path) -> None:
     engine, proposer = drafting
     engine.ask([6, 7, 8], max_tokens=20)
     assert proposer.speculator is not None
@@ -186,8 +186,8 @@ def test_text_is_kept_for_the_next_engine(drafting: Drafting, tmp_path: Path) ->
     assert proposers.open_store(file, LONGEST, 2**31).num_tokens == 0
 
 
-def test_a_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:
-    """The last test here: what has failed stays off for the life of a process."""
+def test_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:
+    """The last test of this file: a failure disables the feature process-wide."""
     engine, proposer = drafting
     names = [name for group in submit_groups(engine, 30) for name in group]
     engine.step(10)

@@ -1,6 +1,7 @@
-"""With drafts and without, whole samples have one law, and know nothing of their siblings.
+"""Drafts leave the distribution of whole samples unchanged and siblings independent.
 
-The model attends, so a sequence's law is the product of its tokens', each after those before it.
+The model has attention, so the probability of a sequence is the product of the conditional
+probabilities of its tokens.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 @all_settings
-def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
+def test_sequences_follow_the_model_and_are_independent_of_siblings(
     engine: LiveEngine, folder: Path, setting: Setting
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -77,7 +78,7 @@ def test_sequences_follow_the_models_law_and_are_independent_of_their_siblings(
 
 
 @all_settings
-def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
+def test_logprobs_equal_those_of_a_forward_over_the_whole_sample(
     engine: LiveEngine, folder: Path, setting: Setting
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -105,7 +106,7 @@ def test_logprobs_are_those_of_a_forward_over_the_whole_sample(
 def sequences(
     engine: LiveEngine, setting: Setting, prompt: Sequence[int], *, drafts: bool
 ) -> Sequences:
-    """Siblings stand together."""
+    """Responses of groups, siblings adjacent."""
     names = [
         engine.submit(
             prompt,
@@ -126,9 +127,11 @@ def counted(ours: Sequences, theirs: Sequences) -> tuple[Ints, Ints]:
 
 
 def pairs_of_siblings(samples: Sequences, num: int = 5) -> Ints:
-    """[token, token] of neighbours in a group, each in one pair, at their last places: the
-    commonest tokens each for itself, and all others. Each pair is to be expected five times at
-    least, or what a chi-square says of chance would not hold."""
+    """[token, token] of adjacent samples of a group, at their last positions.
+
+    Each sample is in one pair. The most common tokens have a cell each, all others share one. Each
+    pair must be expected five times at least, for the chi-square approximation to hold.
+    """
     common = _common(samples)
     often = [token for token, count in common[:num] if count**2 >= 10 * len(samples)]
     others = sum(count for token, count in common if token not in often)

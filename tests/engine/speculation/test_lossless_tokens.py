@@ -1,7 +1,7 @@
-"""With drafts and without, the next token has one law: the model's own.
+"""Drafts leave the distribution of the next token unchanged: it is the model's own.
 
-What was drawn is compared with that law, computed from the weights, and with what was drawn without
-drafts. The model has no memory, so that every token of a long sample is a draw of its own.
+Samples are compared with the distribution computed from the weights, and with samples drawn without
+drafts. The model is memoryless, so every token of a long sample is an independent draw.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def drafting(
 
 @pytest.mark.engine
 @all_settings
-def test_next_tokens_follow_the_models_law(
+def test_next_tokens_follow_the_distribution_of_the_model(
     drafting: tuple[LiveEngine, Proposer], model: Path, setting: Setting
 ) -> None:
     engine, proposer = drafting
@@ -78,8 +78,8 @@ def test_next_tokens_follow_the_models_law(
 
 @all_settings
 @pytest.mark.parametrize("rule", ["right", "accept_always", "resample_from_all"])
-def test_a_broken_rule_of_acceptance_would_be_seen(rule: str, setting: Setting) -> None:
-    """Broken so often only as to be a total variation of 0.01 in each of five contexts."""
+def test_broken_acceptance_rule_would_be_detected(rule: str, setting: Setting) -> None:
+    """Broken only as often as gives a total variation of 0.01 in each of five contexts."""
     chance = np.random.default_rng(11)
     laws = setting.distribution(chance.normal(scale=2.0, size=(CONTEXTS, VOCAB)))
     tried, hits = np.zeros((2, CONTEXTS, VOCAB), np.int64)
@@ -113,8 +113,10 @@ def transitions(engine: LiveEngine, setting: Setting, *, drafts: bool) -> Ints:
 
 
 def acceptance_chi_square(tried: Ints, hits: Ints, laws: Floats) -> tuple[float, int]:
-    """Whether drafts are accepted as often as the law has their token: the test that sees the least
-    of a wrong rule of acceptance. All are [token before, token drafted]."""
+    """Chi-square of the acceptance rate of drafts against the probability of their tokens.
+
+    The most sensitive test of the acceptance rule. All arrays are [token before, token drafted].
+    """
     off = (hits - tried * laws).sum()
     return float(off**2 / (tried * laws * (1 - laws)).sum()), 1
 
@@ -122,7 +124,7 @@ def acceptance_chi_square(tried: Ints, hits: Ints, laws: Floats) -> tuple[float,
 def drawn_with(
     rule: str, distribution: Floats, draft: int, number: int, chance: np.random.Generator
 ) -> Ints:
-    """Draws by a rule of acceptance of one draft, broken as often as makes a hundredth."""
+    """Samples under an acceptance rule of one draft, broken as often as gives 0.01."""
     right = chance.choice(VOCAB, size=number, p=distribution)
     off = {
         "right": 0.0,

@@ -1,4 +1,4 @@
-"""Steps that nobody drafts for are taken without a draft method, and nothing is lost over it."""
+"""Steps without drafts run without a draft method, and lose no history."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ class StepObserver:
 
 @dataclass
 class Steps:
-    """A runner that writes down what it was configured for in each step, one a second."""
+    """A runner that records its configuration in each step, one step per second."""
 
     observer: StepObserver | None
     speculative_config: str | None = CONFIG
@@ -63,7 +63,7 @@ class Steps:
         )
 
 
-def test_a_step_without_drafts_is_one_without_a_draft_method() -> None:
+def test_step_without_drafts_runs_without_a_draft_method() -> None:
     steps = Steps(StepObserver())
     steps.step("a")
     steps.step("a", drafts=True)
@@ -73,7 +73,7 @@ def test_a_step_without_drafts_is_one_without_a_draft_method() -> None:
     assert steps.taken == [None, CONFIG, CONFIG]
 
 
-def test_nobody_looks_at_a_step_of_no_rows() -> None:
+def test_empty_step_is_ignored() -> None:
     steps = Steps(observer := StepObserver())
     steps.step("a")
     steps.step(ended="a")
@@ -81,13 +81,13 @@ def test_nobody_looks_at_a_step_of_no_rows() -> None:
     assert (observer.looks, observer.ended) == ([1, 1], ["a"])
 
 
-def test_where_nothing_will_be_drafted_every_step_is() -> None:
+def test_if_nothing_will_be_drafted_every_step_is_skipped() -> None:
     steps = Steps(None)
     steps.step("a")
     assert steps.taken == [None]
 
 
-def test_a_step_is_timed_where_all_decode_and_the_next_has_the_same_rows() -> None:
+def test_step_is_timed_if_all_rows_decode_and_the_next_has_the_same() -> None:
     steps = Steps(observer := StepObserver())
     steps.step("a", "b", tokens=9)
     steps.step("a", "b")
@@ -100,7 +100,7 @@ def test_a_step_is_timed_where_all_decode_and_the_next_has_the_same_rows() -> No
     assert observer.ended == ["b"]
 
 
-def test_a_sleeper_that_fails_leaves_drafts_that_are_on_their_way() -> None:
+def test_failure_of_the_skip_logic_keeps_pending_drafts() -> None:
     steps = Steps(observer := StepObserver())
     del observer.ended
     steps.step("a", drafts=True)
@@ -121,7 +121,7 @@ def speculator(runner: Runner) -> Speculator:
 
 
 class ScriptedController(SendAllDrafts):
-    """Drafts are wanted when it is said so."""
+    """Requests drafts when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class ScriptedController(SendAllDrafts):
         self.seen.append((running, context, seconds))
 
 
-def test_what_was_said_while_nobody_was_awake_is_drafted_afterwards(
+def test_tokens_of_skipped_steps_are_drafted_from_afterwards(
     runner: Runner, speculator: Speculator
 ) -> None:
     for name in ("seen", "unseen", "later"):
@@ -153,7 +153,7 @@ def test_what_was_said_while_nobody_was_awake_is_drafted_afterwards(
     assert speculator.num_rows == 1
 
 
-def test_drafts_that_were_not_sent_are_judged_before_anybody_sleeps(
+def test_unsent_drafts_are_evaluated_before_steps_are_skipped(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = controller = wanting(ScriptedController())
@@ -166,7 +166,7 @@ def test_drafts_that_were_not_sent_are_judged_before_anybody_sleeps(
     assert not speculator.needs_draft_step(2)
 
 
-def test_nobody_sleeps_so_long_that_there_is_much_to_hear(
+def test_skipping_ends_before_too_many_tokens_accumulate(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = ScriptedController()
@@ -180,7 +180,7 @@ def test_nobody_sleeps_so_long_that_there_is_much_to_hear(
     assert not speculator.needs_draft_step(1)
 
 
-def test_a_step_that_was_slept_through_is_counted_with_its_own_context(
+def test_skipped_step_is_counted_with_its_own_context(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = controller = wanting(ScriptedController())
@@ -198,7 +198,7 @@ def wanting(controller: ScriptedController) -> ScriptedController:
     return controller
 
 
-def test_who_refuses_drafts_is_counted_though_nobody_was_awake(
+def test_opted_out_samples_are_counted_in_skipped_steps(
     runner: Runner, speculator: Speculator
 ) -> None:
     runner.add("a", PROMPT, drafts=False)

@@ -1,4 +1,4 @@
-"""Whose draft is whose, while rows come, move, rest and go."""
+"""Assignment of drafts to rows that are added, moved, preempted and removed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ SAID = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
 class RecordingController(SendAllDrafts):
-    """Every step is one to be measured."""
+    """Marks every step as one to be measured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def speculator(runner: Runner, counts: Counters) -> Speculator:
     return Speculator(runner, store, SendAllDrafts(), counts, max_draft_tokens=4, clock=Clock())
 
 
-def test_a_sample_is_drafted_what_its_sibling_has_said(
+def test_sample_is_drafted_the_tokens_of_its_sibling(
     runner: Runner, speculator: Speculator
 ) -> None:
     for name in ("a", "b"):
@@ -75,7 +75,9 @@ def test_rows_may_move_between_steps(runner: Runner, speculator: Speculator) -> 
     assert drafts["b"] == SAID[2:6]
 
 
-def test_a_preempted_sample_goes_on_where_it_was(runner: Runner, speculator: Speculator) -> None:
+def test_preempted_sample_continues_with_its_history(
+    runner: Runner, speculator: Speculator
+) -> None:
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"a": SAID, "b": SAID[:1]})
@@ -85,7 +87,7 @@ def test_a_preempted_sample_goes_on_where_it_was(runner: Runner, speculator: Spe
     assert drafts["b"] == SAID[2:6]
 
 
-def test_a_sample_that_is_gone_has_left_its_text_to_the_next_with_its_prompt(
+def test_finished_sample_leaves_its_text_to_later_samples_of_its_prompt(
     runner: Runner, speculator: Speculator
 ) -> None:
     runner.add("a", PROMPT, group="g")
@@ -95,9 +97,7 @@ def test_a_sample_that_is_gone_has_left_its_text_to_the_next_with_its_prompt(
     assert runner.step(speculator, {"later": SAID[:3]})["later"] == SAID[3:7]
 
 
-def test_a_prompt_that_is_not_computed_to_its_end_gets_no_draft(
-    runner: Runner, speculator: Speculator
-) -> None:
+def test_incomplete_prefill_gets_no_draft(runner: Runner, speculator: Speculator) -> None:
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
     assert runner.step(speculator, {"a": SAID, "b": []}, computed=2)["b"] == []
@@ -106,7 +106,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_gets_no_draft(
 @pytest.mark.parametrize(
     ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "refused")]
 )
-def test_a_sample_that_is_to_be_left_alone_gets_no_draft_and_lends_its_text(
+def test_opted_out_sample_gets_no_draft_and_still_provides_its_text(
     runner: Runner, speculator: Speculator, counts: Counters, how: dict[str, bool], reason: str
 ) -> None:
     runner.add("a", PROMPT, group="g", **how)
@@ -117,16 +117,14 @@ def test_a_sample_that_is_to_be_left_alone_gets_no_draft_and_lends_its_text(
     assert counts.read()["skipped"] == {reason: 1}
 
 
-def test_no_token_is_drafted_beyond_the_last_that_is_wanted(
-    runner: Runner, speculator: Speculator
-) -> None:
+def test_no_token_is_drafted_past_max_tokens(runner: Runner, speculator: Speculator) -> None:
     runner.add("a", PROMPT, group="g")
     runner.add("b", PROMPT, group="g", max_tokens=4)
     drafts = runner.step(speculator, {"a": SAID, "b": SAID[:2]})
     assert drafts["b"] == SAID[2:3]
 
 
-def test_what_became_of_drafts_is_counted_by_scope_length_and_version(
+def test_outcomes_are_counted_by_scope_length_and_version(
     runner: Runner, speculator: Speculator, counts: Counters
 ) -> None:
     for name in ("a", "b"):
@@ -142,7 +140,7 @@ def test_what_became_of_drafts_is_counted_by_scope_length_and_version(
     assert sent["b"] == SAID[4:8]
 
 
-def test_a_step_is_timed_only_where_all_rows_decode_and_all_were_there_before(
+def test_step_is_timed_only_if_all_rows_decode_and_none_is_new(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = controller = RecordingController()
@@ -156,9 +154,7 @@ def test_a_step_is_timed_only_where_all_rows_decode_and_all_were_there_before(
     assert controller.seen == [1, 2]
 
 
-def test_a_store_that_takes_no_more_costs_a_sample_its_drafts_and_nothing_else(
-    runner: Runner, counts: Counters
-) -> None:
+def test_full_store_costs_a_sample_only_its_drafts(runner: Runner, counts: Counters) -> None:
     store = ReferenceStore(max_bytes=2**22, max_draft_tokens=4)
     speculator = Speculator(
         runner, store, SendAllDrafts(), counts, max_draft_tokens=4, clock=Clock()
@@ -171,7 +167,7 @@ def test_a_store_that_takes_no_more_costs_a_sample_its_drafts_and_nothing_else(
     assert counts.read()["skipped"]["no_room"] > 0
 
 
-def test_while_no_drafts_are_wanted_the_store_still_hears_what_is_said(
+def test_store_records_tokens_while_no_drafts_are_requested(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = silent = NeverDrafts()

@@ -1,4 +1,4 @@
-"""Sampling every token at once and comparing is what vLLM's rejection sampler does, more dearly."""
+"""Sampling every position and comparing equals vLLM's rejection sampler, at a lower cost."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,13 +33,13 @@ CUT = Setting(temperature=0.7, top_p=0.9, top_k=20)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Those of vLLM's for CPUs, as a worker registers them."""
+    """vLLM's kernels for CPUs, registered as a worker does."""
     install_patches("EngineCore")
     current_platform.register_triton_kernel_overrides()
 
 
 def metadata(drafts: list[list[int]]) -> SpecDecodeMetadata:
-    """As the runner makes it, of requests that all decode."""
+    """Metadata as the runner makes it, for requests that all decode."""
     made = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
     ends = np.cumsum([1 + len(draft) for draft in drafts])
     target = [i for i in range(ends[-1]) if i + 1 not in set(ends)]
@@ -79,7 +79,7 @@ def sampling(
 
 @dataclass(frozen=True)
 class VerifierPair:
-    """One sampler that verifies, and vLLM's own."""
+    """A verifying sampler, and vLLM's own."""
 
     ours: DraftVerifier
     theirs: RejectionSampler
@@ -90,7 +90,7 @@ class VerifierPair:
         return cls(DraftVerifier(theirs), theirs)
 
 
-def test_greedy_drafts_are_verified_as_vllm_verifies_them_and_with_its_logprobs() -> None:
+def test_greedy_drafts_and_logprobs_equal_those_of_vllm() -> None:
     chance, both = torch.Generator().manual_seed(3), VerifierPair.of()
     drafts = [[4, 5, 6], [], [7], [1, 2], [9, 9, 9, 9]]
     of = metadata(drafts)
@@ -106,8 +106,8 @@ def test_greedy_drafts_are_verified_as_vllm_verifies_them_and_with_its_logprobs(
         torch.testing.assert_close(ours[emitted], theirs[emitted])
 
 
-@pytest.mark.parametrize("setting", [Setting(), CUT], ids=["plain", "cut"])
-def test_what_comes_has_the_models_law_at_every_place_as_from_vllm(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", [Setting(), CUT], ids=["plain", "truncated"])
+def test_distribution_at_every_position_equals_that_of_vllm(setting: Setting) -> None:
     torch.manual_seed(5)
     of = metadata([[3, 4]] * ALIKE)
     logits = torch.randn(3, VOCAB) * 2
@@ -124,13 +124,13 @@ def test_what_comes_has_the_models_law_at_every_place_as_from_vllm(setting: Sett
         assert p_value(two_sample_chi_square(one, other)) > MIN_P_VALUE
 
 
-def test_a_step_without_drafts_is_the_samplers() -> None:
+def test_step_without_drafts_uses_the_plain_sampler() -> None:
     both, of = VerifierPair.of(), metadata([[], [], []])
     came = both.ours(of, None, torch.eye(VOCAB)[:3] * 50, sampling(3, Setting()))
     assert came.sampled_token_ids.tolist() == [[0], [1], [2]]
 
 
-def test_a_seeded_request_draws_from_its_own_stream_among_others_drafts() -> None:
+def test_seeded_request_draws_from_its_own_stream() -> None:
     torch.manual_seed(7)
     logits = torch.randn(6, VOCAB)
 
@@ -148,7 +148,7 @@ def test_a_seeded_request_draws_from_its_own_stream_among_others_drafts() -> Non
 
 
 @pytest.mark.parametrize("asked", ["penalties", "bad_words", "min_tokens"])
-def test_what_depends_on_the_tokens_before_is_left_to_vllm(asked: str) -> None:
+def test_parameters_that_depend_on_earlier_tokens_are_left_to_vllm(asked: str) -> None:
     calls: list[int] = []
 
     class Theirs:

@@ -1,4 +1,4 @@
-"""What vLLM is told, what `auto` comes to, and what a start keeps for the next."""
+"""vLLM's config for speculation, resolution of `auto`, and the profile cache."""
 
 from pathlib import Path
 
@@ -17,17 +17,15 @@ SIBLINGS = SpeculationSettings(mode="siblings", longest_draft=6)
 
 
 @pytest.mark.parametrize(("asked", "served"), [(512, 512), (None, 4096)])
-def test_there_is_room_for_a_longest_draft_behind_what_is_served(
-    asked: int | None, served: int
-) -> None:
+def test_longest_draft_fits_after_the_served_context(asked: int | None, served: int) -> None:
     engine = settings(max_context_tokens=asked)
     arguments = engine_arguments(engine, MODEL, speculation=SIBLINGS, on_cpu=True)
     assert arguments.max_model_len == served + 6
 
 
 @pytest.mark.parametrize("speculation", [SIBLINGS, SpeculationSettings()])
-def test_more_context_than_the_model_has_is_refused(speculation: SpeculationSettings) -> None:
-    """Drafts or not: the room behind what is served is for what is never sampled."""
+def test_context_longer_than_that_of_the_model_is_refused(speculation: SpeculationSettings) -> None:
+    """With or without drafts: room for drafts beyond the model's limit is never sampled into."""
     with pytest.raises(ValueError, match="max_model_len"):
         arguments = engine_arguments(
             settings(max_context_tokens=5000), MODEL, speculation=speculation, on_cpu=True
@@ -35,12 +33,12 @@ def test_more_context_than_the_model_has_is_refused(speculation: SpeculationSett
         arguments.create_model_config()
 
 
-def test_vllm_hears_nothing_of_speculation_that_is_off() -> None:
+def test_disabled_speculation_adds_nothing_to_the_vllm_config() -> None:
     arguments = engine_arguments(settings(max_context_tokens=512), MODEL, on_cpu=True)
     assert (arguments.max_model_len, arguments.speculative_config) == (512, None)
 
 
-def test_one_length_for_every_batch_size_keeps_vllm_from_padding() -> None:
+def test_uniform_lengths_keep_vllm_from_padding() -> None:
     arguments = engine_arguments(settings(), MODEL, speculation=SIBLINGS, on_cpu=True)
     config = arguments.speculative_config
     assert config is not None
@@ -48,14 +46,14 @@ def test_one_length_for_every_batch_size_keeps_vllm_from_padding() -> None:
 
 
 @pytest.mark.skipif(not is_built(), reason="the draft store was not built")
-def test_auto_is_left_to_the_profile_on_a_cpu_and_off_where_layers_are_dealt_out() -> None:
+def test_auto_uses_the_profile_on_cpu_and_is_off_with_pipeline_parallel() -> None:
     auto = SpeculationSettings(mode="auto")
     assert resolve_mode(auto, settings()).mode == "auto"
     assert resolve_mode(auto, settings(pipeline_parallel_size=2)).mode == "off"
     assert resolve_mode(SIBLINGS, settings(pipeline_parallel_size=2)).mode == "off"
 
 
-def test_a_profile_is_found_again_for_the_same_circumstances_only(tmp_path: Path) -> None:
+def test_profile_is_cached_per_configuration(tmp_path: Path) -> None:
     steps = [Step(running=1, context=64, verified=2, seconds=0.01)]
     ProfileCache(tmp_path, {"model": "a"}).write(steps)
     assert ProfileCache(tmp_path, {"model": "a"}).read() == steps
@@ -65,7 +63,7 @@ def test_a_profile_is_found_again_for_the_same_circumstances_only(tmp_path: Path
     assert ProfileCache(tmp_path, {"model": "a"}).read() is None
 
 
-def test_a_profile_has_the_median_of_every_cell_and_every_length() -> None:
+def test_profile_has_the_median_of_every_cell_and_length() -> None:
     profile = Profile(6)
     lengths = {profile.next_length(4) for _ in range(12)}
     assert lengths == {0, 1, 2, 4, 6}
@@ -76,7 +74,7 @@ def test_a_profile_has_the_median_of_every_cell_and_every_length() -> None:
     assert (step.running, step.verified, step.seconds) == (4, 8, 0.02)
 
 
-def test_batches_of_the_profile_are_those_that_the_engine_takes() -> None:
+def test_profile_uses_batch_sizes_of_the_engine() -> None:
     small = profile_batches(max_sequences=8, max_context_tokens=256, max_draft_tokens=6)
     assert small
     assert all(batch.running <= 8 and batch.prompt < 256 for batch in small)

@@ -1,4 +1,4 @@
-"""The draft store, slowly: what the compiled one has to answer, token for token."""
+"""Reference implementation of the draft store, which the compiled one must equal exactly."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from tests.kernels.draft_index.reference_votes import DraftedToken, MatchFinder,
 
 
 class ReferenceStore:
-    """See `Store` for what each call does."""
+    """See `Store` for the semantics of each call."""
 
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
@@ -29,7 +29,7 @@ class ReferenceStore:
         assert 1 <= max_draft_tokens <= params.MAX_DRAFT_TOKENS
         self._max_bytes, self._max_draft_tokens, self._scopes = max_bytes, max_draft_tokens, scopes
         self._version = 0
-        self._records: OrderedDict[int, PromptRecord] = OrderedDict()  # the longest untouched first
+        self._records: OrderedDict[int, PromptRecord] = OrderedDict()  # least recently used first
         self._rows: dict[int, Row] = {}
         self._free: list[int] = []
         self._log = ResponseLog(params.log_tokens(max_bytes))
@@ -189,7 +189,7 @@ class ReferenceStore:
         )
 
     def _fill(self, contents: StoreContents) -> None:
-        """The oldest is version 0 again."""
+        """Loads saved contents. The oldest version becomes version 0."""
         ages = [contents.text_ages, contents.log_ages]
         self._version = max((int(each.max()) for each in ages if len(each)), default=0)
         for prompt, texts in contents.prompts():
@@ -213,7 +213,7 @@ class ReferenceStore:
         self._evict_over_budget()
 
     def _evict_over_budget(self) -> None:
-        """First prompts that nothing runs for, then what has finished of the others."""
+        """Evicts prompts without running requests first, then finished responses of the others."""
         while self.num_bytes > self._max_bytes:
             idle = (key for key, record in self._records.items() if not record.running)
             busy = (record for record in self._records.values() if record.finished)

@@ -1,4 +1,4 @@
-"""What runs, slowly: a request's text, and the drafts for it that are not decided yet."""
+"""Reference implementation of running requests: their text and their undecided drafts."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from tests.kernels.draft_index.reference_texts import PromptRecord, Text
 
 @dataclass(eq=False, slots=True)
 class PendingDraft:
-    """A draft that is being compared with what comes."""
+    """A draft that is being compared with the tokens sampled since."""
 
     tokens: list[int]
     cells: list[int]
@@ -18,7 +18,7 @@ class PendingDraft:
     position: int = 0
 
     def advance(self, tokens: list[int], calibration: Calibration) -> bool:
-        """Whether there is more of it to compare with what comes later."""
+        """True if some of it remains to be compared with later tokens."""
         for token in tokens:
             at = self.position
             accepted = self.tokens[at] == token
@@ -45,7 +45,7 @@ class Row:
             self.record.index(self.text, begin)
 
     def set_pending(self, draft: PendingDraft) -> None:
-        """In place of one that was made here before and has seen no token yet."""
+        """Replaces a draft made here earlier that has not been compared with any token."""
         if self.pending and not self.pending[-1].position:
             self.pending.pop()
         if draft.tokens:

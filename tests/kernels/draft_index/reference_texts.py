@@ -1,4 +1,4 @@
-"""Texts and the places in them, slowly: plain lists, and a list of places for every context."""
+"""Reference implementation of texts and positions: lists, and a list of positions per context."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ Context = tuple[int, ...]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Text:
-    """A response begins with the end of its prompt, so that its first tokens have a context."""
+    """A response, preceded by the end of its prompt, so that its first tokens have a context."""
 
     tokens: list[int]
     num_prompt_tokens: int = 0
-    """So many of them are the prompt's."""
+    """Number of leading tokens that belong to the prompt."""
     group: int = 0
     version: int
     is_deleted: bool = False
@@ -22,12 +22,12 @@ class Text:
 
 @dataclass(eq=False, slots=True)
 class PromptRecord:
-    """All that is known of one prompt. The first text is the prompt itself."""
+    """All texts of one prompt. The first text is the prompt itself."""
 
     texts: list[Text]
     running: int = 0
     finished: list[Text] = field(default_factory=list)
-    """The oldest first"""
+    """Oldest first."""
     _places: dict[Context, list[tuple[Text, int]]] = field(default_factory=dict)
 
     @property
@@ -36,7 +36,7 @@ class PromptRecord:
 
     @property
     def num_tokens(self) -> int:
-        """With those that are dead but still in the way."""
+        """Number of tokens, including those of deleted texts that still occupy space."""
         return sum(len(text.tokens) for text in self.texts)
 
     @property
@@ -45,7 +45,7 @@ class PromptRecord:
         return params.PROMPT_BYTES + texts
 
     def index(self, text: Text, begin: int) -> None:
-        """The places of its tokens from `begin` on."""
+        """Indexes the positions of its tokens from `begin` on."""
         for end in range(begin, len(text.tokens)):
             for order in params.ORDERS:
                 if end >= order:
@@ -53,12 +53,15 @@ class PromptRecord:
                     self._places.setdefault(context, []).append((text, end))
 
     def find_matches(self, tokens: list[int], order: int) -> Iterator[tuple[Text, int]]:
-        """Those whose last `order` tokens are these tokens' last ones; the latest first."""
+        """Positions preceded by the same last `order` tokens, latest first."""
         found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
         return reversed(found)
 
     def delete(self, text: Text) -> None:
-        """It is found no more; its room is won back when half of the record is of this kind."""
+        """Removes a text from lookups.
+
+        Its space is reclaimed once half of the record is deleted.
+        """
         text.is_deleted = True
         if 2 * sum(len(text.tokens) for text in self.texts if text.is_deleted) >= self.num_tokens:
             self.compact()
@@ -86,7 +89,7 @@ class LoggedResponse:
 
 @dataclass(eq=False, slots=True)
 class ResponseLog:
-    """The latest finished responses to any prompt, the end of the prompt before each."""
+    """The latest finished responses to any prompt, each preceded by the end of its prompt."""
 
     capacity: int
     tokens: list[int] = field(default_factory=list)
@@ -95,7 +98,7 @@ class ResponseLog:
 
     @property
     def tail(self) -> int:
-        """Where what is remembered begins."""
+        """The first position still stored."""
         return max(0, len(self.tokens) - self.capacity)
 
     def append(self, tokens: list[int], *, prompt: int, version: int) -> None:

@@ -1,7 +1,7 @@
-"""A draft out of the places that resemble where a request has come to, slowly.
+"""Reference implementation of drafting by votes of positions with a matching context.
 
-Each place votes for the token that came after it. The heaviest token is drafted, the places that
-voted for it stay, and vote on what comes next.
+Each position votes for the token after it. The token with the largest weight is drafted; the
+positions that voted for it remain, and vote on the next token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog,
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     after: Sequence[int]
-    """What came next."""
+    """The next token."""
     is_own: bool
-    """In the text that is drafted for: past its end come the drafted tokens themselves."""
+    """In the text being drafted for: drafted tokens follow its end."""
     match_length: int
     scope: Scope
     weight: int
@@ -32,7 +32,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class DraftedToken:
-    """A token, and whose vote weighed most."""
+    """A token, and the match with the largest weight for it."""
 
     token: int
     scope: Scope
@@ -43,7 +43,7 @@ class DraftedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchFinder:
-    """Who asks, and what may be read."""
+    """The requester, and the texts it may read."""
 
     record: PromptRecord
     text: Text
@@ -135,7 +135,7 @@ def vote_tokens(matches: list[Match], limit: int) -> Iterator[DraftedToken]:
         weights: dict[int, int] = {}
         for place, token in votes:
             weights[token] = weights.get(token, 0) + place.weight
-        best_token = max(weights, key=weights.__getitem__)  # of equals the first
+        best_token = max(weights, key=weights.__getitem__)  # the first of equal ones
         matches = [place for place, token in votes if token == best_token]
         best = max(matches, key=lambda place: place.weight)
         yield DraftedToken(best_token, best.scope, best.match_length, len(matches), len(votes))

@@ -1,4 +1,4 @@
-"""Steps of a store, written as a test would say them."""
+"""Shorthands for steps of a draft store."""
 
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""A store that was saved is whole again, or its file is refused; both write the same file."""
+"""A saved store loads completely or its file is refused; both implementations write equal files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_what_was_saved_is_drafted_from_again(kind: Any, tmp_path: Path) -> None:
+def test_saved_texts_are_drafted_from_again(kind: Any, tmp_path: Path) -> None:
     filled(kind).save(tmp_path / "drafts")
     store = kind.load(tmp_path / "drafts", max_bytes=MAX_BYTES)
     slot = store.begin(b"another", array([1, 2, 3]))
@@ -59,7 +59,7 @@ def test_what_was_saved_is_drafted_from_again(kind: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_what_is_running_is_not_saved(kind: Any, tmp_path: Path) -> None:
+def test_running_requests_are_not_saved(kind: Any, tmp_path: Path) -> None:
     filled(kind).save(tmp_path / "drafts")
     store = kind.load(tmp_path / "drafts", max_bytes=MAX_BYTES)
     assert store.num_tokens == 3 + 2 + 3 + 10 + 2 + 10 + 3 + 10
@@ -80,7 +80,7 @@ def test_both_write_the_same_file_and_read_the_same_from_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 5, 16, 100, -1])
-def test_a_truncated_file_is_refused_and_stays(length: int, path: Path) -> None:
+def test_truncated_file_is_refused_and_kept(length: int, path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
     with pytest.raises(InvalidStoreFile, match="truncated"):
@@ -96,7 +96,7 @@ def test_any_changed_byte_is_refused(path: Path) -> None:
             ReferenceStore.load(path, max_bytes=MAX_BYTES)
 
 
-def test_a_file_of_another_format_is_refused_by_its_number(path: Path) -> None:
+def test_file_of_another_format_is_refused_by_its_number(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:8] + (2).to_bytes(4, "little") + whole[12:])
     with pytest.raises(InvalidStoreFile, match="format 2, this is 1"):
@@ -129,9 +129,7 @@ def corrupted(_: int) -> None:
     raise OSError("no space left on device")
 
 
-def test_a_save_that_breaks_off_leaves_the_old_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = path.read_bytes()
     monkeypatch.setattr("os.fsync", corrupted)
     with pytest.raises(OSError, match="no space"):
@@ -155,10 +153,8 @@ def test_a_save_that_breaks_off_leaves_the_old_file(
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_arrays_that_do_not_belong_together_are_refused(
-    tmp_path: Path, foreign: dict[str, list[int]]
-) -> None:
-    """With a right checksum: somebody else wrote it."""
+def test_inconsistent_arrays_are_refused(tmp_path: Path, foreign: dict[str, list[int]]) -> None:
+    """With a valid checksum, as from a foreign writer."""
     is_valid = small_contents()
     is_valid.check()
     arrays = is_valid.arrays()
@@ -182,7 +178,7 @@ def test_tokens_of_another_vocabulary_are_refused(path: Path) -> None:
 
 
 @is_built
-def test_a_smaller_budget_takes_what_was_used_last(path: Path) -> None:
+def test_smaller_budget_loads_the_most_recently_used(path: Path) -> None:
     small = DraftStore.load(path, max_bytes=2**14)
     slow = ReferenceStore.load(path, max_bytes=2**14)
     assert 0 < small.num_tokens == slow.num_tokens < 46
@@ -190,7 +186,7 @@ def test_a_smaller_budget_takes_what_was_used_last(path: Path) -> None:
 
 
 @is_built
-def test_a_large_store_comes_back_whole(tmp_path: Path) -> None:
+def test_large_store_is_loaded_completely(tmp_path: Path) -> None:
     """100,000 tokens; bench/draft_store.py does it with ten million."""
     random = np.random.default_rng(0)
     store = DraftStore(max_bytes=2**27)

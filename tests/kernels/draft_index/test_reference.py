@@ -1,4 +1,4 @@
-"""What a draft is made of, on texts small enough to be followed by hand."""
+"""Drafts on texts small enough to be checked by hand."""
 
 from kernels.draft_index.interface import Scope
 from tests.kernels.draft_index.reference import ReferenceStore
@@ -8,7 +8,7 @@ MAX_BYTES = 2**20
 PROMPT = array([1, 2, 3])
 
 
-def test_a_request_goes_on_as_it_did_before() -> None:
+def test_request_is_drafted_its_own_earlier_continuation() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     slot = store.begin(b"g", PROMPT)
     drafted = run_step(store, {slot: [7, 8, 9, 7, 8]}, limit=5)
@@ -17,7 +17,7 @@ def test_a_request_goes_on_as_it_did_before() -> None:
     assert drafted.match_length[0, 0] == 2
 
 
-def test_a_sibling_is_followed_where_it_has_gone_ahead() -> None:
+def test_sibling_ahead_of_the_request_is_followed() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     ahead, behind = store.begin(b"g", PROMPT), store.begin(b"g", PROMPT)
     drafted = run_step(store, {ahead: [5, 6, 7, 8], behind: []})
@@ -25,7 +25,7 @@ def test_a_sibling_is_followed_where_it_has_gone_ahead() -> None:
     assert drafted.scope[1, 0] == Scope.SIBLINGS
 
 
-def test_an_earlier_response_to_the_prompt_is_found_again() -> None:
+def test_earlier_response_to_the_prompt_is_found_again() -> None:
     store = ReferenceStore(max_bytes=MAX_BYTES)
     first = store.begin(b"epoch 1", PROMPT)
     run_step(store, {first: [5, 6, 7]})

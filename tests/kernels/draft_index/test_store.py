@@ -1,4 +1,4 @@
-"""The compiled store against the reference: the same calls, the same answers, whatever they are."""
+"""The compiled store against the reference, on random sequences of calls."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ PROMPTS = [[1], [1, 2, 1, 2, 1, 2, 1], list(range(40)), [2, 2]]
 
 
 class Pair:
-    """A stream of calls that both stores get. What is drawn decides what happens next."""
+    """Applies each call to both stores; random draws choose the calls."""
 
     def __init__(self, draw: Callable[[int], int], *, max_bytes: int, scopes: frozenset[Scope]):
         self.draw = draw
@@ -53,7 +53,7 @@ class Pair:
     def step(self) -> None:
         rows = [slot for slot in self.live if self.draw(4)]
         counts = [self.draw(9) for _ in rows]
-        # Repeating texts, so that there is something to be found.
+        # Repetitive texts, so that there are matches.
         tokens = [(i * i + self.draw(2)) % 3 for i in range(sum(counts))]
         limits = [self.draw(8) for _ in rows]
         call = array(rows), array(counts), array(tokens), array(limits)
@@ -71,7 +71,7 @@ class Pair:
     max_bytes=st.sampled_from([2**14, 2**16, 2**20]),
     scopes=st.sampled_from([ALL_SCOPES, frozenset({Scope.SELF}), ALL_SCOPES - {Scope.SIBLINGS}]),
 )
-def test_any_stream_of_calls_is_answered_alike(
+def test_any_sequence_of_calls_has_equal_results(
     seed: int, max_bytes: int, scopes: frozenset[Scope]
 ) -> None:
     random = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ def store(request: pytest.FixtureRequest) -> Store:
     return made
 
 
-def test_a_slot_that_nobody_holds_is_refused(store: Store) -> None:
+def test_unused_slot_is_refused(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     store.end(slot, keep=True)
     for wrong in (slot, 7, -1):
@@ -100,7 +100,7 @@ def test_a_slot_that_nobody_holds_is_refused(store: Store) -> None:
             store.end(wrong, keep=True)
 
 
-def test_a_refused_step_has_done_nothing(store: Store) -> None:
+def test_refused_step_has_no_effect(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     before = store.num_tokens
     with pytest.raises(InvalidCall, match="no request has slot 9"):
@@ -109,7 +109,7 @@ def test_a_refused_step_has_done_nothing(store: Store) -> None:
     assert draft(run_step(store, {slot: [7, 8, 7]}))[0] == 8
 
 
-def test_a_slot_is_in_a_step_once(store: Store) -> None:
+def test_slot_occurs_once_in_a_step(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     with pytest.raises(InvalidCall, match="twice"):
         store.step(array([slot, slot]), array([0, 0]), array([]), array([1, 1]))
@@ -125,7 +125,7 @@ def test_a_slot_is_in_a_step_once(store: Store) -> None:
         ([1, 1], [1, 1], [3], "one each a row"),
     ],
 )
-def test_arrays_that_cannot_be_are_refused(
+def test_invalid_arrays_are_refused(
     store: Store, counts: list[int], tokens: list[int], limits: list[int], why: str
 ) -> None:
     slot = store.begin(b"g", array([1, 2]))
@@ -133,7 +133,7 @@ def test_arrays_that_cannot_be_are_refused(
         store.step(array([slot]), array(counts), array(tokens), array(limits))
 
 
-def test_other_types_and_shapes_are_refused(store: Store) -> None:
+def test_other_dtypes_and_shapes_are_refused(store: Store) -> None:
     with pytest.raises(InvalidCall, match="int64"):
         store.begin(b"g", np.array([1, 2]))
     with pytest.raises(InvalidCall, match="2 dimensions"):
@@ -142,22 +142,22 @@ def test_other_types_and_shapes_are_refused(store: Store) -> None:
         store.begin(b"g", array([]))
 
 
-def test_tokens_may_be_as_large_as_the_type(store: Store) -> None:
+def test_tokens_may_be_as_large_as_the_dtype(store: Store) -> None:
     largest = 2**31 - 1
     slot = store.begin(b"g", array([largest, 5]))
     assert draft(run_step(store, {slot: [7, largest]}, limit=1)) == [5]
     assert draft(run_step(store, {slot: [5, 7]}, limit=1)) == [largest]
 
 
-def test_what_is_forgotten_is_not_drafted_from(store: Store) -> None:
+def test_evicted_texts_are_not_drafted_from(store: Store) -> None:
     one, other = store.begin(b"g", array([1, 2])), store.begin(b"g", array([1, 2]))
     run_step(store, {one: [7, 8, 9]})
     store.end(one, keep=False)
     assert not draft(run_step(store, {other: [7]}))
 
 
-def test_older_versions_count_less(store: Store) -> None:
-    """Two said the one thing long ago, one says the other now."""
+def test_older_versions_weigh_less(store: Store) -> None:
+    """Two old texts have one continuation, one recent text has another."""
     for response in ([7, 8, 1], [7, 8, 1]):
         slot = store.begin(b"old", array([1, 2]))
         run_step(store, {slot: response})
@@ -171,7 +171,7 @@ def test_older_versions_count_less(store: Store) -> None:
     assert draft(run_step(store, {asking: []}, limit=1)) == [9]
 
 
-def test_the_oldest_history_goes_and_what_runs_stays(store: Store) -> None:
+def test_oldest_history_is_evicted_and_running_texts_stay(store: Store) -> None:
     running = store.begin(b"g", array([1, 2]))
     run_step(store, {running: list(range(100, 200))})
     for number in range(200):
@@ -185,8 +185,8 @@ def test_the_oldest_history_goes_and_what_runs_stays(store: Store) -> None:
     assert not draft(drafted, 0) and draft(drafted, 1) == [300, 301]
 
 
-def test_probabilities_learn_what_comes_of_drafts(store: Store) -> None:
-    """Of a text that repeats itself for ever."""
+def test_probabilities_are_calibrated_by_outcomes(store: Store) -> None:
+    """On a text that repeats itself forever."""
     slot = store.begin(b"g", array([1, 2]))
     run_step(store, {slot: [1, 2] * 20})
     first = run_step(store, {slot: [1, 2]}).probability[0, 0]
@@ -198,7 +198,7 @@ def test_probabilities_learn_what_comes_of_drafts(store: Store) -> None:
     assert reliability.error() < 0.2
 
 
-def test_a_draft_counts_though_no_part_of_it_was_sent(store: Store) -> None:
+def test_outcome_counts_even_if_no_part_of_the_draft_was_sent(store: Store) -> None:
     slot = store.begin(b"g", array([1, 2]))
     drafted = run_step(store, {slot: [7, 8, 9, 7]}, limit=3)
     assert draft(drafted) == [8, 9, 7]
@@ -207,15 +207,15 @@ def test_a_draft_counts_though_no_part_of_it_was_sent(store: Store) -> None:
     assert (reliability.tried.sum(), reliability.accepted.sum()) == (3, 2)
 
 
-def test_the_store_is_freed_with_its_owner() -> None:
+def test_store_is_freed_with_its_owner() -> None:
     for _ in range(50):
         stepped_store = DraftStore(max_bytes=2**28)
         run_step(stepped_store, {stepped_store.begin(b"g", array([1])): [1, 2, 3]})
     assert stepped_store.num_tokens == 5
 
 
-def test_the_log_of_all_responses_is_read_alike_while_it_goes_round() -> None:
-    """It is 64 tokens long here, and every text is of another prompt."""
+def test_response_log_is_equal_in_both_while_it_wraps_around() -> None:
+    """The log has 64 tokens here, and every text belongs to another prompt."""
     random = np.random.default_rng(0)
     fast = DraftStore(max_bytes=2**14, scopes=frozenset({Scope.ALL}))
     slow = ReferenceStore(max_bytes=2**14, scopes=frozenset({Scope.ALL}))

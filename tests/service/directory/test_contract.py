@@ -1,4 +1,7 @@
-"""What every directory does, embedded or in Redis. Time is real, because Redis keeps its own."""
+"""Contract of every cluster registry, in-memory or Redis.
+
+Uses real time: Redis has its own clock.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -46,7 +49,9 @@ async def directory(request: pytest.FixtureRequest) -> AsyncIterator[ClusterRegi
     await known.close()
 
 
-async def test_who_beats_is_seen_with_what_it_last_said(directory: ClusterRegistry) -> None:
+async def test_replica_with_heartbeats_is_listed_with_its_last_record(
+    directory: ClusterRegistry,
+) -> None:
     await directory.beat(A, ttl_seconds=LONG)
     changed = replace(A, state="draining", version="v1", sequence=1, epoch=3, holds=("v1",))
     await directory.beat(changed, ttl_seconds=LONG)
@@ -54,27 +59,31 @@ async def test_who_beats_is_seen_with_what_it_last_said(directory: ClusterRegist
     assert dict(view.replicas) == {A.id: changed, B.id: B}
 
 
-async def test_who_falls_silent_is_seen_no_more(directory: ClusterRegistry) -> None:
+async def test_replica_without_heartbeats_is_no_longer_listed(directory: ClusterRegistry) -> None:
     await directory.beat(A, ttl_seconds=SHORT)
     await asyncio.sleep(SHORT + 0.05)
     assert dict((await directory.beat(B, ttl_seconds=LONG)).replicas) == {B.id: B}
 
 
-async def test_who_leaves_is_seen_no_more_and_may_leave_again(directory: ClusterRegistry) -> None:
+async def test_unregistered_replica_is_no_longer_listed_and_may_unregister_twice(
+    directory: ClusterRegistry,
+) -> None:
     await directory.beat(A, ttl_seconds=LONG)
     await directory.leave(A.id)
     await directory.leave(A.id)
     assert dict((await directory.beat(B, ttl_seconds=LONG)).replicas) == {B.id: B}
 
 
-async def test_a_replica_hears_whether_it_was_still_listed(directory: ClusterRegistry) -> None:
+async def test_heartbeat_returns_whether_the_replica_was_still_listed(
+    directory: ClusterRegistry,
+) -> None:
     assert not (await directory.beat(A, ttl_seconds=LONG)).known
     assert (await directory.beat(A, ttl_seconds=SHORT)).known
     await asyncio.sleep(SHORT + 0.05)
     assert not (await directory.beat(A, ttl_seconds=LONG)).known
 
 
-async def test_a_place_is_one_replicas(directory: ClusterRegistry) -> None:
+async def test_claim_belongs_to_one_replica(directory: ClusterRegistry) -> None:
     for replica in (A, B):
         await directory.beat(replica, ttl_seconds=LONG)
     first = await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=True)
@@ -84,7 +93,7 @@ async def test_a_place_is_one_replicas(directory: ClusterRegistry) -> None:
     assert (first, second, again, other) == (A.id, A.id, A.id, B.id)
 
 
-async def test_of_many_who_claim_at_once_one_has_the_place(directory: ClusterRegistry) -> None:
+async def test_one_of_many_concurrent_claims_succeeds(directory: ClusterRegistry) -> None:
     replicas = [replace(A, id=f"{number:012x}") for number in range(8)]
     for replica in replicas:
         await directory.beat(replica, ttl_seconds=LONG)
@@ -92,7 +101,9 @@ async def test_of_many_who_claim_at_once_one_has_the_place(directory: ClusterReg
     assert len(set(await asyncio.gather(*claims))) == 1
 
 
-async def test_the_place_of_one_who_is_gone_can_be_taken_over(directory: ClusterRegistry) -> None:
+async def test_claim_of_an_unregistered_replica_can_be_taken_over(
+    directory: ClusterRegistry,
+) -> None:
     await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
     await directory.beat(B, ttl_seconds=LONG)
     kept = await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False)
@@ -100,7 +111,7 @@ async def test_the_place_of_one_who_is_gone_can_be_taken_over(directory: Cluster
     assert (kept, taken) == (A.id, B.id)
 
 
-async def test_the_place_of_one_who_fell_silent_can_be_taken_over(
+async def test_claim_of_an_expired_replica_can_be_taken_over(
     directory: ClusterRegistry,
 ) -> None:
     await directory.beat(A, ttl_seconds=SHORT)
@@ -111,14 +122,14 @@ async def test_the_place_of_one_who_fell_silent_can_be_taken_over(
     assert (kept, taken) == (A.id, B.id)
 
 
-async def test_a_place_is_forgotten_after_a_while(directory: ClusterRegistry) -> None:
+async def test_claim_expires_after_its_ttl(directory: ClusterRegistry) -> None:
     await directory.beat(A, ttl_seconds=LONG)
     await directory.claim("p", A.id, ttl_seconds=SHORT, allow_takeover=False)
     await asyncio.sleep(SHORT + 0.05)
     assert await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False) == B.id
 
 
-async def test_a_place_is_released_by_who_has_it(directory: ClusterRegistry) -> None:
+async def test_claim_is_released_only_by_its_owner(directory: ClusterRegistry) -> None:
     await directory.beat(A, ttl_seconds=LONG)
     await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
     await directory.release("p", B.id)
@@ -129,7 +140,7 @@ async def test_a_place_is_released_by_who_has_it(directory: ClusterRegistry) -> 
     assert (kept, freed) == (A.id, B.id)
 
 
-async def test_a_manifest_is_seen_until_it_is_withdrawn(directory: ClusterRegistry) -> None:
+async def test_manifest_is_listed_until_it_is_withdrawn(directory: ClusterRegistry) -> None:
     delta = replace(V1, version="v2", sequence=2, base="v1", path="/shared/v2")
     for manifest in (V1, V1, delta):
         await directory.publish(manifest)
@@ -149,7 +160,7 @@ async def test_a_manifest_is_seen_until_it_is_withdrawn(directory: ClusterRegist
     ],
     ids=["another sequence", "another label", "other bytes"],
 )
-async def test_a_version_keeps_its_content_and_its_sequence(
+async def test_version_keeps_its_content_and_its_sequence(
     directory: ClusterRegistry, other: Manifest
 ) -> None:
     await directory.publish(V1)
@@ -158,7 +169,7 @@ async def test_a_version_keeps_its_content_and_its_sequence(
     assert dict((await directory.beat(A, ttl_seconds=LONG)).manifests) == {"v1": V1}
 
 
-async def test_of_two_orders_the_later_one_stands(directory: ClusterRegistry) -> None:
+async def test_later_of_two_activation_targets_wins(directory: ClusterRegistry) -> None:
     first = ActivationTarget(epoch=1, version="v1")
     second = ActivationTarget(epoch=2, version="v0", mode="wait", allow_rollback=True)
     rival = ActivationTarget(epoch=2, version="v9")

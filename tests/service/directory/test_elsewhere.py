@@ -1,4 +1,4 @@
-"""Two replicas that share a directory: each answers for what the other has."""
+"""Two replicas with one cluster registry: each redirects to the other's resources."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ async def submitted(served: Served) -> str:
         ("DELETE", "/segments/0.1"),
     ],
 )
-async def test_a_rollout_of_another_replica_is_answered_with_its_address(
+async def test_rollout_of_another_replica_is_redirected_to_its_address(
     pair: list[Served], method: str, rest: str
 ) -> None:
     a, b = pair
@@ -64,7 +64,7 @@ async def test_a_rollout_of_another_replica_is_answered_with_its_address(
     assert answer.headers["location"] == a.url + place + rest
 
 
-async def test_whoever_follows_gets_the_answer(pair: list[Served]) -> None:
+async def test_client_that_follows_the_redirect_gets_the_answer(pair: list[Served]) -> None:
     a, b = pair
     place = await submitted(a)
     await running_samples(a, 2)
@@ -85,7 +85,7 @@ async def test_whoever_follows_gets_the_answer(pair: list[Served]) -> None:
         ("DELETE", ""),
     ],
 )
-async def test_a_handle_of_another_replica_is_answered_with_its_address(
+async def test_handle_of_another_replica_is_redirected_to_its_address(
     pair: list[Served], method: str, rest: str
 ) -> None:
     place = f"/v1/kv/{new_handle_id(pair[0].server.fleet.own_id)}{rest}"
@@ -93,7 +93,7 @@ async def test_a_handle_of_another_replica_is_answered_with_its_address(
     assert (answer.status_code, answer.headers["location"]) == (307, pair[0].url + place)
 
 
-async def test_the_bytes_of_a_handle_can_be_asked_for_anywhere(pair: list[Served]) -> None:
+async def test_handle_bytes_can_be_requested_from_any_replica(pair: list[Served]) -> None:
     a, b = pair
     engine_of(a).instant = True
     kv = await handle(a)
@@ -109,7 +109,7 @@ async def test_the_bytes_of_a_handle_can_be_asked_for_anywhere(pair: list[Served
     assert len(a.server.prompt_kv.handles) == 0
 
 
-async def test_a_key_that_was_sent_to_one_replica_starts_nothing_on_another(
+async def test_idempotency_key_of_one_replica_starts_nothing_on_another(
     pair: list[Served],
 ) -> None:
     a, b = pair
@@ -130,7 +130,7 @@ async def test_a_key_that_was_sent_to_one_replica_starts_nothing_on_another(
     assert engine_of(b).submitted == []
 
 
-async def test_another_callers_key_of_the_same_name_is_another_key(tmp_path: Path) -> None:
+async def test_same_key_of_another_caller_is_a_different_key(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", one="rollout", two="rollout")
     shared = InMemoryRegistry()
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
@@ -146,7 +146,7 @@ async def test_another_callers_key_of_the_same_name_is_another_key(tmp_path: Pat
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_a_refused_request_leaves_its_key_to_others(pair: list[Served]) -> None:
+async def test_refused_request_leaves_its_key_to_other_replicas(pair: list[Served]) -> None:
     a, b = pair
     key = {"idempotency-key": "k"}
     refused = await a.http.post("/v1/rollouts", json=body(group(300)), headers=key)
@@ -155,7 +155,7 @@ async def test_a_refused_request_leaves_its_key_to_others(pair: list[Served]) ->
     assert (refused.status_code, answer.status_code) == (422, 200)
 
 
-async def test_nobody_is_told_where_to_go_before_the_key_is_known(tmp_path: Path) -> None:
+async def test_unauthenticated_request_is_not_redirected(tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", one="rollout,kv")
     shared = InMemoryRegistry()
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
@@ -165,7 +165,7 @@ async def test_nobody_is_told_where_to_go_before_the_key_is_known(tmp_path: Path
     assert answer.status_code == 401
 
 
-async def test_what_a_replica_had_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None:
+async def test_resource_of_an_expired_replica_answers_gone(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     async with replica(tmp_path / "b", FakeEngine(), shared) as left:
         async with replica(tmp_path / "a", FakeEngine(), shared) as gone:
@@ -180,7 +180,7 @@ async def test_what_a_replica_had_that_is_gone_is_said_to_be_gone(tmp_path: Path
     assert (kv.status_code, kv.json()["code"]) == (410, "kv_gone")
 
 
-async def test_the_key_of_a_replica_that_is_gone_starts_a_rollout_anew(tmp_path: Path) -> None:
+async def test_key_of_an_expired_replica_starts_a_new_rollout(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     key = {"idempotency-key": "k"}
     async with replica(tmp_path / "b", FakeEngine(), shared) as left:
@@ -191,7 +191,7 @@ async def test_the_key_of_a_replica_that_is_gone_starts_a_rollout_anew(tmp_path:
     assert lost.json()["id"] != answer.json()["id"]
 
 
-async def test_a_name_that_no_replica_gave_is_not_found(tmp_path: Path) -> None:
+async def test_unknown_id_is_not_found(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         answers = [await served.http.get(f"/v1/rollouts/{name}") for name in ("none", "0.1", "x.y")]
         mine = await served.http.get(f"/v1/rollouts/{new_rollout_id(served.server.fleet.own_id)}")
@@ -200,7 +200,7 @@ async def test_a_name_that_no_replica_gave_is_not_found(tmp_path: Path) -> None:
     assert other.json()["code"] == "replica_gone"
 
 
-async def test_the_address_may_have_a_path_of_its_own(tmp_path: Path) -> None:
+async def test_replica_address_may_contain_a_path(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     gateway: dict[str, Any] = {"server": {"advertised_url": "https://gate/replica/a/"}}
     async with (
@@ -212,7 +212,7 @@ async def test_the_address_may_have_a_path_of_its_own(tmp_path: Path) -> None:
     assert answer.headers["location"] == f"https://gate/replica/a{place}?wait=1"
 
 
-async def test_a_host_header_leads_nobody_astray(tmp_path: Path) -> None:
+async def test_host_header_does_not_change_the_redirect(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     engines = [FakeEngine() for _ in "ab"]
     anyone = {"allowed_hosts": ["*"]}
@@ -222,7 +222,7 @@ async def test_a_host_header_leads_nobody_astray(tmp_path: Path) -> None:
         assert urlsplit(answer.headers["location"]).netloc == urlsplit(a.url).netloc
 
 
-async def test_metrics_count_what_is_sent_on(pair: list[Served]) -> None:
+async def test_metrics_count_redirects(pair: list[Served]) -> None:
     a, b = pair
     await b.http.get(await submitted(a))
     metrics = (await b.http.get("/metrics")).text
@@ -231,7 +231,7 @@ async def test_metrics_count_what_is_sent_on(pair: list[Served]) -> None:
     assert "coppice_directory_up 1.0" in metrics
 
 
-async def test_a_retry_reaches_its_rollout_during_a_drain(tmp_path: Path) -> None:
+async def test_retry_during_a_drain_reaches_its_rollout(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     key = {"idempotency-key": "k"}
     async with serving(engine, tmp_path) as served:

@@ -1,4 +1,4 @@
-"""What a replica makes of a directory that fails, on a clock of the test's own."""
+"""A replica's view of a cluster registry that fails, on a clock controlled by the test."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +21,7 @@ EXPIRE = SETTINGS.expire_seconds
 
 
 class Faulty(InMemoryRegistry):
-    """`silent`: every call ends without an answer; `releasing` happens just before a release."""
+    """`silent`: every call fails without an answer; `releasing` runs just before a release."""
 
     def __init__(self, clock: "Clock") -> None:
         super().__init__(clock=clock)
@@ -71,7 +71,7 @@ class Clock:
 
 
 class Seen:
-    """One replica under test, its directory, and the world around them."""
+    """One replica under test, its cluster registry, and the other replicas."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -91,7 +91,7 @@ class Seen:
         self.on_unshared_key += 1
 
     async def pass_by(self, ttl_seconds: float, *others: Replica) -> None:
-        """Heartbeats of everybody for so long."""
+        """Sends heartbeats of this replica and `others` for this many seconds."""
         for _ in range(round(ttl_seconds / SETTINGS.heartbeat_seconds)):
             self.clock.now += SETTINGS.heartbeat_seconds
             for other in others:
@@ -118,7 +118,7 @@ def refresh() -> Seen:
     return Seen()
 
 
-async def test_who_is_not_listed_is_gone_only_once_all_had_time_to_show_themselves(
+async def test_unlisted_replica_is_gone_only_after_all_had_time_to_register(
     refresh: Seen,
 ) -> None:
     early = await refresh.asked_for(B)
@@ -126,13 +126,13 @@ async def test_who_is_not_listed_is_gone_only_once_all_had_time_to_show_themselv
     assert (early, await refresh.asked_for(B)) == ("DirectoryUnavailable", "ReplicaGone")
 
 
-async def test_one_that_came_just_now_is_looked_up(refresh: Seen) -> None:
+async def test_newly_registered_replica_is_looked_up(refresh: Seen) -> None:
     await refresh.beat()
     await InMemoryRegistry.beat(refresh.registry, B, ttl_seconds=EXPIRE)
     assert await refresh.asked_for(B) == B.url
 
 
-async def test_a_lost_directory_is_not_needed_for_what_is_remembered(refresh: Seen) -> None:
+async def test_lost_registry_is_not_needed_for_cached_entries(refresh: Seen) -> None:
     await refresh.pass_by(EXPIRE + 3, B)
     refresh.registry.silent = True
     await refresh.pass_by(10 * EXPIRE)
@@ -142,7 +142,7 @@ async def test_a_lost_directory_is_not_needed_for_what_is_remembered(refresh: Se
     assert set(refresh.failed) == {"beat"}
 
 
-async def test_after_a_flush_nobody_is_gone_until_it_is_sure(refresh: Seen) -> None:
+async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: Seen) -> None:
     await refresh.pass_by(EXPIRE + 3, B)
     refresh.registry.forget()
     await refresh.beat()
@@ -165,7 +165,7 @@ async def test_after_a_flush_keys_are_claimed_again(refresh: Seen) -> None:
     assert holders == [A.id, B.id]
 
 
-async def test_a_key_that_is_claimed_again_before_its_release_was_told_stays_here(
+async def test_key_reclaimed_before_its_release_was_sent_stays_local(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
@@ -176,7 +176,7 @@ async def test_a_key_that_is_claimed_again_before_its_release_was_told_stays_her
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
-async def test_a_key_that_is_claimed_again_while_its_release_is_told_stays_here(
+async def test_key_reclaimed_while_its_release_is_sent_stays_local(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
@@ -188,7 +188,7 @@ async def test_a_key_that_is_claimed_again_while_its_release_is_told_stays_here(
 
 
 @pytest.mark.parametrize("silent", [False, True])
-async def test_a_key_that_is_given_back_is_others_at_once_or_with_the_next_heartbeat(
+async def test_released_key_is_available_at_once_or_after_the_next_heartbeat(
     refresh: Seen, silent: bool
 ) -> None:
     await refresh.beat()
@@ -202,7 +202,7 @@ async def test_a_key_that_is_given_back_is_others_at_once_or_with_the_next_heart
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == B.id
 
 
-async def test_many_keys_that_are_released_do_not_make_the_next_heartbeat_late(
+async def test_many_released_keys_do_not_delay_the_next_heartbeat(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
@@ -217,7 +217,7 @@ async def test_many_keys_that_are_released_do_not_make_the_next_heartbeat_late(
     assert left == [1, 0]
 
 
-async def test_a_key_that_could_not_be_asked_for_is_shared_when_the_directory_is_back(
+async def test_key_claimed_during_an_outage_is_shared_after_recovery(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
@@ -235,7 +235,7 @@ async def test_a_key_that_could_not_be_asked_for_is_shared_when_the_directory_is
     assert holders == [A.id, A.id]
 
 
-async def test_the_key_of_one_that_may_be_back_is_not_taken_over(refresh: Seen) -> None:
+async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: Seen) -> None:
     await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
     await refresh.beat()
     with pytest.raises(DirectoryUnavailable):
@@ -245,7 +245,7 @@ async def test_the_key_of_one_that_may_be_back_is_not_taken_over(refresh: Seen) 
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
-async def test_many_who_ask_for_one_that_is_unknown_ask_the_directory_once(refresh: Seen) -> None:
+async def test_concurrent_lookups_of_an_unknown_id_query_the_registry_once(refresh: Seen) -> None:
     await refresh.pass_by(EXPIRE + 3)
     before = refresh.registry.beats
     refresh.clock.now += 1
@@ -258,7 +258,7 @@ async def test_many_who_ask_for_one_that_is_unknown_ask_the_directory_once(refre
     assert refresh.registry.beats <= before + 2
 
 
-async def test_a_fault_in_a_heartbeat_ends_nothing(refresh: Seen) -> None:
+async def test_exception_in_a_heartbeat_stops_nothing(refresh: Seen) -> None:
     class Broken(Faulty):
         async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
             self.beats += 1
@@ -271,7 +271,7 @@ async def test_a_fault_in_a_heartbeat_ends_nothing(refresh: Seen) -> None:
         assert refresh.fleet.unavailable
 
 
-async def test_whoever_leaves_is_listed_no_more(refresh: Seen) -> None:
+async def test_unregistered_replica_is_no_longer_listed(refresh: Seen) -> None:
     async with refresh.fleet.running():
         while refresh.fleet.unavailable:
             await asyncio.sleep(0.001)

@@ -1,6 +1,7 @@
-"""What Redis may do to replicas: be killed, be paused, be emptied, be restarted, refuse, be TLS.
+"""Redis failures as replicas see them: killed, paused, flushed, restarted, refusing, behind TLS.
 
-Rollouts go on through all of it; only the way to what others have is lost, and comes back.
+Rollouts continue through all of them. Only access to other replicas' resources is lost, and it
+recovers.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def section(redis: RedisServer, **changes: Any) -> dict[str, Any]:
 
 
 def patient(redis: RedisServer, **changes: Any) -> dict[str, Any]:
-    """Where it is not the point how long an answer takes."""
+    """Settings with long timeouts, for tests in which latency is irrelevant."""
     return section(redis, call_seconds=5.0, expire_seconds=30.0, **changes)
 
 
@@ -62,7 +63,7 @@ async def pair(redis: RedisServer, tmp_path: Path) -> AsyncIterator[list[Served]
         "directory": section(redis),
         "weights": {
             "catch_up_seconds": 0.1
-        },  # nothing is ordered here, which takes an expiry to see
+        },  # no activation target is set here, since applying one takes until an entry expires
     }
     async with fleet(tmp_path, engines, lambda: None, **settings) as replicas:
         yield replicas
@@ -103,7 +104,7 @@ def bring_back(redis: RedisServer, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-async def test_without_redis_rollouts_go_on_and_what_is_remembered_is_found(
+async def test_without_redis_rollouts_continue_and_cached_entries_resolve(
     redis: RedisServer, pair: list[Served], how: str
 ) -> None:
     a, b = pair
@@ -130,9 +131,7 @@ async def test_without_redis_rollouts_go_on_and_what_is_remembered_is_found(
     assert moved.headers["location"] == f"{a.url}/v1/rollouts"
 
 
-async def test_what_is_flushed_in_the_middle_of_a_load_comes_back_by_itself(
-    redis: RedisServer, pair: list[Served]
-) -> None:
+async def test_flush_under_load_recovers_by_itself(redis: RedisServer, pair: list[Served]) -> None:
     a, b = pair
     answered: list[int] = []
 
@@ -158,7 +157,7 @@ async def test_what_is_flushed_in_the_middle_of_a_load_comes_back_by_itself(
         assert again.headers["location"].startswith(one.url)
 
 
-async def test_nobody_who_lives_is_called_gone_after_a_flush(
+async def test_live_replica_is_not_called_gone_after_a_flush(
     redis: RedisServer, pair: list[Served]
 ) -> None:
     a, b = pair
@@ -169,10 +168,10 @@ async def test_nobody_who_lives_is_called_gone_after_a_flush(
         for _ in range(10):
             statuses.add((await b.http.get(place)).status_code)
             await asyncio.sleep(0.01)
-    assert 307 in statuses <= {307, 503}  # a busy machine may not hear from Redis in time
+    assert 307 in statuses <= {307, 503}  # a busy machine may not get Redis's answer in time
 
 
-async def test_one_that_is_silent_for_long_is_gone(redis: RedisServer, tmp_path: Path) -> None:
+async def test_replica_silent_for_long_is_gone(redis: RedisServer, tmp_path: Path) -> None:
     settings = {"directory": section(redis)}
     known = RedisRegistry(DirectorySettings(**section(redis)))
     async with replica(tmp_path / "b", FakeEngine(), None, **settings) as served:
@@ -187,7 +186,7 @@ async def test_one_that_is_silent_for_long_is_gone(redis: RedisServer, tmp_path:
     assert there.status_code in (307, 503)
 
 
-async def test_a_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
+async def test_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
     nowhere = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "call_seconds": CALL_SECONDS}
     weights = {"catch_up_seconds": 0.5}
     sections: dict[str, dict[str, Any]] = {"directory": nowhere, "weights": weights}
@@ -198,9 +197,7 @@ async def test_a_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
     assert int(unknown.headers["retry-after"]) > 0
 
 
-async def test_nothing_is_left_in_redis_but_what_expires(
-    redis: RedisServer, tmp_path: Path
-) -> None:
+async def test_every_key_in_redis_has_an_expiry(redis: RedisServer, tmp_path: Path) -> None:
     async with replica(tmp_path, FakeEngine(), None, directory=section(redis)) as served:
         await sees(served, 1)
         await keyed(served, "secret-key")
@@ -211,7 +208,7 @@ async def test_nothing_is_left_in_redis_but_what_expires(
     assert [key.partition(":")[2].partition(":")[0] for key in left] == ["claim"]
 
 
-async def test_fleets_with_prefixes_of_their_own_do_not_meet(redis: RedisServer) -> None:
+async def test_clusters_with_different_prefixes_are_isolated(redis: RedisServer) -> None:
     directories = [
         RedisRegistry(DirectorySettings(**patient(redis, key_prefix=prefix)))
         for prefix in ("one", "two")
@@ -227,7 +224,7 @@ ACL = (
 )
 
 
-async def test_an_acl_user_of_its_own_is_enough(tmp_path: Path) -> None:
+async def test_restricted_acl_user_is_sufficient(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("s3cret\n")
     with redis_server(tmp_path, ACL) as redis:
@@ -258,7 +255,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return key, file
 
 
-async def test_tls_is_used_and_its_certificate_is_checked(
+async def test_tls_is_used_and_its_certificate_is_verified(
     tmp_path: Path, certificate: tuple[Path, Path]
 ) -> None:
     key, file = certificate
@@ -275,7 +272,7 @@ async def test_tls_is_used_and_its_certificate_is_checked(
         await wary.close()
 
 
-async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
+async def test_entry_of_another_release_is_read_as_far_as_understood(
     redis: RedisServer,
 ) -> None:
     known = RedisRegistry(DirectorySettings(**patient(redis)))
@@ -295,9 +292,7 @@ async def test_an_entry_of_another_release_is_read_as_far_as_it_is_known(
 
 
 @pytest.mark.parametrize("unreadable", ["not JSON", "3", '{"epoch": "high", "version": 3}'])
-async def test_an_entry_that_cannot_be_read_stands_in_nobodys_way(
-    redis: RedisServer, unreadable: str
-) -> None:
+async def test_unreadable_entry_blocks_no_replica(redis: RedisServer, unreadable: str) -> None:
     known = RedisRegistry(DirectorySettings(**patient(redis)))
     redis.put("{coppice}:manifests", {"other": unreadable})
     redis.put("{coppice}:order", unreadable)
@@ -315,6 +310,6 @@ async def test_an_entry_that_cannot_be_read_stands_in_nobodys_way(
 @pytest.mark.parametrize(
     "url", ["redis://user:secret@host", "redis://host?password=s", "rediss://host#x"]
 )
-def test_an_address_with_a_password_or_an_option_is_refused(url: str) -> None:
+def test_url_with_a_password_or_an_option_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="redis_password_file"):
         DirectorySettings(redis_url=url)

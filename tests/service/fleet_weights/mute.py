@@ -1,4 +1,4 @@
-"""A replica that says nothing."""
+"""A replica that accepts requests and never answers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from service.cluster.registry import Manifest, ManifestFile, Replica
 
 
 class Mute:
-    """A peer that has v9, was asked for it, and does not answer until it is over."""
+    """A peer that lists v9 and does not answer requests for it until the test ends."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()

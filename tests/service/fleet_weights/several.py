@@ -1,4 +1,4 @@
-"""Replicas in one event loop whose weights follow one directory, and what is asked of them."""
+"""Replicas in one event loop that replicate weights through one registry, and their requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -26,12 +26,12 @@ OLD = save({"a": np.linspace(0, 1, 3000, dtype=np.float32)})
 NEW = save({"a": np.linspace(0, 1, 3000, dtype=np.float32) * np.float32(1 + 1e-6)})
 T = TypeVar("T")
 LOOPBACK = "http://127.0.0.0/8:*"
-# A stalled machine must make nobody look gone.
+# Long enough that a stalled machine expires no replica.
 DIRECTORY = {"heartbeat_seconds": 0.1, "expire_seconds": 30.0}
 
 
 class Faulty(InMemoryRegistry):
-    """`silent`: every call ends without an answer."""
+    """`silent`: every call fails without an answer."""
 
     silent = False
 

@@ -1,4 +1,4 @@
-"""A version that is sent to one replica is served by all."""
+"""A version sent to one replica is served by all."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tests.service.test_weight_deltas import delta, put
 pytestmark = pytest.mark.slow
 
 
-async def test_what_is_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
+async def test_version_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
     async with several(tmp_path, 3) as (replicas, engines):
         assert (await put(replicas[0], "v1", OLD, sequence=5)).status_code == 201
         answer = await activate(replicas[1], "v1")
@@ -52,7 +52,7 @@ async def test_what_is_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
 
 
 class Recording(InMemoryRegistry):
-    """Knows who gave the files of each version when it was published."""
+    """Records which replicas had the files of each version when it was published."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Recording(InMemoryRegistry):
         await super().publish(manifest)
 
 
-async def test_who_hears_of_a_version_finds_who_has_its_files(tmp_path: Path) -> None:
+async def test_replica_that_learns_of_a_version_finds_a_source_of_its_files(tmp_path: Path) -> None:
     directory = Recording()
     async with several(tmp_path, 2, directory) as (replicas, _):
         assert (await put(replicas[0], "v1", OLD, sequence=1)).status_code == 201
@@ -80,7 +80,7 @@ async def test_who_hears_of_a_version_finds_who_has_its_files(tmp_path: Path) ->
         assert [pulls(served, "failed") for served in replicas] == [0, 0]
 
 
-async def test_what_came_as_a_delta_goes_on_as_a_delta(tmp_path: Path) -> None:
+async def test_delta_upload_is_replicated_as_a_delta(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, engines):
         await put(replicas[0], "v1", OLD)
         await activate(replicas[0], "v1")
@@ -93,7 +93,7 @@ async def test_what_came_as_a_delta_goes_on_as_a_delta(tmp_path: Path) -> None:
         assert (known["base"], known["received_bytes"]) == ("v1", len(sent))
 
 
-async def test_a_shared_directory_is_read_by_all(tmp_path: Path) -> None:
+async def test_shared_directory_is_read_by_all(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     (shared / "step-1").mkdir(parents=True)
     (shared / "step-1" / "model.safetensors").write_bytes(OLD)
@@ -105,7 +105,7 @@ async def test_a_shared_directory_is_read_by_all(tmp_path: Path) -> None:
         assert pulls(replicas[1], "path") == 1
 
 
-async def test_files_that_change_between_staging_and_activation_are_served_by_nobody(
+async def test_files_changed_after_staging_are_activated_by_no_replica(
     tmp_path: Path,
 ) -> None:
     shared = tmp_path / "shared"
@@ -121,7 +121,7 @@ async def test_files_that_change_between_staging_and_activation_are_served_by_no
         assert not any(engine.loaded for engine in engines)
 
 
-async def test_a_sharded_version_goes_to_all(tmp_path: Path) -> None:
+async def test_sharded_version_is_replicated(tmp_path: Path) -> None:
     index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
     files = {
         "model.safetensors.index.json": index,
@@ -136,7 +136,7 @@ async def test_a_sharded_version_goes_to_all(tmp_path: Path) -> None:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
-async def test_what_came_of_a_sharded_version_goes_when_the_version_is_deleted(
+async def test_replicated_shards_are_removed_with_their_version(
     tmp_path: Path,
 ) -> None:
     index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
@@ -158,7 +158,7 @@ async def test_what_came_of_a_sharded_version_goes_when_the_version_is_deleted(
             assert late.server.versions.find("v1") is None
 
 
-async def test_going_back_is_ordered_too(tmp_path: Path) -> None:
+async def test_rollback_is_replicated(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, engines):
         for version, content in (("v1", OLD), ("v2", NEW)):
             await put(replicas[0], version, content)
@@ -169,7 +169,7 @@ async def test_going_back_is_ordered_too(tmp_path: Path) -> None:
         assert [loaded(engine) for engine in engines] == [OLD, OLD]
 
 
-async def test_two_replicas_never_know_two_versions_by_one_name(tmp_path: Path) -> None:
+async def test_replicas_never_have_two_contents_under_one_name(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, _):
         await put(replicas[0], "v1", OLD)
         for version, content, sequence in (("v1", NEW, 1), ("other", NEW, 1)):
@@ -179,7 +179,7 @@ async def test_two_replicas_never_know_two_versions_by_one_name(tmp_path: Path) 
         assert (await put(replicas[1], "next", NEW)).json()["sequence"] == 2
 
 
-async def test_the_same_bytes_are_the_same_version_however_they_came(tmp_path: Path) -> None:
+async def test_identical_bytes_are_one_version_whatever_their_source(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, _):
         await put(replicas[0], "v1", OLD)
         await activate(replicas[0], "v1")
@@ -188,7 +188,7 @@ async def test_the_same_bytes_are_the_same_version_however_they_came(tmp_path: P
         assert (again.is_success, again.json()["sequence"]) == (True, 2)
 
 
-async def test_what_is_deleted_in_one_place_goes_everywhere(tmp_path: Path) -> None:
+async def test_deletion_is_replicated(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, _):
         await put(replicas[0], "v1", OLD)
         await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
@@ -198,7 +198,7 @@ async def test_what_is_deleted_in_one_place_goes_everywhere(tmp_path: Path) -> N
         assert all(served.server.versions.find("v1") is None for served in replicas)
 
 
-async def test_a_name_that_was_deleted_may_be_given_to_others(tmp_path: Path) -> None:
+async def test_deleted_name_may_be_reused(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, engines):
         await put(replicas[0], "v1", OLD)
         await eventually(lambda: replicas[1].server.versions.find("v1") is not None)
@@ -209,7 +209,7 @@ async def test_a_name_that_was_deleted_may_be_given_to_others(tmp_path: Path) ->
         assert [loaded(engine) for engine in engines] == [NEW, NEW]
 
 
-async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
+async def test_replication_works_over_redis(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     with redis_server(tmp_path) as redis:
         directory = {**DIRECTORY, "redis_url": redis.url, "call_seconds": 5.0}
@@ -223,7 +223,7 @@ async def test_replicas_in_redis_do_the_same(tmp_path: Path) -> None:
             assert [loaded(engine) for engine in engines] == [NEW, NEW]
             redis.flush()
             late = FakeEngine()
-            await replicas[0].server.fleet.refresh()  # that it has forgotten the order
+            await replicas[0].server.fleet.refresh()  # to forget the activation target
             await eventually(lambda: replicas[0].server.fleet.view.target is not None)
             async with replica(tmp_path / "late", late, None, **shared) as third:
                 await eventually(lambda: serves(third, "v2"))

@@ -1,4 +1,4 @@
-"""A replica that comes late serves what the others do, or says that it cannot."""
+"""A replica that joins late serves the active version, or reports that it cannot."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.service.test_weight_deltas import put
 pytestmark = pytest.mark.slow
 
 
-async def test_a_late_joiner_catches_up_before_itis_ready(tmp_path: Path) -> None:
+async def test_late_joiner_catches_up_before_it_is_ready(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         for version, content in (("v1", OLD), ("v2", NEW), ("v3", OLD)):
@@ -44,7 +44,7 @@ async def test_a_late_joiner_catches_up_before_itis_ready(tmp_path: Path) -> Non
             await eventually(lambda: late.server.versions.find("v3") is not None)
 
 
-async def test_a_joiner_brings_nothing_before_its_engine_can_check_it(tmp_path: Path) -> None:
+async def test_joiner_fetches_nothing_before_its_engine_can_check_it(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
@@ -60,7 +60,7 @@ async def test_a_joiner_brings_nothing_before_its_engine_can_check_it(tmp_path: 
             assert serves(late, "v1")
 
 
-async def test_a_joiner_that_can_get_nothing_is_not_ready_and_then_says_so(tmp_path: Path) -> None:
+async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
@@ -85,7 +85,7 @@ async def test_a_joiner_that_can_get_nothing_is_not_ready_and_then_says_so(tmp_p
             assert one[0].server.fleet_weights.num_behind() == 1
 
 
-async def test_a_joiner_waits_no_longer_than_its_bound_for_one_that_sends_nothing(
+async def test_joiner_does_not_wait_past_its_timeout_for_a_stalled_source(
     tmp_path: Path,
 ) -> None:
     directory = InMemoryRegistry()
@@ -98,7 +98,7 @@ async def test_a_joiner_waits_no_longer_than_its_bound_for_one_that_sends_nothin
             assert serves(late, "v0")
 
 
-async def test_a_joiner_of_a_directory_that_was_emptied_waits_for_those_who_can_tell(
+async def test_joiner_of_a_flushed_registry_waits_for_the_other_replicas(
     tmp_path: Path,
 ) -> None:
     directory = Faulty()
@@ -107,14 +107,14 @@ async def test_a_joiner_of_a_directory_that_was_emptied_waits_for_those_who_can_
     async with replica(tmp_path / "one", FakeEngine(), directory, **slow) as one:
         await put(one, "v1", OLD)
         await activate(one, "v1")
-        await asyncio.sleep(0.2)  # its next heartbeat, which tells again, is a second away
+        await asyncio.sleep(0.2)  # its next heartbeat, which announces again, is a second away
         directory.forget()
         late = replica(tmp_path / "late", FakeEngine(), directory, **slow | {"directory": quick})
         async with late as joined:
             assert serves(joined, "v1"), "it was ready only then"
 
 
-async def test_files_that_were_changed_after_they_were_published_are_refused(
+async def test_files_changed_after_publication_are_refused(
     tmp_path: Path,
 ) -> None:
     shared = tmp_path / "shared"
@@ -132,7 +132,7 @@ async def test_files_that_were_changed_after_they_were_published_are_refused(
             assert str(tmp_path) not in shown["error"]
 
 
-async def test_bytes_that_were_changed_on_the_way_are_not_taken(tmp_path: Path) -> None:
+async def test_bytes_changed_in_transit_are_refused(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)

@@ -1,4 +1,4 @@
-"""A replica, a peer or the directory that fails does not hold the others up."""
+"""A failing replica, peer or registry does not block the others."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.service.test_weight_deltas import put
 pytestmark = pytest.mark.slow
 
 
-async def test_a_replica_that_refuses_does_not_hold_the_others_up(tmp_path: Path) -> None:
+async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) -> None:
     async with several(tmp_path, 3) as (replicas, engines):
         engines[2].refused_weights["v1"] = "a holds NaN"
         await put(replicas[0], "v1", OLD)
@@ -36,14 +36,14 @@ async def test_a_replica_that_refuses_does_not_hold_the_others_up(tmp_path: Path
         assert serves(replicas[1], "v1") and serves(replicas[2], "v0")
         (shown,) = [r for r in (await listed(replicas[0]))["replicas"] if r["replica"] == lame]
         assert (shown["failed"], shown["behind"], shown["error"]) == ("v1", 1, "a holds NaN")
-        # The next version finds it well again.
+        # The next version finds the replica healthy again.
         await put(replicas[0], "v2", NEW)
         assert (await activate(replicas[0], "v2")).json()["behind"] == []
         assert all(serves(served, "v2") for served in replicas)
         assert replicas[0].server.fleet_weights.skew() == 0
 
 
-async def test_one_that_does_not_answer_is_waited_for_no_longer_than_the_bound(
+async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
     directory = InMemoryRegistry()
@@ -58,7 +58,7 @@ async def test_one_that_does_not_answer_is_waited_for_no_longer_than_the_bound(
         await eventually(lambda: serves(replicas[1], "v1"))
 
 
-async def test_a_server_that_stops_waits_for_no_replica(tmp_path: Path) -> None:
+async def test_stopping_server_does_not_wait_for_replicas(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with asyncio.timeout(60):
         async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, engines):
@@ -74,7 +74,7 @@ async def test_a_server_that_stops_waits_for_no_replica(tmp_path: Path) -> None:
         assert one[0].server.fleet.own_id not in directory._replicas
 
 
-async def test_a_server_that_stops_waits_for_no_version_either(tmp_path: Path) -> None:
+async def test_stopping_server_does_not_wait_for_versions(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with asyncio.timeout(15), mute_peer() as peer:
         async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, _):
@@ -89,7 +89,7 @@ async def test_a_server_that_stops_waits_for_no_version_either(tmp_path: Path) -
         assert server.fleet.own_id not in directory._replicas
 
 
-async def test_a_version_that_does_not_come_is_waited_for_no_longer_than_the_bound(
+async def test_missing_version_is_awaited_no_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
     directory = InMemoryRegistry()
@@ -105,7 +105,7 @@ async def test_a_version_that_does_not_come_is_waited_for_no_longer_than_the_bou
         assert "in time" in refused.json()["detail"]
 
 
-async def test_a_version_that_does_not_come_does_not_hold_up_another_one(tmp_path: Path) -> None:
+async def test_missing_version_does_not_block_another_one(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with (
         mute_peer() as peer,
@@ -120,7 +120,7 @@ async def test_a_version_that_does_not_come_does_not_hold_up_another_one(tmp_pat
         assert all(served.server.versions.find("v9") is None for served in replicas)
 
 
-async def test_a_load_that_fails_where_it_was_asked_is_ordered_to_nobody(tmp_path: Path) -> None:
+async def test_failed_local_load_is_not_replicated(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, engines):
         await put(replicas[0], "v1", OLD)
         engines[0].load_error = LoadFailed("broke off")
@@ -132,7 +132,7 @@ async def test_a_load_that_fails_where_it_was_asked_is_ordered_to_nobody(tmp_pat
         assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
 
 
-async def test_of_two_versions_of_one_name_the_second_is_not_served(tmp_path: Path) -> None:
+async def test_second_of_two_contents_under_one_name_is_not_served(tmp_path: Path) -> None:
     directory = Faulty()
     async with several(tmp_path, 2, directory) as (replicas, engines):
         directory.silent = True
@@ -146,7 +146,7 @@ async def test_of_two_versions_of_one_name_the_second_is_not_served(tmp_path: Pa
         assert not engines[1 - first].loaded
 
 
-async def test_without_a_directory_weights_are_activated_here_and_ordered_later(
+async def test_without_a_registry_weights_activate_locally_and_replicate_later(
     tmp_path: Path,
 ) -> None:
     directory = Faulty()
@@ -160,7 +160,7 @@ async def test_without_a_directory_weights_are_activated_here_and_ordered_later(
         await eventually(lambda: serves(replicas[1], "v1"))
 
 
-async def test_of_two_orders_given_apart_in_an_outage_all_follow_the_one_that_stands(
+async def test_after_an_outage_all_replicas_follow_the_winning_target(
     tmp_path: Path,
 ) -> None:
     directory = Faulty()
@@ -176,7 +176,7 @@ async def test_of_two_orders_given_apart_in_an_outage_all_follow_the_one_that_st
         await eventually(lambda: all(serves(r, directory.ordered or "") for r in replicas))
 
 
-async def test_a_directory_that_has_forgotten_all_is_told_again(tmp_path: Path) -> None:
+async def test_flushed_registry_is_filled_again(tmp_path: Path) -> None:
     directory = Faulty()
     async with several(tmp_path, 2, directory) as (replicas, _):
         await put(replicas[0], "v1", OLD)
@@ -190,7 +190,7 @@ async def test_a_directory_that_has_forgotten_all_is_told_again(tmp_path: Path) 
         assert (await activate(replicas[1], "v2")).json()["behind"] == []
 
 
-async def test_a_directory_that_forgets_all_while_a_version_comes_is_told_again(
+async def test_registry_flushed_during_a_fetch_is_filled_again(
     tmp_path: Path,
 ) -> None:
     directory = Faulty()

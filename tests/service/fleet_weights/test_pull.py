@@ -1,4 +1,4 @@
-"""What comes from other replicas and from shared directories, and how long it may take."""
+"""Fetches from other replicas and from shared directories, and their time limits."""
 
 import asyncio
 from contextlib import suppress
@@ -23,7 +23,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-async def test_a_replica_that_sends_a_little_time_and_again_is_given_up() -> None:
+async def test_peer_that_drips_bytes_is_given_up() -> None:
     file = ManifestFile(name="model.safetensors", sha256="0" * 64, num_bytes=100_000)
     closed = asyncio.Event()
 
@@ -42,6 +42,6 @@ async def test_a_replica_that_sends_a_little_time_and_again_is_given_up() -> Non
             await closed.wait()
 
 
-def test_files_that_are_gone_are_not_those_that_were_published(tmp_path: Path) -> None:
+def test_missing_files_are_not_the_published_ones(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     assert not same_files(Manifest(version="v1", sequence=1, files=()), tmp_path)

@@ -1,4 +1,4 @@
-"""What a look at the directory says of what was told from here, by when it began."""
+"""Announcements checked against a registry view by the time at which its read began."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ ME = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequenc
 
 
 class Here:
-    """One replica that has v1, and what it has told."""
+    """One replica that has v1, and its announcements."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "model.safetensors").touch()
@@ -51,7 +51,7 @@ def here(tmp_path: Path) -> Here:
     return Here(tmp_path)
 
 
-async def test_a_look_that_began_before_it_was_told_says_nothing(here: Here) -> None:
+async def test_view_read_before_the_announcement_is_ignored(here: Here) -> None:
     before = await here.fleet.refresh()
     assert not here.telling.predates_announcement(before, "v1")
     await here.telling.announce(here.v1)
@@ -61,7 +61,9 @@ async def test_a_look_that_began_before_it_was_told_says_nothing(here: Here) -> 
     assert "v1" in after.manifests and not here.telling.predates_announcement(after, "v1")
 
 
-async def test_what_was_deleted_here_is_not_there_though_an_older_look_shows_it(here: Here) -> None:
+async def test_locally_deleted_version_is_absent_although_an_older_view_lists_it(
+    here: Here,
+) -> None:
     await here.telling.announce(here.v1)
     shown = await here.fleet.refresh()
     assert "v1" in shown.manifests and not here.telling.is_withdrawn(shown, "v1")
@@ -71,7 +73,7 @@ async def test_what_was_deleted_here_is_not_there_though_an_older_look_shows_it(
     assert not here.telling.is_withdrawn(await here.fleet.refresh(), "v1")
 
 
-async def test_a_loss_is_not_over_when_an_older_look_lacked_nothing(here: Here) -> None:
+async def test_older_complete_view_does_not_end_a_loss(here: Here) -> None:
     await here.telling.announce(here.v1)
     here.versions.put(replace(here.v1, announced=True))
     whole: ClusterView = await here.fleet.refresh()

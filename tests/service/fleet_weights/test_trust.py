@@ -1,4 +1,4 @@
-"""What others write into the directory, or ask for, leads nowhere; replicas know one another."""
+"""Untrusted registry entries and requests have no effect; replicas authenticate each other."""
 
 from pathlib import Path
 
@@ -38,9 +38,7 @@ BAD_FILES = [
         Manifest(version="v1", sequence=1, files=(), path="/etc"),
     ],
 )
-async def test_what_others_have_written_into_the_directory_leads_nowhere(
-    tmp_path: Path, manifest: Manifest
-) -> None:
+async def test_foreign_registry_entries_have_no_effect(tmp_path: Path, manifest: Manifest) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, engines):
         liar = Replica(
@@ -75,7 +73,7 @@ async def test_a_replica_at_a_strange_address_is_never_asked(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "delta.safetensors", ".delta", "..%2Fx"])
-async def test_only_files_that_were_uploaded_are_given(tmp_path: Path, name: str) -> None:
+async def test_only_uploaded_files_are_served(tmp_path: Path, name: str) -> None:
     async with several(tmp_path, 1) as (one, _):
         await put(one[0], "v1", OLD)
         for version in ("v0", "v1", "unknown"):
@@ -89,7 +87,7 @@ async def test_only_files_that_were_uploaded_are_given(tmp_path: Path, name: str
                 )
 
 
-async def test_replicas_with_keys_show_one_another_the_key_of_replicas(tmp_path: Path) -> None:
+async def test_replicas_authenticate_with_the_peer_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     secrets = write_keys(keys, admin="admin", peers="replica", trainer="rollout")
     key = tmp_path / "peer-key"
@@ -110,6 +108,6 @@ async def test_replicas_with_keys_show_one_another_the_key_of_replicas(tmp_path:
         for name, status in (("admin", 403), ("trainer", 403), ("peers", 200)):
             answer = await one.http.get(file, headers=bearer(secrets[name]))
             assert answer.status_code == status, name
-        key.write_text(f"{secrets['peers']}\n")  # read anew: keys are rotated
+        key.write_text(f"{secrets['peers']}\n")  # reread, since keys are rotated
         await put(one, "v2", NEW)
         assert (await activate(one, "v2")).json()["behind"] == []

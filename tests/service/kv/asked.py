@@ -1,4 +1,4 @@
-"""Rollouts that ask for prompt KV, and what came of it."""
+"""Rollouts that request prompt KV, and their groups and handles."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ def exporting() -> FakeEngine:
 async def large(
     served: Served, headers: dict[str, str] | None = None, *, lease_seconds: float = 60.0
 ) -> str:
-    """Sixteen megabytes: more than sockets buffer without a reader."""
+    """A handle on 16 MiB: more than socket buffers hold without a reader."""
     body = asking([*range(256)] * 64, lease_seconds=lease_seconds)
     answer = await served.http.post("/v1/rollouts", json=body, headers=headers)
     (group,) = RolloutAnswer.model_validate_json(answer.content).groups
@@ -44,7 +44,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 class silent_reader:
-    """Asks, and reads the head only."""
+    """Sends a request and reads only the head of the answer."""
 
     def __init__(self, served: Served, handle_id: str, key: str = "") -> None:
         host, port = served.url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""The arena's file: whose it is, how large it can be, and what is swept."""
+"""The arena's file: permissions, size limits, and removal of stale files."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def created(directory: Path, wanted_bytes: int = WANTED_BYTES) -> Arena:
     return arena
 
 
-def test_every_byte_is_allocated_for_this_user_alone_under_a_name_nobody_can_guess(
+def test_every_byte_is_allocated_with_owner_permissions_and_a_random_name(
     tmp_path: Path,
 ) -> None:
     arenas = [created(tmp_path) for _ in range(2)]
@@ -37,23 +37,23 @@ def test_every_byte_is_allocated_for_this_user_alone_under_a_name_nobody_can_gue
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_takes_at_most_half_of_what_is_free(tmp_path: Path) -> None:
+def test_arena_takes_at_most_half_of_the_free_memory(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path, WANTED_BYTES, get_free_bytes=lambda _: 3 * 2**20)
     assert arena is not None
     assert arena.num_bytes == 3 * 2**19
     arena.close()
 
 
-def test_there_is_none_where_next_to_nothing_is_free(tmp_path: Path) -> None:
+def test_no_arena_where_almost_nothing_is_free(tmp_path: Path) -> None:
     assert Arena.create(tmp_path, WANTED_BYTES, get_free_bytes=lambda _: MIN_BYTES) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_is_none_where_there_is_no_shared_memory(tmp_path: Path) -> None:
+def test_no_arena_without_shared_memory(tmp_path: Path) -> None:
     assert Arena.create(tmp_path / "missing", WANTED_BYTES) is None
 
 
-def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_killed_servers_are_removed(tmp_path: Path) -> None:
     living = created(tmp_path)
     left = (
         "import os, sys; from pathlib import Path; from service.prompt_kv.arena import Arena\n"
@@ -68,9 +68,7 @@ def test_what_a_killed_server_left_is_swept_and_nothing_else(tmp_path: Path) -> 
     living.close()
 
 
-def test_there_is_none_where_nothing_can_be_allocated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_arena_where_allocation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
@@ -79,10 +77,10 @@ def test_there_is_none_where_nothing_can_be_allocated(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_arena_that_is_being_made_is_not_swept(
+def test_arena_under_construction_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bytes take a while to be allocated; it is owned before."""
+    """Ownership is taken before its bytes are allocated, which takes a while."""
     allocate, swept = os.posix_fallocate, list[str]()
 
     def allocate_slowly(file: int, offset: int, num_bytes: int) -> None:
@@ -95,7 +93,7 @@ def test_an_arena_that_is_being_made_is_not_swept(
     arena.close()
 
 
-# A container has 64 MiB of shared memory unless somebody asks for more.
+# A container has 64 MiB of shared memory by default.
 _ON_64_MIB = """
 import os, subprocess, sys
 from pathlib import Path
@@ -115,7 +113,7 @@ print(sparing, late.num_bytes)
 """
 
 
-def test_on_a_mount_of_64_mib_it_is_smaller_and_every_byte_of_it_can_be_written(
+def test_on_a_mount_of_64_MiB_the_arena_is_smaller_and_fully_writable(
     tmp_path: Path,
 ) -> None:
     alone = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -1,4 +1,4 @@
-"""From a rollout that asks for prompt KV to its handles, or to every reason why there is none."""
+"""From a rollout that requests prompt KV to its handles, or to each reason for their absence."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def swapped(served: Served, label: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-async def test_every_group_has_the_keys_and_values_of_its_prompt_but_the_last_token(
+async def test_group_exports_kv_of_its_prompt_except_the_last_token(
     tmp_path: Path,
 ) -> None:
     other = [7, 8, 9]
@@ -65,7 +65,9 @@ async def test_every_group_has_the_keys_and_values_of_its_prompt_but_the_last_to
                 assert (tensors[f"v.{layer}"] == expected[layer, 1]).all()
 
 
-async def test_who_does_not_ask_gets_neither_a_handle_nor_a_reason(tmp_path: Path) -> None:
+async def test_rollout_without_a_request_for_kv_has_neither_handle_nor_reason(
+    tmp_path: Path,
+) -> None:
     async with serving(exporting(), tmp_path) as served:
         for kv in ({}, {"kv": None}):
             body = {**asking(), **kv} if kv else {k: v for k, v in asking().items() if k != "kv"}
@@ -74,7 +76,7 @@ async def test_who_does_not_ask_gets_neither_a_handle_nor_a_reason(tmp_path: Pat
         assert served.server.prompt_kv.status().handles == 0
 
 
-async def test_groups_with_the_same_prompt_and_version_share_their_bytes(tmp_path: Path) -> None:
+async def test_groups_with_equal_prompt_and_version_share_their_bytes(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path) as served:
         first, second = await groups(served, PROMPT, PROMPT)
         third = await handle(served)
@@ -90,7 +92,7 @@ async def test_groups_with_the_same_prompt_and_version_share_their_bytes(tmp_pat
         assert status.free_bytes == status.capacity_bytes
 
 
-async def test_a_stream_tells_of_the_handle_while_its_samples_run(tmp_path: Path) -> None:
+async def test_stream_sends_the_handle_while_its_samples_run(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
         body = asking(stream=True)
@@ -111,7 +113,7 @@ async def test_a_stream_tells_of_the_handle_while_its_samples_run(tmp_path: Path
 
 
 @pytest.mark.slow
-async def test_a_lease_runs_from_the_end_of_its_rollout(tmp_path: Path) -> None:
+async def test_lease_starts_at_the_end_of_its_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv={"grace_seconds": 0}) as served:
         rollout = start(served, lease_seconds=0.2)
@@ -129,12 +131,12 @@ async def test_a_lease_runs_from_the_end_of_its_rollout(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_no_lease_is_granted_for_longer_than_the_settings_let_it(tmp_path: Path) -> None:
+async def test_lease_is_capped_by_the_settings(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={"max_lease_seconds": 7}) as served:
         assert (await handle(served, lease_seconds=60)).lease_seconds == 7
 
 
-async def test_a_handle_outlives_an_activation_under_its_own_version(tmp_path: Path) -> None:
+async def test_handle_outlives_an_activation_under_its_own_version(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path) as served:
         old = await handle(served)
         await swapped(served, "v1")
@@ -147,7 +149,9 @@ async def test_a_handle_outlives_an_activation_under_its_own_version(tmp_path: P
             assert (tensors["k.0"] == fake_kv(PROMPT[:-1], known.version)[0, 0]).all()
 
 
-async def test_what_had_not_begun_at_an_activation_is_of_the_new_version(tmp_path: Path) -> None:
+async def test_prompt_not_started_at_an_activation_belongs_to_the_new_version(
+    tmp_path: Path,
+) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
         rollout = start(served)
@@ -165,7 +169,7 @@ async def test_what_had_not_begun_at_an_activation_is_of_the_new_version(tmp_pat
         assert again["kv"]["locators"][0] == group["kv"]["locators"][0]
 
 
-async def test_what_was_written_before_an_activation_stays_of_the_old_version(
+async def test_kv_written_before_an_activation_keeps_the_old_version(
     tmp_path: Path,
 ) -> None:
     engine = exporting(instant=False)
@@ -179,7 +183,7 @@ async def test_what_was_written_before_an_activation_stays_of_the_old_version(
         assert group["kv"]["version"] == "v0"
 
 
-# Every reason
+# All reasons
 
 
 async def arena_full(tmp_path: Path) -> KvReason | None:
@@ -271,13 +275,13 @@ REASONS = [
 
 
 @pytest.mark.parametrize("reached", REASONS)
-async def test_a_reason_is_told_and_counted_and_fails_no_rollout(
+async def test_reason_is_returned_and_counted_and_fails_no_rollout(
     tmp_path: Path, reached: Any
 ) -> None:
     assert await reached(tmp_path) == reached.__name__
 
 
-def test_there_is_no_other_reason() -> None:
+def test_every_reason_is_tested() -> None:
     assert {reached.__name__ for reached in REASONS} == set(get_args(KvReason))
 
 
@@ -292,10 +296,10 @@ async def test_reasons_are_counted(tmp_path: Path) -> None:
     assert "coppice_event_loop_lag_seconds_count" in metrics
 
 
-# What breaks off
+# Interrupted exports
 
 
-async def test_a_slot_stays_in_quarantine_until_nobody_can_write_it(tmp_path: Path) -> None:
+async def test_slot_is_quarantined_until_no_worker_can_write_it(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     engine.settle_gate = asyncio.Event()
     async with serving(engine, tmp_path) as served:
@@ -314,7 +318,7 @@ async def test_a_slot_stays_in_quarantine_until_nobody_can_write_it(tmp_path: Pa
             await asyncio.sleep(0.001)
 
 
-async def test_a_group_that_shares_does_not_wait_for_the_one_that_writes(tmp_path: Path) -> None:
+async def test_sharing_group_does_not_wait_for_the_writing_group(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
         writer = start(served)
@@ -331,7 +335,7 @@ async def test_a_group_that_shares_does_not_wait_for_the_one_that_writes(tmp_pat
         served.server.prompt_kv.check()
 
 
-async def test_a_writer_that_ends_early_leaves_its_followers_a_reason(tmp_path: Path) -> None:
+async def test_writer_that_ends_early_leaves_a_reason_to_sharing_groups(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
         writer = start(served)
@@ -348,7 +352,7 @@ async def test_a_writer_that_ends_early_leaves_its_followers_a_reason(tmp_path: 
             await asyncio.sleep(0.001)
 
 
-async def test_an_engine_that_dies_takes_no_handle_with_it(tmp_path: Path) -> None:
+async def test_engine_death_keeps_handles(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
         first = start(served)
@@ -363,7 +367,7 @@ async def test_an_engine_that_dies_takes_no_handle_with_it(tmp_path: Path) -> No
         assert len(await data(served, group["kv"]["handle"])) == 4
 
 
-async def test_groups_that_share_and_break_off_together_give_the_slot_back(
+async def test_sharing_groups_that_end_together_free_the_slot(
     tmp_path: Path,
 ) -> None:
     engine = exporting(instant=False)
@@ -379,7 +383,7 @@ async def test_groups_that_share_and_break_off_together_give_the_slot_back(
         kv.check()
 
 
-async def test_books_that_do_not_balance_switch_it_off_and_nothing_else(
+async def test_unbalanced_accounts_disable_only_prompt_kv(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
@@ -392,7 +396,7 @@ async def test_books_that_do_not_balance_switch_it_off_and_nothing_else(
     assert "prompt KV is off from now on" in caplog.text
 
 
-async def test_broken_checksums_leave_a_reason(
+async def test_bad_checksum_leaves_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
@@ -402,7 +406,7 @@ async def test_broken_checksums_leave_a_reason(
     assert "export failed" in caplog.text
 
 
-async def test_nothing_is_left_when_the_server_has_stopped(tmp_path: Path) -> None:
+async def test_server_stop_removes_the_arena(tmp_path: Path) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
     async with serving(exporting(), tmp_path, kv={"directory": shared}) as served:

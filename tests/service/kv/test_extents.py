@@ -1,4 +1,4 @@
-"""The allocator against a model that knows every page."""
+"""The allocator against a model that tracks every page."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,7 @@ NUM_PAGES = 24
 
 
 class Pages(RuleBasedStateMachine):
-    """The model: the set of pages that are taken."""
+    """The model: the set of allocated pages."""
 
     taken = Bundle("taken")
 
@@ -58,7 +58,7 @@ Pages.TestCase.settings = settings(
 TestPages = Pages.TestCase
 
 
-def test_what_is_given_back_twice_is_noticed() -> None:
+def test_double_free_is_detected() -> None:
     extents = ExtentAllocator(4 * PAGE_BYTES)
     extent = extents.allocate(1)
     assert extent is not None
@@ -67,7 +67,7 @@ def test_what_is_given_back_twice_is_noticed() -> None:
         extents.release(extent)
 
 
-def test_an_arena_without_bytes_has_no_room() -> None:
+def test_empty_arena_has_no_room() -> None:
     extents = ExtentAllocator(0)
     assert extents.allocate(1) is None
     extents.check()

@@ -1,4 +1,4 @@
-"""The lease table against a model: every lease's deadline, on a clock that the test turns."""
+"""The lease table against a model of every lease's deadline, on a clock set by the test."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ SECONDS = st.integers(1, 100).map(float)
 
 
 class Table(RuleBasedStateMachine):
-    """The model holds no lease (held), or its deadline and the last that it can have."""
+    """The model has, per lease, none, or its deadline and its latest possible deadline."""
 
     handles = Bundle("handles")
 

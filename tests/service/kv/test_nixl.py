@@ -1,4 +1,4 @@
-"""The agent of the arena: who hears of it, what it has, when it ends, and a server without it."""
+"""The arena's NIXL agent: its visibility, its memory, its lifetime, and servers without it."""
 
 import asyncio
 import base64
@@ -25,7 +25,7 @@ async def with_agent(served: Served) -> None:
 
 @needs_nixl
 @pytest.mark.slow
-async def test_only_who_may_read_a_handle_hears_of_the_agent(
+async def test_agent_is_visible_only_to_readers_of_a_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", "of the server")
@@ -63,7 +63,7 @@ async def test_only_who_may_read_a_handle_hears_of_the_agent(
 
 @needs_nixl
 @pytest.mark.slow
-def test_the_agent_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+def test_agent_exits_with_a_killed_server(tmp_path: Path) -> None:
     (tmp_path / "arena").write_bytes(bytes(2**20))
     command = [
         sys.executable,
@@ -78,11 +78,11 @@ def test_the_agent_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         KvAgent.model_validate_json(process.stdout.readline())
-        process.stdin.close()  # what is left of a server that was killed
+        process.stdin.close()  # the only remaining sign of a killed server
         assert process.wait(timeout=PATIENCE_SECONDS) == 0
 
 
-async def test_without_nixl_a_server_says_so_and_serves(
+async def test_without_nixl_the_server_reports_it_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nixl, "installed", lambda: False)
@@ -94,7 +94,7 @@ async def test_without_nixl_a_server_says_so_and_serves(
     assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl.NOT_INSTALLED]
 
 
-async def test_an_agent_that_cannot_start_is_done_without(
+async def test_server_runs_without_an_agent_that_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nixl, "installed", lambda: True)

@@ -10,7 +10,7 @@ from service.prompt_kv.rate_limit import (
 
 
 class Time:
-    """Sleeping is what makes it pass."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -22,7 +22,7 @@ class Time:
         self.now += seconds
 
 
-def test_bytes_take_the_time_they_are_given() -> None:
+def test_pacing_takes_the_expected_time() -> None:
     time = Time()
     pace = RateLimiter(1000.0, clock=time.clock, sleep=time.sleep)
     for _ in range(20):
@@ -30,7 +30,7 @@ def test_bytes_take_the_time_they_are_given() -> None:
     assert time.now - 100.0 == pytest.approx(10.0)
 
 
-def test_what_was_not_spent_is_not_saved_up() -> None:
+def test_unused_time_is_not_saved_up() -> None:
     time = Time()
     pace = RateLimiter(1000.0, clock=time.clock, sleep=time.sleep)
     time.now += 3600
@@ -39,7 +39,7 @@ def test_what_was_not_spent_is_not_saved_up() -> None:
     assert time.now - began == pytest.approx(1.0 - BURST_SECONDS)
 
 
-def test_without_a_bound_nobody_waits() -> None:
+def test_unlimited_rate_never_waits() -> None:
     time = Time()
     RateLimiter(None, clock=time.clock, sleep=time.sleep).acquire(2**60)
     assert time.now == 100.0
@@ -49,11 +49,11 @@ def test_without_a_bound_nobody_waits() -> None:
     ("bytes_per_second", "expected"),
     [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, LEAST_PIECE_BYTES)],
 )
-def test_a_piece_is_worth_a_short_time(bytes_per_second: float | None, expected: int) -> None:
+def test_piece_takes_a_short_time_to_send(bytes_per_second: float | None, expected: int) -> None:
     assert RateLimiter(bytes_per_second).piece_bytes == expected
 
 
-def test_a_reader_that_takes_too_little_over_a_window_is_too_slow() -> None:
+def test_reader_below_the_least_rate_over_a_window_is_too_slow() -> None:
     rate = ReaderRate(100.0, 10.0)
     rate.took(1000)
     rate.waited(10.0)
@@ -65,7 +65,7 @@ def test_a_reader_that_takes_too_little_over_a_window_is_too_slow() -> None:
     assert (rate.too_slow, rate.seconds_left) == (True, 10.0)
 
 
-def test_a_reader_that_is_never_waited_for_is_not_too_slow() -> None:
+def test_reader_never_waited_for_is_not_too_slow() -> None:
     rate = ReaderRate(100.0, 10.0)
     for _ in range(100):
         rate.took(1)

@@ -1,4 +1,4 @@
-"""/v1/kv/{handle}: layout, bytes, lease and release, and who may."""
+"""/v1/kv/{handle}: layout, bytes, lease, release and authorization."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.service.kv.asked import PROMPT, asking, handle
 from tests.serving import Served, serving
 
 
-async def test_the_layout_says_what_the_bytes_are(tmp_path: Path) -> None:
+async def test_layout_describes_the_bytes(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         layout = (await served.http.get(f"/v1/kv/{known.handle}")).json()
@@ -26,7 +26,7 @@ async def test_the_layout_says_what_the_bytes_are(tmp_path: Path) -> None:
     assert 0 < layout["lease_seconds"] <= 60
 
 
-async def test_a_version_can_be_asserted(tmp_path: Path) -> None:
+async def test_version_can_be_asserted(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         path = f"/v1/kv/{known.handle}"
@@ -37,7 +37,7 @@ async def test_a_version_can_be_asserted(tmp_path: Path) -> None:
         assert wrong.json()["code"] == "invalid_request"
 
 
-async def test_parts_of_the_file_fit_together(tmp_path: Path) -> None:
+async def test_ranges_reassemble_the_file(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         path = f"/v1/kv/{known.handle}/data"
@@ -58,7 +58,7 @@ async def test_parts_of_the_file_fit_together(tmp_path: Path) -> None:
         assert (changed.status_code, changed.content) == (200, whole.content)
 
 
-async def test_head_says_how_much_there_is(tmp_path: Path) -> None:
+async def test_head_returns_the_size(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         answer = await served.http.head(f"/v1/kv/{known.handle}/data")
@@ -69,7 +69,7 @@ async def test_head_says_how_much_there_is(tmp_path: Path) -> None:
         assert again.headers["etag"] == answer.headers["etag"]
 
 
-async def test_a_lease_is_renewed_and_never_shortened(tmp_path: Path) -> None:
+async def test_lease_is_renewed_and_never_shortened(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served, lease_seconds=30)
 
@@ -84,7 +84,7 @@ async def test_a_lease_is_renewed_and_never_shortened(tmp_path: Path) -> None:
         assert 55 < await renewed(3000) <= 60
 
 
-async def test_what_is_over_is_gone_and_what_never_was_is_not_found(tmp_path: Path) -> None:
+async def test_expired_handle_is_gone_and_unknown_handle_is_not_found(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         for _ in range(2):
@@ -100,7 +100,7 @@ async def test_what_is_over_is_gone_and_what_never_was_is_not_found(tmp_path: Pa
         assert (await served.http.delete("/v1/kv/none")).status_code == 404
 
 
-async def test_a_handle_is_its_owners_alone(tmp_path: Path) -> None:
+async def test_handle_belongs_to_its_owner(tmp_path: Path) -> None:
     keys = write_keys(
         tmp_path / "keys.yaml", mine="rollout,kv", yours="rollout,kv", plain="rollout"
     )
@@ -125,7 +125,7 @@ async def test_a_handle_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 3601, "x"])
-async def test_a_lease_has_bounds(tmp_path: Path, seconds: object) -> None:
+async def test_lease_seconds_are_validated(tmp_path: Path, seconds: object) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         answer = await served.http.post(f"/v1/kv/{known.handle}/lease", json={"seconds": seconds})
@@ -134,7 +134,7 @@ async def test_a_lease_has_bounds(tmp_path: Path, seconds: object) -> None:
         assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 422
 
 
-async def test_a_drain_lets_leases_end_first(tmp_path: Path) -> None:
+async def test_drain_waits_for_leases(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served)
         draining = asyncio.create_task(served.server.drain(30))
@@ -150,7 +150,7 @@ async def test_a_drain_lets_leases_end_first(tmp_path: Path) -> None:
         assert (late.status_code, late.json()["code"]) == (503, "draining")
 
 
-async def test_a_drain_does_not_wait_for_leases_for_ever(tmp_path: Path) -> None:
+async def test_drain_timeout_bounds_the_wait_for_leases(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
         known = await handle(served, prompt=PROMPT)
         await served.server.drain(0.1)

@@ -1,4 +1,4 @@
-"""Bytes on real sockets: past the event loop and through it, whole, released, broken off."""
+"""Transfers over real sockets, in a thread and in the event loop: complete, released, aborted."""
 
 import asyncio
 import socket
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Plain:
-    """The app behind another HTTP server, which hands nothing off."""
+    """The app behind another HTTP server, which has no socket handoff."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class Plain:
         await self._app(plain, receive, send)
 
 
-async def test_the_thread_sends_what_the_event_loop_would(tmp_path: Path) -> None:
+async def test_thread_sends_the_same_bytes_as_the_event_loop(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         transport = httpx.ASGITransport(Plain(served.app))
@@ -55,7 +55,7 @@ async def test_the_thread_sends_what_the_event_loop_would(tmp_path: Path) -> Non
         assert "coppice_kv_sent_bytes_total 0.0" not in on_sent
 
 
-async def test_a_connection_is_of_use_after_a_transfer(tmp_path: Path) -> None:
+async def test_connection_is_reusable_after_a_transfer(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         for _ in range(3):
@@ -65,7 +65,7 @@ async def test_a_connection_is_of_use_after_a_transfer(tmp_path: Path) -> None:
         assert len(served.connections) == 1
 
 
-async def test_a_reader_that_leaves_leaves_no_pin_behind(tmp_path: Path) -> None:
+async def test_disconnected_reader_leaves_no_pin(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         async with served.http.stream("GET", f"/v1/kv/{known}/data") as answer:
@@ -77,7 +77,7 @@ async def test_a_reader_that_leaves_leaves_no_pin_behind(tmp_path: Path) -> None
         assert status.free_bytes == status.capacity_bytes
 
 
-async def test_what_is_being_read_is_not_freed_by_its_release(tmp_path: Path) -> None:
+async def test_bytes_being_read_survive_their_release(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
@@ -92,7 +92,7 @@ async def test_what_is_being_read_is_not_freed_by_its_release(tmp_path: Path) ->
         await until(lambda: not served.server.prompt_kv.status().quarantined_bytes)
 
 
-async def test_more_transfers_than_threads_wait_their_turn(tmp_path: Path) -> None:
+async def test_transfers_beyond_the_thread_count_queue(tmp_path: Path) -> None:
     kv = {**CAPACITY, "max_transfers": 1, "max_bytes_per_second": 80e6}
     async with serving(exporting(), tmp_path, kv=kv) as served:
         known = await large(served)
@@ -104,7 +104,7 @@ async def test_more_transfers_than_threads_wait_their_turn(tmp_path: Path) -> No
         assert took >= 0.9 * sum(len(answer.content) for answer in answers) / 80e6
 
 
-async def test_a_stop_breaks_off_what_is_being_sent(tmp_path: Path) -> None:
+async def test_stop_aborts_running_transfers(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served)
         with silent_reader(served, known):
@@ -113,7 +113,7 @@ async def test_a_stop_breaks_off_what_is_being_sent(tmp_path: Path) -> None:
             await until(lambda: not served.server.socket_sender.num_transfers)
 
 
-async def test_a_cancelled_transfer_has_ended_when_it_returns() -> None:
+async def test_cancelled_transfer_has_ended_when_it_returns() -> None:
     socket_sender = SocketSender(KvSettings(), on_sent=lambda _: None, ended=lambda _: None)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -130,7 +130,7 @@ async def test_a_cancelled_transfer_has_ended_when_it_returns() -> None:
     socket_sender.close()
 
 
-def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
+def test_transfer_works_on_the_loop_of_the_server(tmp_path: Path) -> None:
     async def read() -> None:
         async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
             known = await large(served)
@@ -141,7 +141,7 @@ def test_it_works_on_the_loop_that_serves(tmp_path: Path) -> None:
             assert len(answers[0].content) > NUM_BYTES
             with silent_reader(served, known) as reader:
                 await until(lambda: served.server.socket_sender.num_transfers > 0)
-                await asyncio.sleep(0.1)  # its socket is full, and the loop waits for room
+                await asyncio.sleep(0.1)  # its socket buffer is full, and the loop waits for room
                 received = await asyncio.to_thread(read_to_end, reader, len(answers[0].content))
             assert received == answers[0].content
 

@@ -1,4 +1,4 @@
-"""The table of sizes in docs/operation.md is what the arena really takes."""
+"""The size table in docs/operation.md against the arena's real sizes."""
 
 import re
 from pathlib import Path
@@ -18,14 +18,14 @@ ROW = re.compile(
 ROWS = list(ROW.finditer(OPERATION.read_text()))
 
 
-def test_the_table_names_the_usual_models() -> None:
+def test_table_lists_the_usual_models() -> None:
     named = "".join(row["models"] for row in ROWS)
     for model in ("Qwen3-0.6B", "1.7B", "Qwen3-4B", "Qwen3-32B", "Llama-3.1-8B", "70B", "gpt-oss"):
         assert model in named
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["models"] for row in ROWS])
-def test_sizes_are_what_the_layout_takes(row: re.Match[str]) -> None:
+def test_table_sizes_match_the_layout(row: re.Match[str]) -> None:
     form = KvFormat(
         num_layers=int(row["layers"]),
         num_kv_heads=int(row["heads"]),

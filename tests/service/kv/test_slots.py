@@ -1,4 +1,4 @@
-"""Slots and handles together against a model, the books checked after every step."""
+"""Slots and handles together against a model, with the accounts checked after every step."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ REPLICA = new_replica_id()
 
 
 class Books(RuleBasedStateMachine):
-    """The model: who holds a handle, and who is reading."""
+    """The model: holders and readers of every handle."""
 
     slots = Bundle("slots")
     handles = Bundle("handles")
@@ -110,7 +110,7 @@ class Books(RuleBasedStateMachine):
         assert len(self.named) == len(self.is_active)
 
     def note_deadlines(self) -> None:
-        """A read lasts until the last deadline of its handle that was known."""
+        """Records deadlines: a read lasts at most until the last known deadline of its handle."""
         for handle in self.is_active:
             if (deadline := self.leases.deadline(handle.id)) is not None:
                 self.until[handle] = deadline
@@ -133,7 +133,7 @@ class Books(RuleBasedStateMachine):
                 self.named.get(handle.id, "you")
 
     def teardown(self) -> None:
-        """Everything comes back."""
+        """All bytes are freed."""
         for _, reading in self.readings:
             reading.__exit__(None, None, None)
         for handle in self.is_active:
@@ -172,7 +172,7 @@ def sealed(clock: Clock) -> tuple[SlotTable, Handles, Handle]:
     return slots, handles, handles.grant("me", slot, 30.0)
 
 
-def test_bytes_are_left_alone_for_a_while_after_a_lease_has_run_out() -> None:
+def test_bytes_stay_untouched_for_a_while_after_their_lease_expired() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
     handles.begin(handle)
@@ -186,14 +186,14 @@ def test_bytes_are_left_alone_for_a_while_after_a_lease_has_run_out() -> None:
     assert slots.free_bytes == CAPACITY_BYTES
 
 
-def test_what_is_released_is_free_at_once() -> None:
+def test_released_bytes_are_free_at_once() -> None:
     slots, handles, handle = sealed(Clock())
     handles.release(handle.id, "me")
     handles.release(handle.id, "me")
     assert slots.free_bytes == CAPACITY_BYTES
 
 
-def test_a_read_in_progress_keeps_the_bytes_until_the_lease_ends() -> None:
+def test_read_keeps_the_bytes_until_the_lease_ends() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
     handles.begin(handle)
@@ -211,7 +211,7 @@ def test_a_read_in_progress_keeps_the_bytes_until_the_lease_ends() -> None:
         slots.check()
 
 
-def test_a_turn_that_has_begun_keeps_the_bytes_until_its_end() -> None:
+def test_started_turn_keeps_the_bytes_until_its_end() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
     handles.begin(handle)
@@ -225,7 +225,7 @@ def test_a_turn_that_has_begun_keeps_the_bytes_until_its_end() -> None:
         assert slots.free_bytes == CAPACITY_BYTES
 
 
-def test_a_forgotten_handle_never_was() -> None:
+def test_forgotten_handle_is_unknown() -> None:
     _, handles, handle = sealed(Clock())
     handles.release(handle.id, "me")
     handles._released.clear()

@@ -1,4 +1,4 @@
-"""Readers that read nothing or little: what they may hold, and for how long."""
+"""Limits on the memory and time that readers that stall or read slowly can hold."""
 
 import asyncio
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from tests.serving import serving
 pytestmark = pytest.mark.slow
 
 
-async def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
+async def test_stalled_reader_is_dropped(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
         known = await large(served)
         with silent_reader(served, known):
@@ -35,7 +35,7 @@ async def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
             await until(lambda: not served.server.socket_sender.num_transfers)
 
 
-async def test_readers_that_do_not_read_keep_no_other_key_waiting(tmp_path: Path) -> None:
+async def test_stalled_readers_do_not_block_other_keys(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys.yaml", slow="rollout,kv", quick="rollout,kv")
     kv = {"capacity_bytes": 40 * 2**20, "max_transfers": 2}
     server = {"keys_file": tmp_path / "keys.yaml"}
@@ -51,7 +51,7 @@ async def test_readers_that_do_not_read_keep_no_other_key_waiting(tmp_path: Path
         assert len(answer.content) > NUM_BYTES
 
 
-async def test_readers_that_do_not_read_keep_their_own_key_going(tmp_path: Path) -> None:
+async def test_stalled_readers_do_not_block_their_own_key(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={**CAPACITY, "max_transfers": 1}) as served:
         known = await large(served)
         with silent_reader(served, known), silent_reader(served, known):
@@ -61,7 +61,7 @@ async def test_readers_that_do_not_read_keep_their_own_key_going(tmp_path: Path)
         assert len(answer.content) > NUM_BYTES
 
 
-async def test_a_slow_reader_gives_the_memory_back_when_its_lease_ends(tmp_path: Path) -> None:
+async def test_slow_reader_frees_the_memory_when_its_lease_ends(tmp_path: Path) -> None:
     kv = {**CAPACITY, "grace_seconds": 0.0}
     async with serving(exporting(), tmp_path, kv=kv) as served:
         known = await large(served, lease_seconds=1.0)
@@ -72,7 +72,7 @@ async def test_a_slow_reader_gives_the_memory_back_when_its_lease_ends(tmp_path:
             served.server.prompt_kv.check()
 
 
-async def test_a_read_goes_on_while_its_lease_is_renewed(tmp_path: Path) -> None:
+async def test_read_continues_while_its_lease_is_renewed(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served, lease_seconds=1.0)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
@@ -83,7 +83,7 @@ async def test_a_read_goes_on_while_its_lease_is_renewed(tmp_path: Path) -> None
             assert await asyncio.to_thread(read_to_end, reader, len(whole)) == whole
 
 
-async def test_a_reader_is_cut_off_when_its_lease_ends(tmp_path: Path) -> None:
+async def test_reader_is_cut_off_when_its_lease_ends(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large(served, lease_seconds=1.0)
         with silent_reader(served, known) as reader:
@@ -94,7 +94,7 @@ async def test_a_reader_is_cut_off_when_its_lease_ends(tmp_path: Path) -> None:
         assert 'coppice_kv_transfers_ended_total{outcome="lease_over"} 1.0' in text
 
 
-async def test_a_reader_below_the_least_rate_continues_with_a_range(tmp_path: Path) -> None:
+async def test_reader_below_the_least_rate_resumes_with_a_range(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={**CAPACITY, **HASTE}) as served:
         known = await handle(served, [*range(256)] * 64)
         download = Download(
@@ -116,10 +116,10 @@ async def test_a_reader_below_the_least_rate_continues_with_a_range(tmp_path: Pa
 @pytest.mark.parametrize(
     ("held_by", "expected"), [("quick", (429, "quota_exceeded")), ("slow", (503, "overloaded"))]
 )
-async def test_more_downloads_than_may_be_open_are_refused(
+async def test_downloads_past_the_limit_are_refused(
     tmp_path: Path, held_by: str, expected: tuple[int, str]
 ) -> None:
-    """A key may have two of four."""
+    """A key may have two of the four slots."""
     names = ("quick", "slow", "other")
     keys = write_keys(tmp_path / "keys.yaml", **dict.fromkeys(names, "rollout,kv"))
     kv = {"capacity_bytes": 60 * 2**20, "max_open_transfers": 4}

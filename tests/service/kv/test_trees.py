@@ -1,4 +1,4 @@
-"""Prompt KV of a tree: of its prompt, and of every path that is gone on with."""
+"""Prompt KV of a tree: of its prompt, and of every path with children."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def tokens(group: dict[str, Any], segment: str, prompt: list[int] = PROMPT) -> l
 
 
 def inner(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Segments that something grew from."""
+    """Segments with children."""
     return [each for each in group["segments"] if each["id"] not in group["leaves"]]
 
 
@@ -65,7 +65,7 @@ async def assert_kv_is_of_every_inner_path(
         ("entropy", {"first_split": 20, "max_leaves": 5}),
     ],
 )
-async def test_every_path_that_is_gone_on_with_has_a_handle_on_all_but_its_last_token(
+async def test_every_path_with_children_has_a_handle_except_on_its_last_token(
     tmp_path: Path, mode: str, fields: dict[str, Any]
 ) -> None:
     async with serving(exporting(), tmp_path, kv=ROOM) as served:
@@ -76,7 +76,7 @@ async def test_every_path_that_is_gone_on_with_has_a_handle_on_all_but_its_last_
         assert group["kv_reason"] == (None if len(prompt) > 1 else "prompt_too_short")
 
 
-async def test_only_the_first_that_goes_on_writes_and_equal_paths_share_their_bytes(
+async def test_first_child_to_run_exports_and_equal_paths_share_bytes(
     tmp_path: Path,
 ) -> None:
     engine = exporting()
@@ -84,12 +84,12 @@ async def test_only_the_first_that_goes_on_writes_and_equal_paths_share_their_by
         group = await grown(served, prompt=[7, 8, 9], factor=[2, 4], max_leaves=8)
         writers = [sample for sample in engine.submitted if sample.export is not None]
         assert [len(sample.prompt_token_ids) for sample in writers] == [3, 65]
-        one, other = inner(group)  # the fake engine's siblings are alike
+        one, other = inner(group)  # the fake engine's siblings are identical
         assert one["kv"]["handle"] != other["kv"]["handle"]
         assert one["kv"]["locators"][0] == other["kv"]["locators"][0]
 
 
-async def test_packed_answers_name_the_handles_too(tmp_path: Path) -> None:
+async def test_packed_answers_contain_the_handles(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=ROOM) as served:
         body, accept = asked(rest=KV), {"Accept": MEDIA_TYPE}
         answered = await served.http.post("/v1/rollouts", json=body, headers=accept)
@@ -102,7 +102,7 @@ async def test_packed_answers_name_the_handles_too(tmp_path: Path) -> None:
     }
 
 
-async def test_a_client_fetches_the_keys_and_values_of_a_path(tmp_path: Path) -> None:
+async def test_client_fetches_the_kv_of_a_path(tmp_path: Path) -> None:
     branching = Branching(mode="interval", interval=BLOCK, max_depth=2, max_leaves=4)
     async with (
         serving(exporting(), tmp_path, kv=ROOM) as served,
@@ -124,7 +124,7 @@ async def test_a_client_fetches_the_keys_and_values_of_a_path(tmp_path: Path) ->
         assert served.server.prompt_kv.status().handles == len(tree.segments) - len(tree.leaves) - 1
 
 
-async def test_a_stream_tells_of_a_path_while_what_goes_on_from_it_runs(tmp_path: Path) -> None:
+async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=ROOM) as served:
         body = asked(max_tokens=100, rest={"stream": True, **KV})
@@ -149,7 +149,7 @@ async def test_a_stream_tells_of_a_path_while_what_goes_on_from_it_runs(tmp_path
     assert sorted(told) == sorted((leaf, "not_continued") for leaf in leaves)
 
 
-async def test_leases_of_paths_run_from_the_end_of_the_rollout(tmp_path: Path) -> None:
+async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv={"grace_seconds": 0, **ROOM}) as served:
         body = asked(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
@@ -171,7 +171,7 @@ async def test_leases_of_paths_run_from_the_end_of_the_rollout(tmp_path: Path) -
             await asyncio.sleep(0.01)
 
 
-async def test_a_full_arena_costs_handles_and_nothing_else(tmp_path: Path) -> None:
+async def test_full_arena_costs_only_handles(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={"capacity_bytes": 2**20}) as served:
         long = [token % 256 for token in range(500)]
         group = await grown(served, prompt=long, max_tokens=10, first_split=5)
@@ -184,13 +184,13 @@ async def test_a_full_arena_costs_handles_and_nothing_else(tmp_path: Path) -> No
     assert 'coppice_kv_exports_total{outcome="not_continued"} 5.0' in metrics
 
 
-async def test_paths_that_were_asked_for_in_vain_say_why(tmp_path: Path) -> None:
+async def test_paths_without_kv_have_a_reason(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         group = await grown(served)
     assert {segment["kv_reason"] for segment in inner(group)} == {"disabled"}
 
 
-async def test_who_does_not_ask_is_told_nothing_of_paths(tmp_path: Path) -> None:
+async def test_without_a_request_paths_have_neither_handle_nor_reason(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=ROOM) as served:
         answered = await served.http.post("/v1/rollouts", json=asked())
         [group] = answered.json()["groups"]
@@ -198,7 +198,7 @@ async def test_who_does_not_ask_is_told_nothing_of_paths(tmp_path: Path) -> None
         assert served.server.prompt_kv.status().handles == 0
 
 
-async def test_a_path_is_of_the_version_that_computed_it_anew(tmp_path: Path) -> None:
+async def test_path_belongs_to_the_version_that_prefilled_it_again(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=ROOM) as served:
         body = asked(max_tokens=100, prompt=[7, 8, 9], rest=KV)
@@ -215,10 +215,10 @@ async def test_a_path_is_of_the_version_that_computed_it_anew(tmp_path: Path) ->
             assert segment["kv"]["version"] == "v1"
 
 
-# Trees that somebody outside grows
+# Externally grown trees
 
 
-async def test_a_branch_names_the_path_that_it_goes_on_from(tmp_path: Path) -> None:
+async def test_branch_returns_the_handle_of_its_parent_path(tmp_path: Path) -> None:
     async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
         one, other = await tree.branch(n=2, max_tokens=20)
         assert (one["kv"], one["kv_reason"]) == (None, None)
@@ -238,7 +238,7 @@ async def dropped(tree: Opened, segment: str) -> None:
     kv.check()
 
 
-async def test_a_segment_that_is_dropped_gives_its_bytes_back_at_once(tmp_path: Path) -> None:
+async def test_dropped_segment_frees_its_bytes_at_once(tmp_path: Path) -> None:
     async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
         [trunk] = await tree.branch(max_tokens=20)
         await tree.branch(segment=trunk["id"], n=2, max_tokens=20)
@@ -249,7 +249,7 @@ async def test_a_segment_that_is_dropped_gives_its_bytes_back_at_once(tmp_path: 
         assert (await tree.closed())["segments"] == []
 
 
-async def test_a_path_that_is_dropped_before_it_is_computed_gives_its_slot_back(
+async def test_path_dropped_before_its_prefill_frees_its_slot(
     tmp_path: Path,
 ) -> None:
     engine = exporting()
@@ -264,7 +264,7 @@ async def test_a_path_that_is_dropped_before_it_is_computed_gives_its_slot_back(
         assert await growing == []
 
 
-async def test_an_engine_that_dies_under_a_tree_leaves_no_slot_behind(tmp_path: Path) -> None:
+async def test_engine_death_under_a_tree_frees_every_slot(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=ROOM) as served:
         body = asked(max_tokens=100, rest=KV)

@@ -4,7 +4,7 @@ from service.prompt_kv.turns import Turns
 
 
 class Takers:
-    """Each holds its turn until it is let go; `got` has the names in the order of their turns."""
+    """Waiters that hold a turn until released; `got` has the names in the order of their turns."""
 
     def __init__(self, num_turns: int) -> None:
         self.got: list[str] = []
@@ -40,7 +40,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_free_turn_goes_to_the_key_that_has_the_fewest() -> None:
+async def test_free_turn_goes_to_the_key_with_the_fewest() -> None:
     takers = Takers(2)
     await takers.begin("a1", "a2", "a3", "a4", "b1")
     assert takers.got == ["a1", "a2"]
@@ -50,7 +50,7 @@ async def test_a_free_turn_goes_to_the_key_that_has_the_fewest() -> None:
     assert takers.got[3:] == ["a3"]
 
 
-async def test_keys_that_have_as_many_take_turns() -> None:
+async def test_keys_with_equal_counts_alternate() -> None:
     takers = Takers(1)
     await takers.begin("c1", "a1", "a2", "b1", "b2")
     for name in ("c1", "a1", "b1", "a2"):
@@ -58,7 +58,7 @@ async def test_keys_that_have_as_many_take_turns() -> None:
     assert takers.got == ["c1", "a1", "b1", "a2", "b2"]
 
 
-async def test_who_leaves_takes_no_turn_and_leaves_none_taken() -> None:
+async def test_cancelled_waiter_takes_no_turn_and_leaks_none() -> None:
     takers = Takers(1)
     await takers.begin("a1", "b1", "c1")
     await takers.leave("b1")
@@ -68,12 +68,12 @@ async def test_who_leaves_takes_no_turn_and_leaves_none_taken() -> None:
     assert takers.got == ["a1", "c1", "d1"]
 
 
-async def test_who_leaves_just_as_a_turn_is_given_passes_it_on() -> None:
+async def test_waiter_cancelled_at_its_grant_passes_it_on() -> None:
     turns = Turns(1)
     async with turns.turn("a"):
         waiting = asyncio.create_task(turns._take("b"))
         await settled()
-    waiting.cancel()  # between the grant and its arrival
+    waiting.cancel()  # between the grant and its delivery
     await asyncio.wait([waiting])
     async with asyncio.timeout(5), turns.turn("c"):
         pass

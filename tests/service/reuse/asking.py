@@ -1,4 +1,4 @@
-"""Requests in segments, over the fake engine."""
+"""Requests with prompt spans, over the fake engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ def asked(*segments: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
 
 
 def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
-    """Two segments between own texts: 64 tokens, 46 placed, 18, 42 placed, 4."""
+    """Two spans between unnamed texts: 64 tokens, 46 spliced, 18, 42 spliced, 4."""
     return asked(
         segment(own),
         segment(TOOL, "tool"),
@@ -33,7 +33,7 @@ def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
 
 
 def predicted(tool: int = 5, tale: int = 6, own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
-    """Two segments between own texts, whose text is that token over and over."""
+    """Two spans between unnamed texts; the text of each is one token repeated."""
     return asked(
         segment(own),
         segment([tool] * 70, "tool"),

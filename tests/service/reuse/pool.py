@@ -1,4 +1,4 @@
-"""A store without an engine, and anchors in it."""
+"""A KV pool without an engine, and anchors in it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ SCOPE = Scope("key", None)
 
 
 def prompt_of(*texts: int, own: int = 1, length: int = 60) -> list[PromptSpan]:
-    """Each text is a token over and over, behind 40 tokens of an own one."""
+    """Spans that repeat one token each, after 40 tokens of unnamed text."""
     named = [
         PromptSpan(token_ids=[text] * length, name=f"text-{i}") for i, text in enumerate(texts)
     ]
@@ -67,7 +67,7 @@ class Pool:
         cached.ended.set()
 
     def check(self) -> None:
-        """All that is taken is a segment's or an anchor's, and everybody else has let go."""
+        """Asserts that only spans and anchors hold slots, and that no lease is held."""
         self.store.check()
         self.anchors.check()
         anchors = [anchor for there in self.anchors._contexts.values() for anchor in there]

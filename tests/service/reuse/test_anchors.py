@@ -1,4 +1,4 @@
-"""reuse.mode anchors over the fake engine: what is loaded from where, and what is answered."""
+"""reuse.mode anchors over the fake engine: sources of the loaded KV, and the answers."""
 
 import asyncio
 from pathlib import Path
@@ -32,8 +32,8 @@ def last(engine: FakeEngine) -> SampleRequest:
     return engine.submitted[-1]
 
 
-async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Path) -> None:
-    """Its segments are computed alone beside it, and do not delay it."""
+async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_path: Path) -> None:
+    """Its spans are prefilled alone beside it, and do not delay it."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, predicted())
@@ -57,7 +57,9 @@ async def test_a_prompt_without_anchors_is_computed_and_becomes_one(tmp_path: Pa
     }
 
 
-async def test_a_prompt_is_predicted_from_two_and_one_token_is_computed(tmp_path: Path) -> None:
+async def test_prompt_is_predicted_from_two_anchors_and_one_token_is_prefilled(
+    tmp_path: Path,
+) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -95,7 +97,7 @@ async def test_a_prompt_is_predicted_from_two_and_one_token_is_computed(tmp_path
 
 
 async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path: Path) -> None:
-    """What follows a shorter text is turned back by as much."""
+    """KV after a shorter text is shifted back by the difference."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -111,7 +113,7 @@ async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path
     assert (longer["exact"], longer["reuse"]["reason"]) == (True, "no_anchor")
 
 
-async def test_the_same_prompt_is_taken_from_its_anchor_and_exact(tmp_path: Path) -> None:
+async def test_repeated_prompt_is_loaded_from_its_anchor_and_exact(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await answered(served, predicted())
@@ -125,7 +127,7 @@ async def test_the_same_prompt_is_taken_from_its_anchor_and_exact(tmp_path: Path
     assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (NUM_TOKENS - 1, 1)
 
 
-async def test_what_begins_with_the_same_texts_is_exact_up_to_the_first_that_differs(
+async def test_shared_leading_texts_are_exact_up_to_the_first_difference(
     tmp_path: Path,
 ) -> None:
     engine = engine_of()
@@ -137,7 +139,7 @@ async def test_what_begins_with_the_same_texts_is_exact_up_to_the_first_that_dif
     assert [bool(piece.observations) for piece in load.pieces] == [False] * 3 + [True] * 2
 
 
-async def test_a_last_text_that_anchors_do_not_have_is_computed(tmp_path: Path) -> None:
+async def test_last_text_unknown_to_the_anchors_is_prefilled(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -149,8 +151,11 @@ async def test_a_last_text_that_anchors_do_not_have_is_computed(tmp_path: Path) 
     assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 6)
 
 
-async def test_anchors_of_which_none_is_nearer_are_not_shareable(tmp_path: Path) -> None:
-    """A text in the middle between two is computed, and an anchor then; so is any at 0."""
+async def test_equally_distant_anchors_are_not_shareable(tmp_path: Path) -> None:
+    """A text midway between two anchors is prefilled and becomes an anchor.
+
+    At threshold 0 any is.
+    """
     async with reusing(engine_of(), tmp_path) as served:
         await two_anchors(served)
         middle = predicted(7, (6 + 60) // 2)
@@ -206,8 +211,8 @@ async def test_weights_that_change_before_the_samples_leave_an_exact_prompt(
     assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (0, 0)
 
 
-async def test_what_the_engine_has_forgotten_is_made_anew(tmp_path: Path) -> None:
-    """As after its prefixes were reset, under the same weights."""
+async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> None:
+    """As after a reset of the prefix cache under the same weights."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -219,7 +224,7 @@ async def test_what_the_engine_has_forgotten_is_made_anew(tmp_path: Path) -> Non
     assert told == ["not_loaded", "no_anchor", "no_anchor", None]
 
 
-async def test_an_anchor_that_was_not_written_is_none(tmp_path: Path) -> None:
+async def test_anchor_that_was_not_written_does_not_exist(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         engine.export_status = ExportStatus.FAILED
@@ -231,7 +236,7 @@ async def test_an_anchor_that_was_not_written_is_none(tmp_path: Path) -> None:
         assert (await answered(served, predicted(7, 8)))["exact"] is False
 
 
-async def test_groups_of_the_same_texts_make_one_anchor(tmp_path: Path) -> None:
+async def test_groups_with_equal_texts_make_one_anchor(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
         groups = [asyncio.create_task(answered(served, predicted())) for _ in range(3)]
@@ -246,8 +251,8 @@ async def test_groups_of_the_same_texts_make_one_anchor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
-    """While its prompt and segments are computed, or another's that it is predicted from."""
+async def test_cancelled_group_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
+    """During the prefill of its prompt and spans, or of a prompt from which it is predicted."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -269,7 +274,7 @@ async def test_a_group_that_is_cancelled_leaves_nothing(tmp_path: Path, num_step
     assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
 
 
-async def test_anchors_that_are_dropped_meanwhile_stay_until_it_has_loaded(tmp_path: Path) -> None:
+async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -287,7 +292,7 @@ async def test_anchors_that_are_dropped_meanwhile_stay_until_it_has_loaded(tmp_p
     assert last(engine).load is not None
 
 
-async def test_a_deadline_ends_it(tmp_path: Path) -> None:
+async def test_deadline_ends_the_group(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
@@ -298,8 +303,8 @@ async def test_a_deadline_ends_it(tmp_path: Path) -> None:
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
 
 
-async def test_a_context_has_so_many_anchors(tmp_path: Path) -> None:
-    """Threshold 0: all are computed."""
+async def test_anchors_per_context_are_bounded(tmp_path: Path) -> None:
+    """Threshold 0: every prompt is prefilled."""
     exactly = {"mode": "anchors", "threshold": 0.0}
     async with reusing(engine_of(), tmp_path, segments_bytes=2**25) as served:
         for tool in range(4, MAX_ANCHORS_PER_CONTEXT + 8):
@@ -313,8 +318,8 @@ async def test_a_context_has_so_many_anchors(tmp_path: Path) -> None:
         )
 
 
-async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
-    """In two mebibytes there is room for a few contexts' anchors and segments."""
+async def test_full_pool_evicts_unused_anchors(tmp_path: Path) -> None:
+    """Two MiB have room for the anchors and spans of a few contexts."""
     async with reusing(engine_of(), tmp_path, segments_bytes=2**21) as served:
         for i in range(12):
             group = await answered(served, predicted(7, 8, own=[i + 1] * 40))
@@ -324,14 +329,14 @@ async def test_anchors_that_nobody_uses_make_room_last(tmp_path: Path) -> None:
         assert anchors.num_anchors > 0
 
 
-async def test_a_prompt_too_long_for_an_anchor_is_computed(tmp_path: Path) -> None:
+async def test_prompt_too_long_for_an_anchor_is_prefilled(tmp_path: Path) -> None:
     async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
         group = await answered(served, predicted(own=[1] * 3000))
         assert (group["exact"], group["reuse"]["reason"]) == (True, "store_full")
         assert served.server.kv_reuse.anchors.num_anchors == 0
 
 
-async def test_a_prompt_without_names_or_of_one_alone_has_nothing_to_place(tmp_path: Path) -> None:
+async def test_prompt_without_named_spans_or_with_one_alone_splices_nothing(tmp_path: Path) -> None:
     anchors = {"mode": "anchors"}
     async with reusing(engine_of(), tmp_path) as served:
         for segments in ([segment([1, 2])], [segment([1, 2], "x")]):
@@ -339,8 +344,8 @@ async def test_a_prompt_without_names_or_of_one_alone_has_nothing_to_place(tmp_p
             assert (group["exact"], group["reuse"]["reason"]) == (True, "nothing_placed")
 
 
-async def test_a_prompt_may_begin_and_end_with_a_segment(tmp_path: Path) -> None:
-    """The first is placed as it is alone, which is exact, and the last but for its last token."""
+async def test_prompt_may_begin_and_end_with_a_span(tmp_path: Path) -> None:
+    """The first is spliced exactly, as prefilled alone; the last except for its last token."""
     engine = engine_of()
 
     def body(tool: int, tale: int) -> dict[str, Any]:

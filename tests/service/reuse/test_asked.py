@@ -1,4 +1,4 @@
-"""Prompts in segments: what is taken, what is refused, and the order of exact ones."""
+"""Prompts made of spans: accepted and refused requests, and the order of exact ones."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ UNFINISHED = {
 }
 
 
-async def test_segments_follow_one_another_and_are_exact_by_default(tmp_path: Path) -> None:
+async def test_spans_are_concatenated_and_exact_by_default(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         group = await answered(served, asked(segment([1, 2]), segment([3], "x"), n=1))
@@ -27,7 +27,7 @@ async def test_segments_follow_one_another_and_are_exact_by_default(tmp_path: Pa
     assert (group["reuse"]["tokens_computed"], group["reuse"]["round_trips"]) == (3, 1)
 
 
-async def test_other_prompts_say_nothing_of_reuse(tmp_path: Path) -> None:
+async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         body = {"groups": [{"prompt": {"token_ids": [1]}}], "sampling": {"max_tokens": 1}}
         assert (await answered(served, body))["reuse"] is None
@@ -64,7 +64,9 @@ async def test_other_prompts_say_nothing_of_reuse(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+async def test_invalid_reuse_request_is_refused(
+    tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
     body = asked(segment(TOOL, "tool"), segment([1]), reuse={"mode": "recompute"}) | change
     async with serving(FakeEngine(), tmp_path) as served:
         answer = await served.http.post("/v1/rollouts", json=body)
@@ -72,7 +74,7 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any],
     assert word in answer.text
 
 
-async def test_segments_are_put_in_the_order_that_was_computed_before(tmp_path: Path) -> None:
+async def test_spans_follow_the_order_that_was_prefilled_before(tmp_path: Path) -> None:
     engine = FakeEngine()
     tool, tale = segment(TOOL, "tool"), segment(TALE, "tale")
     async with serving(engine, tmp_path) as served:
@@ -91,7 +93,7 @@ async def test_segments_are_put_in_the_order_that_was_computed_before(tmp_path: 
     assert first["exact"] and second["exact"] and third["exact"]
 
 
-async def test_the_client_asks_in_segments(tmp_path: Path) -> None:
+async def test_client_sends_spans(tmp_path: Path) -> None:
     prompt = [PromptSegment(token_ids=[1] * 40), PromptSegment(token_ids=TOOL, reuse="tool")]
     engine = FakeEngine(prompt_kv=True)
     async with reusing(engine, tmp_path) as served, AsyncRollouts(served.url) as rollouts:

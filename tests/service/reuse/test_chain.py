@@ -1,4 +1,4 @@
-"""Whether a sample stands behind tokens that were put there, told from what each found cached."""
+"""Detection of spliced KV before a sample, from the cached-token counts of its chain."""
 
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ ENDS = (16, 240)
 
 
 async def chain_that_heard(*cached: int) -> SplicePlan:
-    """Of links that end at these places, each of which had so many tokens cached."""
+    """A plan of links that end at these positions, each with this many cached tokens reported."""
     nothing = cast(Any, None)
     chain = SplicePlan(lease=nothing, spans=[], first_tokens=4, num_samples=1)
     for end, num_cached in zip(ENDS, cached, strict=False):
@@ -32,15 +32,15 @@ async def chain_that_heard(*cached: int) -> SplicePlan:
 @pytest.mark.parametrize(
     ("cached", "of_the_sample", "is_approximate"),
     [
-        ((0, 80), 240, True),  # the second link loaded, and the sample found it
-        ((0, 16), 240, False),  # it computed all
-        ((0, 16), 300, True),  # the sample loaded what stands right before it
-        ((0, 80), 16, False),  # it found no more than the first link, which computes
-        ((0, 80), 80, True),  # the second link's were evicted: it loaded for itself
-        ((0,), 80, True),  # a link of which nothing was heard may have loaded
+        ((0, 80), 240, True),  # the second link loaded, and the sample hit it
+        ((0, 16), 240, False),  # it prefilled everything
+        ((0, 16), 300, True),  # the sample loaded the span right before it
+        ((0, 80), 16, False),  # it hit no more than the first link, which prefills
+        ((0, 80), 80, True),  # the second link's blocks were evicted: it loaded for itself
+        ((0,), 80, True),  # a link without a report may have loaded
     ],
 )
-async def test_a_sample_is_exact_only_if_nothing_was_placed_in_front_of_it(
+async def test_sample_is_exact_only_if_nothing_was_spliced_before_it(
     cached: tuple[int, ...], of_the_sample: int, is_approximate: bool
 ) -> None:
     assert (await chain_that_heard(*cached)).is_approximate(of_the_sample) == is_approximate

@@ -1,4 +1,4 @@
-"""Which anchors tell, how much each counts, and when none does."""
+"""Anchor selection: weights by distance, and the conditions under which none qualifies."""
 
 import math
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def anchor_of(parts: list[PromptSpan]) -> Anchor:
 def chosen(
     parts: list[PromptSpan], anchors: list[Anchor], far: list[float], threshold: float = 0.3
 ) -> AnchorSelection | None:
-    """`far` are the anchors' distances, of every stretch."""
+    """The selection of anchors. `far` are the anchors' distances, for every span."""
     template = template_of(parts)
     found = find_candidates(template, anchors)
     assert found is not None
@@ -58,14 +58,14 @@ def chosen(
 
 
 @given(FARS)
-def test_the_nearest_counts_most_and_all_count_one(far: list[float]) -> None:
+def test_nearest_anchor_weighs_most_and_weights_sum_to_one(far: list[float]) -> None:
     near = similarity_weights(far)
     assert sum(near) == pytest.approx(1)
     assert near[far.index(min(far))] == max(near)
     assert -1e-9 <= entropy(near) <= math.log2(len(far)) + 1e-9
 
 
-def test_entropy_is_that_of_a_plain_count() -> None:
+def test_entropy_matches_a_direct_computation() -> None:
     assert entropy([0.25] * 4) == pytest.approx(2)
     assert entropy([1.0, 0.0]) == 0
     assert similarity_weights([0.0, math.log(3)]) == pytest.approx([0.75, 0.25])
@@ -91,7 +91,7 @@ def test_anchors_are_shareable_where_some_are_nearer(
     assert are_shareable(far, threshold) == is_shareable
 
 
-def test_too_few_that_are_long_enough_are_none() -> None:
+def test_too_few_long_enough_anchors_give_none() -> None:
     long, short = anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(7, 8, length=59))
     template = template_of(prompt_of(1, 2))
     assert find_candidates(template, []) is None
@@ -100,7 +100,7 @@ def test_too_few_that_are_long_enough_are_none() -> None:
     assert find_candidates(template, [long, short, anchor_of(prompt_of(9, 9))]) is not None
 
 
-def test_one_of_the_same_texts_is_enough_and_counts_all() -> None:
+def test_one_anchor_of_the_same_texts_suffices_with_full_weight() -> None:
     anchor = anchor_of(prompt_of(5, 6))
     choice = chosen(prompt_of(5, 6), [anchor], [0.0], threshold=0.0)
     assert choice is not None
@@ -108,7 +108,7 @@ def test_one_of_the_same_texts_is_enough_and_counts_all() -> None:
     assert choice.exact_tokens == len(joined(prompt_of(5, 6))) - 1
 
 
-def test_texts_that_differ_are_predicted_behind_those_that_do_not() -> None:
+def test_differing_texts_are_predicted_after_equal_ones() -> None:
     anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(5, 7)), anchor_of(prompt_of(8, 9))]
     choice = chosen(prompt_of(5, 1), anchors, [1.0, 20.0, 30.0])
     assert choice is not None
@@ -121,7 +121,7 @@ def test_texts_that_differ_are_predicted_behind_those_that_do_not() -> None:
     assert choice.sources == set(anchors)
 
 
-def test_the_nearest_few_are_observed() -> None:
+def test_nearest_few_anchors_are_selected() -> None:
     anchors = [anchor_of(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_SECTION + 3)]
     far = [float(len(anchors) - i) for i in range(len(anchors))]
     choice = chosen(prompt_of(99), anchors, far, threshold=1.0)
@@ -131,8 +131,8 @@ def test_the_nearest_few_are_observed() -> None:
     assert anchors[-1] in choice.used and anchors[0] not in choice.used
 
 
-def test_anchors_of_one_text_are_not_told_apart_by_it() -> None:
-    """As a question that is always the same behind texts that change."""
+def test_text_common_to_all_anchors_does_not_distinguish_them() -> None:
+    """As for a constant question after texts that change."""
     anchors = [anchor_of(prompt_of(5, 9)), anchor_of(prompt_of(6, 9))]
     template = template_of(prompt_of(7, 9))
     found = find_candidates(template, anchors)
@@ -144,7 +144,7 @@ def test_anchors_of_one_text_are_not_told_apart_by_it() -> None:
     assert choice.weights[2] == {first: 0.5, second: 0.5}
 
 
-def test_pieces_follow_one_another_over_all_but_the_last_token() -> None:
+def test_pieces_cover_all_tokens_except_the_last() -> None:
     anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(8, 9, length=63))]
     parts = prompt_of(1, 2)
     template = template_of(parts)
@@ -169,7 +169,7 @@ KINDS = st.lists(st.sampled_from(["own", "a", "b", "c"]), min_size=1, max_size=5
 
 
 def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> list[PromptSpan]:
-    """Own texts stay, all but the last; a name has one text in a prompt."""
+    """Unnamed texts are kept, except the last; a name has one text in a prompt."""
     texts = {
         kind: [token] * length for kind, length, token in zip("abc", lengths, tokens, strict=True)
     }
@@ -181,7 +181,7 @@ def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> 
 
 
 @given(kinds=KINDS, data=st.data())
-def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sources(
+def test_pieces_tile_the_loaded_range_and_stay_within_their_sources(
     kinds: list[str], data: st.DataObject
 ) -> None:
     def drawn() -> list[PromptSpan]:
@@ -214,8 +214,8 @@ def test_whatever_the_parts_pieces_tile_what_is_loaded_and_stay_within_their_sou
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_distance_is_the_norm_of_what_values_differ_by(tmp_path: Path, dtype: Dtype) -> None:
-    """Of so many tokens as the first has; keys do not count."""
+def test_distance_is_the_norm_of_the_difference_of_values(tmp_path: Path, dtype: Dtype) -> None:
+    """Over as many tokens as the first has; keys are ignored."""
     import torch
 
     form = KvFormat(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype, rope={})

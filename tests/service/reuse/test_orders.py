@@ -5,7 +5,7 @@ SCOPE = Scope("key", None)
 
 
 def parts(*names: str, own: int = 3) -> list[PromptSpan]:
-    """Each text is its name; the own text comes first, as callers write it."""
+    """Each text is its name; the unnamed text comes first, as callers write it."""
     named = [PromptSpan(token_ids=[ord(n)] * (10 + i), name=n) for i, n in enumerate(names)]
     return [PromptSpan(token_ids=[0] * own), *named]
 
@@ -17,13 +17,13 @@ def in_order(orders: PrefixOrders, given: list[PromptSpan]) -> str:
     return "".join(given[i].name or "." for i in suggested)
 
 
-def test_named_segments_come_first_and_follow_what_was_computed() -> None:
+def test_named_spans_come_first_in_the_known_order() -> None:
     orders = PrefixOrders(lambda: 0)
     assert in_order(orders, parts("q", "b", "c")) == "qbc."
     assert in_order(orders, [*parts("c", "q"), *parts("b")[1:]])[0] in "cq"
 
 
-def test_the_longest_known_prefix_is_followed() -> None:
+def test_longest_known_prefix_is_followed() -> None:
     orders = PrefixOrders(lambda: 0)
     a, b, c = (PromptSpan(token_ids=[i] * 8, name=str(i)) for i in range(3))
     own = PromptSpan(token_ids=[9])
@@ -35,7 +35,7 @@ def test_the_longest_known_prefix_is_followed() -> None:
     assert orders.suggest(SCOPE, [c, own]) == [0, 1]
 
 
-def test_a_segment_that_stands_twice_is_used_twice() -> None:
+def test_repeated_span_is_used_twice() -> None:
     orders = PrefixOrders(lambda: 0)
     a = PromptSpan(token_ids=[1], name="a")
     b = PromptSpan(token_ids=[2], name="b")
@@ -43,7 +43,7 @@ def test_a_segment_that_stands_twice_is_used_twice() -> None:
     assert orders.suggest(SCOPE, [b, a, a]) == [1, 0, 2]
 
 
-def test_others_orders_and_those_of_earlier_weights_are_not_known() -> None:
+def test_orders_of_other_owners_or_earlier_weights_are_unknown() -> None:
     epoch = [0]
     orders = PrefixOrders(lambda: epoch[0])
     a, b = PromptSpan(token_ids=[1], name="a"), PromptSpan(token_ids=[2], name="b")
@@ -55,7 +55,7 @@ def test_others_orders_and_those_of_earlier_weights_are_not_known() -> None:
     assert orders.suggest(SCOPE, [a, b]) == [0, 1]
 
 
-def test_what_is_known_is_bounded() -> None:
+def test_known_orders_are_bounded() -> None:
     orders = PrefixOrders(lambda: 0)
     first, *_ = many = [
         [PromptSpan(token_ids=[i], name="x"), PromptSpan(token_ids=[0], name="a")]

@@ -1,4 +1,4 @@
-"""Which anchors are kept, for whom and how long."""
+"""Anchor retention: ownership, lifetime and eviction."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from service.kv_reuse.prefix_order import Scope
 from tests.service.reuse.pool import SCOPE, a_pool, prompt_of, template
 
 
-async def test_an_anchor_is_found_by_its_context_once_it_is_written(tmp_path: Path) -> None:
+async def test_written_anchor_is_found_by_its_context(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.begun(prompt_of(5, 6))
         assert anchor is not None
@@ -31,14 +31,14 @@ async def test_an_anchor_is_found_by_its_context_once_it_is_written(tmp_path: Pa
         pool.check()
 
 
-async def test_what_stands_behind_the_last_name_is_of_no_context(tmp_path: Path) -> None:
+async def test_text_after_the_last_name_is_not_part_of_the_context(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         assert pool.find([*prompt_of(7)[:2], PromptSpan(token_ids=[9] * 30)]) == [anchor]
 
 
-async def test_its_segments_stay_with_it(tmp_path: Path) -> None:
-    """Though other texts have taken their names' place."""
+async def test_spans_are_retained_with_their_anchor(tmp_path: Path) -> None:
+    """Even when other texts have replaced them under their names."""
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         pool.made(prompt_of(6))
@@ -49,7 +49,7 @@ async def test_its_segments_stay_with_it(tmp_path: Path) -> None:
         pool.check()
 
 
-async def test_segments_of_new_weights_find_the_room_of_old_anchors(tmp_path: Path) -> None:
+async def test_spans_of_new_weights_evict_anchors_of_old_weights(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         pool.made(prompt_of(5))
         pool.epoch = 1
@@ -59,7 +59,7 @@ async def test_segments_of_new_weights_find_the_room_of_old_anchors(tmp_path: Pa
         pool.check()
 
 
-async def test_what_was_known_may_be_forgotten_while_others_are_compared(tmp_path: Path) -> None:
+async def test_distance_cache_may_be_cleared_during_a_comparison(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         one, two, three = (pool.bases(prompt_of(text))[1].slot for text in (5, 6, 7))
         distances = DistanceCache(pool.store)
@@ -72,7 +72,7 @@ async def test_what_was_known_may_be_forgotten_while_others_are_compared(tmp_pat
         distances.close()
 
 
-async def test_all_die_with_the_weights(tmp_path: Path) -> None:
+async def test_weights_change_evicts_all_entries(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         pool.made(prompt_of(5))
         begun = pool.begun(prompt_of(6))
@@ -93,7 +93,7 @@ async def test_all_die_with_the_weights(tmp_path: Path) -> None:
         assert pool.anchors.num_anchors == 1
 
 
-async def test_of_the_oldest_the_least_used_makes_room(tmp_path: Path) -> None:
+async def test_least_used_of_the_oldest_anchors_is_evicted(tmp_path: Path) -> None:
     with a_pool(tmp_path, 2**26) as pool:
         anchors = [pool.made(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_CONTEXT)]
         pool.anchors.used([a for i, a in enumerate(anchors) if i not in (2, EVICTION_WINDOW)])
@@ -104,7 +104,7 @@ async def test_of_the_oldest_the_least_used_makes_room(tmp_path: Path) -> None:
         pool.check()
 
 
-async def test_what_is_read_is_freed_when_it_is_let_go(tmp_path: Path) -> None:
+async def test_leased_entry_is_freed_on_release(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         anchor.real.pins += 1
@@ -116,8 +116,8 @@ async def test_what_is_read_is_freed_when_it_is_let_go(tmp_path: Path) -> None:
         pool.check()
 
 
-async def test_full_of_anchors_it_drops_one_that_nobody_reads(tmp_path: Path) -> None:
-    """Of the context that was asked for longest ago."""
+async def test_full_pool_evicts_an_unleased_anchor(tmp_path: Path) -> None:
+    """Of the least recently used context."""
     with a_pool(tmp_path, 2**21) as pool:
         first = pool.made(prompt_of(5, own=1))
         read = pool.made(prompt_of(5, own=3))
@@ -132,7 +132,7 @@ async def test_full_of_anchors_it_drops_one_that_nobody_reads(tmp_path: Path) ->
         pool.check()
 
 
-async def test_all_of_it_in_use_there_is_no_room(tmp_path: Path) -> None:
+async def test_fully_leased_pool_has_no_room(tmp_path: Path) -> None:
     with a_pool(tmp_path, 2**20) as pool:
         pinned: list[Anchor] = []
         while (anchor := pool.begun(prompt_of(5, own=3 + len(pinned)))) is not None:
@@ -144,7 +144,7 @@ async def test_all_of_it_in_use_there_is_no_room(tmp_path: Path) -> None:
         assert pool.begun(prompt_of(5, own=99)) is not None
 
 
-async def test_what_was_not_written_is_dropped(tmp_path: Path) -> None:
+async def test_failed_write_is_dropped(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.begun(prompt_of(5))
         assert anchor is not None
@@ -155,7 +155,7 @@ async def test_what_was_not_written_is_dropped(tmp_path: Path) -> None:
         pool.check()
 
 
-async def test_nor_is_one_whose_segment_was_not(tmp_path: Path) -> None:
+async def test_anchor_with_a_failed_span_is_dropped(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         base = anchor.bases[1]
@@ -166,7 +166,7 @@ async def test_nor_is_one_whose_segment_was_not(tmp_path: Path) -> None:
         assert pool.anchors.num_anchors == 0
 
 
-async def test_the_same_texts_make_one(tmp_path: Path) -> None:
+async def test_equal_texts_make_one_anchor(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         pool.begun(prompt_of(5))
         bases = pool.bases(prompt_of(6))

@@ -1,4 +1,4 @@
-"""reuse.mode recompute over the fake engine: which requests it becomes, and what is answered."""
+"""reuse.mode recompute over the fake engine: the engine requests it makes, and the answers."""
 
 import asyncio
 from pathlib import Path
@@ -19,8 +19,8 @@ def engine_of(**rest: Any) -> FakeEngine:
     return FakeEngine(prompt_kv=True, **rest)
 
 
-async def test_a_chain_computes_own_text_and_first_tokens(tmp_path: Path) -> None:
-    """What is placed begins where a block of 32 does. Links and samples come at once."""
+async def test_chain_prefills_unnamed_text_and_first_tokens(tmp_path: Path) -> None:
+    """Spliced KV begins at a block boundary (32). Links and samples are submitted together."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, placed())
@@ -52,7 +52,7 @@ async def test_a_chain_computes_own_text_and_first_tokens(tmp_path: Path) -> Non
     }
 
 
-async def test_kept_segments_are_not_computed_alone_again(tmp_path: Path) -> None:
+async def test_cached_spans_are_not_prefilled_alone_again(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
         await answered(served, placed())
         group = await answered(served, placed(own=[3] * 33))
@@ -64,7 +64,7 @@ async def test_kept_segments_are_not_computed_alone_again(tmp_path: Path) -> Non
     assert "coppice_reuse_segments 2.0" in metrics
 
 
-async def test_groups_that_come_together_compute_a_segment_once(tmp_path: Path) -> None:
+async def test_concurrent_groups_prefill_a_span_once(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
         groups = [asyncio.create_task(answered(served, placed())) for _ in range(3)]
@@ -76,7 +76,7 @@ async def test_groups_that_come_together_compute_a_segment_once(tmp_path: Path) 
     assert [reuse["reason"] for reuse in told] == [None] * 3
 
 
-async def test_new_weights_find_no_segment_of_the_old(tmp_path: Path) -> None:
+async def test_new_weights_find_no_span_of_the_old_ones(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
         await answered(served, placed())
         await served.http.put("/v1/weights/v1", content=b"x")
@@ -102,7 +102,7 @@ async def test_weights_that_change_before_the_chain_leave_an_exact_prompt(tmp_pa
     assert group["outcome"] == "done"
 
 
-async def test_another_text_of_a_name_takes_the_place_of_the_first(tmp_path: Path) -> None:
+async def test_new_text_of_a_name_replaces_the_first(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
         await answered(served, placed())
         other = placed()
@@ -112,7 +112,7 @@ async def test_another_text_of_a_name_takes_the_place_of_the_first(tmp_path: Pat
     assert group["reuse"]["tokens_prepared"] == 60
 
 
-async def test_no_key_finds_what_another_keeps(tmp_path: Path) -> None:
+async def test_keys_do_not_share_cached_spans(tmp_path: Path) -> None:
     secrets = write_keys(tmp_path / "keys", one="rollout", other="rollout")
     server = {"keys_file": tmp_path / "keys"}
     async with reusing(engine_of(), tmp_path, server=server) as served:
@@ -133,7 +133,7 @@ async def test_no_key_finds_what_another_keeps(tmp_path: Path) -> None:
         (2**20, True, "store_full"),
     ],
 )
-async def test_without_placing_the_prompt_is_computed_and_exact(
+async def test_without_splicing_the_prompt_is_prefilled_and_exact(
     tmp_path: Path, segments_bytes: int, prompt_kv: bool, reason: str
 ) -> None:
     engine = FakeEngine(prompt_kv=prompt_kv, max_context_tokens=4096)
@@ -155,8 +155,8 @@ async def test_without_placing_the_prompt_is_computed_and_exact(
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-async def test_a_chain_that_is_cancelled_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
-    """While segments are computed, before and after a first step of the chain."""
+async def test_cancelled_chain_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
+    """During the prefill of spans, and before and after the chain's first step."""
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
         asking = asyncio.create_task(answered(served, placed()))
@@ -173,7 +173,7 @@ async def test_a_chain_that_is_cancelled_leaves_nothing(tmp_path: Path, num_step
     assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
 
 
-async def test_a_deadline_counts_from_the_chains_beginning(tmp_path: Path) -> None:
+async def test_deadline_counts_from_the_start_of_the_chain(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
         group = await answered(served, placed(finish={"deadline_seconds": 0.05}))
@@ -182,8 +182,8 @@ async def test_a_deadline_counts_from_the_chains_beginning(tmp_path: Path) -> No
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
 
 
-async def test_segments_that_the_engine_has_forgotten_are_written_anew(tmp_path: Path) -> None:
-    """As after its prefixes were reset, under the same weights."""
+async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> None:
+    """As after a reset of the prefix cache under the same weights."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         told = []
@@ -197,7 +197,7 @@ async def test_segments_that_the_engine_has_forgotten_are_written_anew(tmp_path:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
-async def test_who_waits_for_anothers_segments_ends_when_it_is_to(tmp_path: Path, how: str) -> None:
+async def test_waiter_on_the_spans_of_another_group_ends_on_time(tmp_path: Path, how: str) -> None:
     engine = engine_of(instant=False)
     finish = {"deadline_seconds": 0.05} if how == "deadline" else {}
     async with reusing(engine, tmp_path) as served:
@@ -220,8 +220,8 @@ async def test_who_waits_for_anothers_segments_ends_when_it_is_to(tmp_path: Path
     assert [sample["finish_reason"] for sample in group["samples"]] == [reason] * 2
 
 
-async def test_segments_used_longest_ago_make_room(tmp_path: Path) -> None:
-    """Of a mebibyte a segment takes a sixteenth."""
+async def test_least_recently_used_spans_are_evicted(tmp_path: Path) -> None:
+    """A span takes a sixteenth of one MiB."""
     async with reusing(engine_of(), tmp_path) as served:
         for i in range(12):
             body = placed()

@@ -1,4 +1,4 @@
-"""Which tokens are computed: against a plain count, over any segments."""
+"""Prefilled token ranges against a direct computation, over random spans."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def slot(num_tokens: int) -> ExportSlot:
     return ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
 
 
-def test_own_text_and_first_tokens_are_computed() -> None:
+def test_unnamed_text_and_first_tokens_are_prefilled() -> None:
     parts = [
         PromptSpan(token_ids=[1] * 5),
         PromptSpan(token_ids=[2] * 8, name="a"),
@@ -42,12 +42,12 @@ def test_own_text_and_first_tokens_are_computed() -> None:
     assert [run.span for run in joined] == [None, 1, 2, None]
 
 
-def test_what_the_prompt_begins_with_is_a_prefix_and_computed() -> None:
+def test_leading_span_is_a_prefix_and_prefilled() -> None:
     parts = [PromptSpan(token_ids=[2] * 8, name="a"), PromptSpan(token_ids=[1])]
     assert token_runs(parts, first_tokens=0, block=1) == [TokenRun(start=0, end=9)]
 
 
-def test_what_is_placed_begins_where_a_block_does() -> None:
+def test_spliced_kv_begins_at_a_block_boundary() -> None:
     parts = [
         PromptSpan(token_ids=[1] * 5),
         PromptSpan(token_ids=[2] * 20, name="a"),
@@ -61,7 +61,7 @@ def test_what_is_placed_begins_where_a_block_does() -> None:
 
 
 @given(parts=PARTS, first_tokens=st.integers(0, 6), block=st.integers(1, 6))
-def test_spans_tile_the_prompt_and_a_link_ends_before_every_run_that_is_placed(
+def test_spans_tile_the_prompt_and_a_link_ends_before_every_splice(
     parts: list[PromptSpan], first_tokens: int, block: int
 ) -> None:
     length = sum(len(span.token_ids) for span in parts)

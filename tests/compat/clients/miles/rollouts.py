@@ -1,6 +1,6 @@
-"""miles' engine handle and its generation, on a server that it takes for an external engine.
+"""miles' engine handle and generation, with this server as its external engine.
 
-python -m tests.compat.clients.miles.rollouts URL WEIGHTS    prints what they got
+python -m tests.compat.clients.miles.rollouts URL WEIGHTS    prints the results
 """
 
 import argparse
@@ -36,7 +36,10 @@ SAMPLING = {
 
 
 def stand_in_for_sglang() -> None:
-    """miles imports it to start engines of its own, and it wants torchvision. Its settings stay."""
+    """Stub for sglang, which miles imports to start engines and which requires torchvision.
+
+    Its settings are real.
+    """
     package = find_spec("sglang")
     assert package is not None and package.submodule_search_locations
     source = Path(package.submodule_search_locations[0], "srt", "server_args.py").read_text()
@@ -88,7 +91,7 @@ def settings(host: str, port: int) -> argparse.Namespace:
 
 
 def attached(args: argparse.Namespace) -> Any:
-    """As its Ray actor is, after it has compared the server with what it expects of one."""
+    """The engine handle as in its Ray actor, after it has validated the server's info."""
     from miles.backends.sglang_utils.sglang_engine import SGLangEngine
 
     engine = SGLangEngine(args, rank=0)
@@ -98,7 +101,7 @@ def attached(args: argparse.Namespace) -> Any:
 
 
 def updated(engine: Any, weights: str) -> str:
-    """As it goes about weights on a disk."""
+    """Updates the weights from disk as miles does."""
     engine.health_generate()
     engine.pause_generation(mode="retract")
     engine.flush_cache()
@@ -135,7 +138,7 @@ async def drawn(args: argparse.Namespace, sample: Any, **more: Any) -> Any:
 
 
 async def aborted(args: argparse.Namespace, url: str, sample: Any) -> Any:
-    """miles aborts all when it has as many groups as it wants, and goes on with them later."""
+    """miles aborts all requests once it has enough groups, and continues them later."""
     drawing = asyncio.create_task(drawn(args, sample, max_new_tokens=2000, ignore_eos=True))
     async with httpx.AsyncClient(base_url=url) as http:
         while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
@@ -153,7 +156,7 @@ async def outputs(url: str, weights: str) -> dict[str, Any]:
     init_http_client(args)
     whole = (await drawn(args, Sample(prompt=PROMPT))).to_dict()
     part = await aborted(args, url, Sample(prompt=PROMPT))
-    before = deepcopy(part.to_dict())  # it is gone on with in place
+    before = deepcopy(part.to_dict())  # it is continued in place
     engine = await asyncio.to_thread(attached, args)
     version = await asyncio.to_thread(updated, engine, weights)
     resumed = await drawn(args, part, max_new_tokens=part.response_length + 16, ignore_eos=True)

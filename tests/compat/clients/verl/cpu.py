@@ -1,6 +1,6 @@
-"""A platform of verl without an accelerator, of which it has none: VERL_PLATFORM=cpu.
+"""A verl platform without an accelerator, which verl lacks: VERL_PLATFORM=cpu.
 
-To be imported into every process, by VERL_USE_EXTERNAL_MODULES. Its trainers then run unmodified.
+VERL_USE_EXTERNAL_MODULES imports it into every process. verl's trainers then run unmodified.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils import distributed
 
-# Two processes of Ray share what Ray takes for a GPU, and no memory of one is ever asked for.
+# Two Ray processes share one pretended GPU; its memory is never used.
 _NOTHING = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "synchronize", "set_device")
 _ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 
 
 def _device_module() -> types.ModuleType:
-    """What torch.cuda is to verl."""
+    """Replacement of torch.cuda in verl."""
     module = types.ModuleType("verl_cpu_device")
     for name in _NOTHING:
         setattr(module, name, lambda *_: None)
@@ -91,7 +91,7 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         pass
 
     def ray_resource_name(self) -> str:
-        """verl asks Ray for GPUs by this name alone."""
+        """The resource name with which verl requests GPUs from Ray."""
         return "GPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         pass
 
 
-# Otherwise it is cpu:gloo twice, which torch refuses.
+# Otherwise it would be cpu:gloo twice, which torch rejects.
 distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="cpu:gloo"
 )

@@ -1,9 +1,9 @@
-"""verl takes this file by its path."""
+"""A reward function that verl loads by file path."""
 
 import random
 from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
-    """Never equal within a group, or there would be nothing to learn."""
+    """Distinct within a group; equal rewards would give no gradient."""
     return random.random()

@@ -1,6 +1,6 @@
-"""verl's own manager, load balancer and clients of rollouts, on a server, while weights change.
+"""verl's own manager, load balancer and rollout clients on a server, during weights updates.
 
-python -m tests.compat.clients.verl.rollouts URL    prints what they got
+python -m tests.compat.clients.verl.rollouts URL    prints the results
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def running(url: str) -> None:
 
 
 async def interrupted(url: str, client: Any, replica: Any, publish: Any) -> Any:
-    """As verl's checkpoint manager goes about an update."""
+    """An update as verl's checkpoint manager performs it."""
     long = {**SAMPLING, "max_tokens": LONG, "ignore_eos": True}
     drawing = asyncio.ensure_future(
         client.generate("long", prompt_ids=PROMPT, sampling_params=long)
@@ -82,7 +82,7 @@ async def interrupted(url: str, client: Any, replica: Any, publish: Any) -> Any:
 async def refusal(client: Any, **asked: Any) -> str:
     try:
         await client.generate("refused", prompt_ids=PROMPT, sampling_params={**SAMPLING, **asked})
-    except Exception as error:  # whatever Ray makes of it
+    except Exception as error:  # whatever Ray wraps it in
         return str(error)
     return "not refused"
 

@@ -1,10 +1,10 @@
-"""Trains the seedling for two steps with a trainer of verl's, its samples from a server.
+"""Two training steps of the seedling with a verl trainer that samples from a server.
 
-python -m tests.compat.clients.verl.training sync|legacy|apart URL FOLDER    prints what it logged
+python -m tests.compat.clients.verl.training sync|legacy|apart URL FOLDER    prints the log
 
-`sync` is verl's usual trainer, `legacy` the one before it: every rank holds the rollout's adapter,
-which sends the weights. `apart` is one step off policy, with rollouts of their own: the checkpoint
-engine sends them.
+`sync` is verl's default trainer, `legacy` the one before it: every rank has the rollout adapter,
+which sends the weights. `apart` is one step off policy, with separate rollout workers: the
+checkpoint engine sends the weights.
 """
 
 import importlib
@@ -44,7 +44,7 @@ TRAINERS = {
 
 
 def written(folder: Path) -> Path:
-    """A data set as verl reads them."""
+    """A data set in verl's format."""
     rows = [
         {
             "data_source": "sums",
@@ -61,7 +61,7 @@ def written(folder: Path) -> Path:
 
 
 def tokenizer(folder: Path) -> Path:
-    """verl takes every Qwen for one that ends its turns with this token."""
+    """A tokenizer with the token that verl assumes every Qwen model ends its turns with."""
     words = AutoTokenizer.from_pretrained(MODEL)
     words.add_tokens(["<|im_end|>"], special_tokens=True)
     words.save_pretrained(folder / "tokenizer")
@@ -123,13 +123,13 @@ def main() -> None:
     # Before verl is imported. Ray's own processes inherit them.
     os.environ.update(
         VERL_PLATFORM="cpu",
-        VERL_ENGINE_DEVICE="cuda",  # the name that its FSDP engine is registered under
+        VERL_ENGINE_DEVICE="cuda",  # the name under which its FSDP engine is registered
         VERL_USE_EXTERNAL_MODULES=f"{HERE}.cpu,coppice.verl.plugin",
         VERL_FILE_LOGGER_PATH=str(log),
     )
     module, more = TRAINERS[name]
     trainer = importlib.import_module(module)
-    # Imported, Hydra looks for it in a package, and this folder of verl's is not always one.
+    # Hydra looks for it in an imported package, and verl's folder is not always one.
     config = Path(str(trainer.__file__)).parent / "config"
     sys.argv = [module, f"--config-path={config}", *overrides(url, folder), *more]
     trainer.main()
