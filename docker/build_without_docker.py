@@ -59,7 +59,7 @@ body = json.dumps({"groups": [group], "sampling": {"max_tokens": 32}}).encode()
 head = {"Content-Type": "application/json"}
 from kernels.draft_index import store
 from kernels.shared_prefix_attention import cpu
-assert store.built() and cpu.built(), "what is compiled"
+assert store.is_built() and cpu.is_built(), "what is compiled"
 answer = json.load(r.urlopen(r.Request(url + "/v1/rollouts", body, head)))
 assert r.urlopen(url + "/openapi.yaml").read().startswith(b"openapi:")
 print("outcome", answer["outcome"], [len(s["token_ids"]) for s in answer["groups"][0]["samples"]])

@@ -20,9 +20,9 @@ COPY kernels kernels
 COPY examples examples
 # What could not be compiled is left out of a wheel without a word: here it has to be there.
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
-    && /opt/coppice/bin/python -P -c "import kernels.draft_index.store as s; assert s.built()" \
+    && /opt/coppice/bin/python -P -c "import kernels.draft_index.store as s; assert s.is_built()" \
     && { [ "$(uname -m)" != x86_64 ] \
-        || /opt/coppice/bin/python -P -c "import kernels.shared_prefix_attention.cpu as c; assert c.built()"; } \
+        || /opt/coppice/bin/python -P -c "import kernels.shared_prefix_attention.cpu as c; assert c.is_built()"; } \
     && /opt/coppice/bin/pip uninstall -qq -y pip
 
 FROM ${BASE}

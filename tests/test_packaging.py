@@ -154,7 +154,7 @@ def test_files_copied_into_an_image_build_the_complete_wheel(file: Path, tmp_pat
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 def test_compiled_kernel_is_found_outside_the_checkout(server_wheel: Path, tmp_path: Path) -> None:
     python = install(server_wheel, tmp_path / "env")
-    script = "from kernels.shared_prefix_attention import cpu; print(cpu.LIBRARY, cpu.built())"
+    script = "from kernels.shared_prefix_attention import cpu; print(cpu.LIBRARY, cpu.is_built())"
     where, built = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(where).is_relative_to(tmp_path) and built == "True"
 

@@ -79,7 +79,7 @@ class InMemoryRegistry:
     async def withdraw(self, version: str) -> None:
         self._manifests.pop(version, None)
 
-    async def target(self, target: ActivationTarget) -> ActivationTarget:
+    async def set_target(self, target: ActivationTarget) -> ActivationTarget:
         if self._target is None or target.epoch > self._target.epoch:
             self._target = target
         return self._target

@@ -86,7 +86,7 @@ class RedisRegistry:
         async with self._translate_errors():
             await self._redis.hdel(self._prefix + "manifests", version)
 
-    async def target(self, target: ActivationTarget) -> ActivationTarget:
+    async def set_target(self, target: ActivationTarget) -> ActivationTarget:
         arguments = (target.epoch, TARGET.dump_json(target))
         current = await self._call(self._target_script, self._keys("order"), *arguments)
         return parse_entry(TARGET, current) or target

@@ -8,7 +8,7 @@ balance.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Seen:
     """One caller's view: the rollout ID it received, and its answer or problem."""
 
     rollout: Rollout | None = None
+    groups: Sequence[Group] = ()
     answer: RolloutAnswer | None = None
     problem: ServiceError | None = None
 
@@ -75,6 +76,7 @@ class World:
             seen.rollout = await rollouts.start(
                 request, owner="local", detached=detached, claim=claim
             )
+            seen.groups = seen.rollout.groups  # an ended rollout drops them
             try:
                 seen.answer = await seen.rollout.answer()
             finally:
@@ -183,8 +185,11 @@ def check(world: World) -> None:
     """Asserts that everything ended once, with the same outcome in every account."""
     server = world.server
     started = {seen.rollout.id: seen.rollout for _, seen in world.callers if seen.rollout}
+    groups = {
+        seen.rollout.id: seen.groups for _, seen in world.callers if seen.rollout and seen.groups
+    }
     ended = [rollout for rollout in started.values() if rollout.ended]
-    assert len(ended) == len(started)
+    assert len(ended) == len(started) == len(groups)
     assert not world.engine.running, "a sample outlived its group"
     assert server.admission.num_samples == 0
     server.admission.check()
@@ -193,11 +198,11 @@ def check(world: World) -> None:
         assert task.cancelled() or (seen.answer is None) != (seen.problem is None)
     for rollout in ended:
         if rollout.error is None:
-            pairs = zip(rollout.groups, rollout.answers(), strict=True)
+            pairs = zip(groups[rollout.id], rollout.answers(), strict=True)
             assert all(_is_complete(group_, answer) for group_, answer in pairs)
-        _check_versions(rollout)
+        _check_versions(groups[rollout.id], rollout.answers())
     outcomes = Counter(answer.outcome for r in ended for answer in r.answers())
-    outcomes["failed"] += sum(len(r.groups) - len(r.answers()) for r in ended)
+    outcomes["failed"] += sum(len(groups[r.id]) - len(r.answers()) for r in ended)
     assert {k: v for k, v in outcomes.items() if v} == _counted(server)
     _check_keys(world, ended)
 
@@ -211,8 +216,8 @@ def _is_complete(group_: Group, answer: GroupAnswer) -> bool:
     return answer.num_samples == group_.n or answer.outcome in ("partial", "cancelled")
 
 
-def _check_versions(rollout: Rollout) -> None:
-    for group_, answer in zip(rollout.groups, rollout.answers(), strict=False):
+def _check_versions(groups: Sequence[Group], answers: Sequence[GroupAnswer]) -> None:
+    for group_, answer in zip(groups, answers, strict=False):
         for part in [*answer.samples, *(answer.segments or ())]:
             spans = part.versions
             assert sum(span.end - span.start for span in spans) == len(part.token_ids)

@@ -65,7 +65,7 @@ def test_kernel_loads_no_openmp_runtime_of_its_own() -> None:
     script = (
         "import re, torch; torch.ones(10**6).sum(); "
         "maps = lambda: set(re.findall(r'/.*lib[gi]?omp.*', open('/proc/self/maps').read())); "
-        "before = maps(); from kernels.shared_prefix_attention import cpu; assert cpu.built(); "
+        "before = maps(); from kernels.shared_prefix_attention import cpu; assert cpu.is_built(); "
         "assert maps() == before, maps() - before; assert len(before) == 1, before"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

@@ -100,7 +100,7 @@ class ActivationCoordinator:
             epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback
         )
         try:
-            current_target = await self._fleet.registry.target(target)
+            current_target = await self._fleet.registry.set_target(target)
         except RegistryUnavailable:
             log.warning(
                 "%s is not announced to the cluster yet: the registry does not respond", label

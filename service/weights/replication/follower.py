@@ -181,7 +181,7 @@ class Follower:
         await self._announcer.sync(view, self._announce_one)
         own_target = self._last_target
         if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
-            await self._fleet.registry.target(own_target)
+            await self._fleet.registry.set_target(own_target)
 
     async def _announce_one(self, version: Version) -> bool:
         """Announce a version; returns whether no further attempt is needed."""

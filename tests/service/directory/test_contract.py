@@ -173,6 +173,6 @@ async def test_later_of_two_activation_targets_wins(directory: ClusterRegistry) 
     first = ActivationTarget(epoch=1, version="v1")
     second = ActivationTarget(epoch=2, version="v0", mode="wait", allow_rollback=True)
     rival = ActivationTarget(epoch=2, version="v9")
-    stood = [await directory.target(target) for target in (first, second, rival, first)]
+    stood = [await directory.set_target(target) for target in (first, second, rival, first)]
     assert stood == [first, second, second, second]
     assert (await directory.beat(A, ttl_seconds=LONG)).target == second

@@ -301,7 +301,7 @@ async def test_unreadable_entry_blocks_no_replica(redis: RedisServer, unreadable
         ActivationTarget(epoch=1, version="v1"),
     )
     await known.publish(manifest)
-    assert await known.target(target) == target
+    assert await known.set_target(target) == target
     view = await known.beat(ME, ttl_seconds=9)
     await known.close()
     assert (dict(view.manifests), view.target) == ({"v1": manifest}, target)

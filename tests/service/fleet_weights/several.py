@@ -41,8 +41,8 @@ class Faulty(InMemoryRegistry):
     async def publish(self, manifest: Manifest) -> None:
         await self._heard(super().publish(manifest))
 
-    async def target(self, target: ActivationTarget) -> ActivationTarget:
-        return await self._heard(super().target(target))
+    async def set_target(self, target: ActivationTarget) -> ActivationTarget:
+        return await self._heard(super().set_target(target))
 
     async def _heard(self, work: Coroutine[Any, Any, T]) -> T:
         if self.silent:
@@ -52,12 +52,12 @@ class Faulty(InMemoryRegistry):
 
     @property
     def ordered(self) -> str | None:
-        return None if self._order is None else self._order.version
+        return None if self._target is None else self._target.version
 
     def forget(self) -> None:
         self._manifests.clear()
         self._replicas.clear()
-        self._order = None
+        self._target = None
 
 
 def sections(**weights: Any) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,7 @@ async def test_joiner_does_not_wait_past_its_timeout_for_a_stalled_source(
     directory = InMemoryRegistry()
     async with mute_peer() as peer:
         await peer.shows_itself(directory)
-        await directory.target(ActivationTarget(epoch=1, version="v9"))
+        await directory.set_target(ActivationTarget(epoch=1, version="v9"))
         short = sections(catch_up_seconds=0.5)
         async with replica(tmp_path / "late", FakeEngine(), directory, False, **short) as late:
             await eventually(lambda: is_ready(late))

@@ -184,8 +184,8 @@ async def test_flushed_registry_is_filled_again(tmp_path: Path) -> None:
         await put(replicas[0], "v2", NEW)
         await eventually(lambda: replicas[1].server.versions.find("v2") is not None)
         directory.forget()
-        await eventually(lambda: directory._order is not None and "v1" in directory._manifests)
-        assert directory._order is not None and directory._order.version == "v1"
+        await eventually(lambda: directory._target is not None and "v1" in directory._manifests)
+        assert directory._target is not None and directory._target.version == "v1"
         await eventually(lambda: "v2" in directory._manifests)
         assert (await activate(replicas[1], "v2")).json()["behind"] == []
 

@@ -51,7 +51,7 @@ async def test_foreign_registry_entries_have_no_effect(tmp_path: Path, manifest:
         )
         await directory.beat(liar, ttl_seconds=600)
         await directory.publish(manifest)
-        await directory.target(ActivationTarget(epoch=1, version=manifest.version))
+        await directory.set_target(ActivationTarget(epoch=1, version=manifest.version))
         await eventually(lambda: one[0].server.fleet_weights.num_failed() == 1)
         assert serves(one[0], "v0") and not engines[0].loaded
         folder = one[0].server.checkpoints.folder("x").parent
