@@ -8,7 +8,7 @@ from typing import Any
 from coppice.wire.rollouts import RolloutAnswer
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer
-from tests.service.kv.asked import asking
+from tests.service.prompt_kv.asked import asking
 from tests.serving import Served
 
 NUM_BYTES = 16 * 10**6

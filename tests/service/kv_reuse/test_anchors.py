@@ -11,7 +11,7 @@ from engine.protocol import SampleRequest
 from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment
+from tests.service.kv_reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment
 from tests.service.test_rollouts import running_samples
 from tests.serving import Served
 

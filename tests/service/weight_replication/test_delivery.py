@@ -10,7 +10,9 @@ from service.weights.replication.load_history import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.redis_server import redis_server
-from tests.service.fleet_weights.several import (
+from tests.service.test_rollouts import body, group
+from tests.service.test_weight_deltas import delta, put
+from tests.service.weight_replication.several import (
     DIRECTORY,
     NEW,
     OLD,
@@ -23,8 +25,6 @@ from tests.service.fleet_weights.several import (
     serves,
     several,
 )
-from tests.service.test_rollouts import body, group
-from tests.service.test_weight_deltas import delta, put
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,9 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ActivationTarget, Manifest, ManifestFile, Replica
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
-from tests.service.fleet_weights.several import (
+from tests.service.keyfile import bearer, write_keys
+from tests.service.test_weight_deltas import put
+from tests.service.weight_replication.several import (
     NEW,
     OLD,
     activate,
@@ -18,8 +20,6 @@ from tests.service.fleet_weights.several import (
     serves,
     several,
 )
-from tests.service.keyfile import bearer, write_keys
-from tests.service.test_weight_deltas import put
 
 pytestmark = pytest.mark.slow
 BAD_FILES = [

@@ -10,8 +10,9 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.http.errors import VersionConflict
 from service.weights.replication.downloader import READ_TIMEOUT_SECONDS
-from tests.service.fleet_weights.mute import mute_peer
-from tests.service.fleet_weights.several import (
+from tests.service.test_weight_deltas import put
+from tests.service.weight_replication.mute import mute_peer
+from tests.service.weight_replication.several import (
     NEW,
     OLD,
     Faulty,
@@ -21,7 +22,6 @@ from tests.service.fleet_weights.several import (
     serves,
     several,
 )
-from tests.service.test_weight_deltas import put
 
 pytestmark = pytest.mark.slow
 

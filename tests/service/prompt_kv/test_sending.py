@@ -12,7 +12,7 @@ import uvloop
 from service.http.protocol import SEND_BODY_EXTENSION
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.socket_sender import SocketSender
-from tests.service.kv.readers import (
+from tests.service.prompt_kv.readers import (
     CAPACITY,
     NUM_BYTES,
     exporting,
@@ -21,7 +21,7 @@ from tests.service.kv.readers import (
     silent_reader,
     until,
 )
-from tests.service.kv.test_slots import Clock, sealed
+from tests.service.prompt_kv.test_slots import Clock, sealed
 from tests.serving import serving
 
 pytestmark = pytest.mark.slow

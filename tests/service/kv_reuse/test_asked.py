@@ -7,7 +7,7 @@ import pytest
 
 from coppice import AsyncRollouts, PromptSegment, Reuse
 from tests.fake_engine import FakeEngine
-from tests.service.reuse.asking import TALE, TOOL, answered, asked, reusing, segment
+from tests.service.kv_reuse.asking import TALE, TOOL, answered, asked, reusing, segment
 from tests.serving import serving
 
 TREE = {"mode": "interval", "interval": 2, "max_depth": 2, "max_leaves": 4}

@@ -9,7 +9,7 @@ import pytest
 from engine.kv_types import ExportStatus
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing
+from tests.service.kv_reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing
 from tests.service.test_rollouts import running_samples
 
 PROMPT = [*OWN, *TOOL, *TALE, *ASK]

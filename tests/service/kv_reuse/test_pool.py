@@ -13,7 +13,7 @@ from service.kv_reuse.anchors import (
 from service.kv_reuse.kv_distance import DistanceCache
 from service.kv_reuse.layout import PromptSpan
 from service.kv_reuse.prefix_order import Scope
-from tests.service.reuse.pool import SCOPE, a_pool, prompt_of, template
+from tests.service.kv_reuse.pool import SCOPE, a_pool, prompt_of, template
 
 
 async def test_written_anchor_is_found_by_its_context(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.template import template_of
 from service.prompt_kv.allocator import Extent
-from tests.service.reuse.pool import SCOPE, prompt_of
+from tests.service.kv_reuse.pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)

@@ -16,7 +16,7 @@ from engine.protocol import EngineInfo
 from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
-from tests.service.kv.asked import PROMPT, asking, groups, handle
+from tests.service.prompt_kv.asked import PROMPT, asking, groups, handle
 from tests.serving import Served, serving
 
 LONG = list(range(200)) + list(range(200))

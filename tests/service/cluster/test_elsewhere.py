@@ -14,7 +14,7 @@ from service.cluster.in_memory import InMemoryRegistry
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv.asked import handle
+from tests.service.prompt_kv.asked import handle
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 

@@ -13,7 +13,7 @@ from service.prompt_kv import nixl
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv.asked import asking, handle
+from tests.service.prompt_kv.asked import asking, handle
 from tests.serving import Served, serving
 
 

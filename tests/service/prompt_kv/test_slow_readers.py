@@ -10,8 +10,8 @@ from coppice.prompt_kv.http_client import Download, KvHttpClient
 from coppice.transport.address import parse_address
 from coppice.transport.redirect_policy import RedirectPolicy
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv.asked import handle
-from tests.service.kv.readers import (
+from tests.service.prompt_kv.asked import handle
+from tests.service.prompt_kv.readers import (
     CAPACITY,
     HASTE,
     NUM_BYTES,

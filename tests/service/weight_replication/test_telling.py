@@ -10,7 +10,7 @@ from service.cluster.registry import ClusterView, Replica
 from service.cluster.settings import DirectorySettings
 from service.weights.replication.announcer import Announcer
 from service.weights.versions import Version, Versions, first_version
-from tests.service.fleet_weights.several import Faulty
+from tests.service.weight_replication.several import Faulty
 
 ME = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 

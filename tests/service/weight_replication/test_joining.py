@@ -9,8 +9,10 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ActivationTarget
 from tests.fake_engine import FakeEngine
 from tests.fleet import replica
-from tests.service.fleet_weights.mute import mute_peer
-from tests.service.fleet_weights.several import (
+from tests.service.test_rollouts import body, group
+from tests.service.test_weight_deltas import put
+from tests.service.weight_replication.mute import mute_peer
+from tests.service.weight_replication.several import (
     NEW,
     OLD,
     Faulty,
@@ -24,8 +26,6 @@ from tests.service.fleet_weights.several import (
     serves,
     several,
 )
-from tests.service.test_rollouts import body, group
-from tests.service.test_weight_deltas import put
 
 pytestmark = pytest.mark.slow
 

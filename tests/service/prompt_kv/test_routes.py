@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv.asked import PROMPT, asking, handle
+from tests.service.prompt_kv.asked import PROMPT, asking, handle
 from tests.serving import Served, serving
 
 
