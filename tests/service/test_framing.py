@@ -13,7 +13,7 @@ from service.auth.access import public
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import Raw, raw
-from tests.service.test_edges import HEAD, SOON, alive
+from tests.service.test_http_limits import HEAD, SOON, alive
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving
 

@@ -9,7 +9,7 @@ from engine.errors import StartFailed
 from engine.protocol import SharedPrefixStats
 from service.kv_reuse.store import SegmentCache
 from tests.fake_engine import FakeEngine
-from tests.service.test_continue_from import started
+from tests.service.test_resume import started
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, upload
 from tests.serving import Served, serving

@@ -16,7 +16,7 @@ from service.observability.dashboard import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.asked import handle
-from tests.service.test_open_trees import open_tree
+from tests.service.test_external_trees import open_tree
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.trees import asked
 from tests.serving import Served, serving, settings_for

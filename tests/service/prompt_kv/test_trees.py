@@ -13,7 +13,7 @@ from coppice.wire.packed import MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.prompt_kv.test_exports import data, exporting, swapped
-from tests.service.test_open_trees import Opened, open_tree
+from tests.service.test_external_trees import Opened, open_tree
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, path
 from tests.serving import Served, serving
