@@ -21,7 +21,7 @@ from bench.harness.graph_arms import Arm, Captured, Request
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shape import GraphShape

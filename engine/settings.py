@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15

@@ -32,7 +32,7 @@ from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, LoadFailed, RequestRefused, StartFailed
 from engine.io import token_text
 from engine.io.chat import ChatProcessor
-from engine.io.prompt_logprobs import prompt_logprobs_of
+from engine.io.score_tokens import prompt_logprobs_of
 from engine.io.vllm_types import (
     PendingSample,
     parse_top_logprobs,
@@ -59,8 +59,8 @@ from engine.protocol import (
     TopLogprobs,
 )
 from engine.runtime import shared_memory
+from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
-from engine.runtime.rpc import await_engine
 from engine.runtime.temp_dir import TempDir
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import lifecycle as speculation_start
@@ -320,7 +320,7 @@ class VllmEngine:
         shared_memory.remove_leftovers()
 
     async def _abort_start(self) -> None:
-        """Make a running start fail, because it cannot be cancelled."""
+        """Kill vLLM's processes until the start in progress fails; it cannot be cancelled."""
         while self._start_future is not None and not self._start_future.done():
             kill_processes()
             await asyncio.wait({self._start_future}, timeout=KILL_RETRY_SECONDS)

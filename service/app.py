@@ -14,21 +14,21 @@ from service.auth.access import authorize
 from service.auth.keyring import Keyring
 from service.cluster.registry import ClusterRegistry
 from service.compat.app import RouteAudience, create_compat_app
-from service.compat.request_ids import RequestIds
-from service.compat.weight_updates import WeightUpdates
+from service.compat.running_requests import RequestIds
+from service.compat.weight_update_protocol import WeightUpdates
 from service.config.settings import Settings
 from service.http import exception_handlers
 from service.http.cross_site import AllowedHosts
 from service.http.limits import LimitsMiddleware
-from service.http.middleware import RequestContextMiddleware
+from service.http.request_context import RequestContextMiddleware
 from service.routes import (
     adapters,
     control,
-    documents,
     drafter,
     health,
     kv,
     metrics,
+    openapi,
     rollouts,
     score,
     status,
@@ -39,7 +39,7 @@ from service.routes import (
 )
 from service.server import Server
 
-CALLER_ROUTES = (rollouts, trees, score, kv, weight_files, status, health, documents)
+CALLER_ROUTES = (rollouts, trees, score, kv, weight_files, status, health, openapi)
 OPERATOR_ROUTES = (weights, adapters, drafter, control, metrics)
 
 

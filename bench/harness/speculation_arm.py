@@ -140,7 +140,7 @@ class Arm:
 
     def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> RunResult:
         """Run a workload. With `texts`, the samples generate these."""
-        from engine.speculation.request_slots import GROUP_ARG
+        from engine.speculation.request_table import GROUP_ARG
 
         came, ids = RunResult(), []
         self._switch_to(name.removesuffix(GNU))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 from engine.cudagraphs.memory_model import estimate_memory
 from engine.cudagraphs.planner import plan
 from engine.cudagraphs.report import compare, render

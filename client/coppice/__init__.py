@@ -50,12 +50,12 @@ from coppice.plot import plot_tree
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.source import KvSource
 from coppice.prompts import PromptLike
-from coppice.pruning import pruned_by_depth, pruned_by_width
 from coppice.results import Group, RolloutResult
 from coppice.retry import Retry
 from coppice.samples import Sample
 from coppice.scores import Score
 from coppice.tree import Segment, Tree
+from coppice.tree_pruning import pruned_by_depth, pruned_by_width
 from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import LoadFailed, RequestRefused
-from engine.runtime.rpc import await_engine
+from engine.runtime.await_engine import await_engine
 
 log = logging.getLogger(__name__)
 

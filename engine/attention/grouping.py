@@ -19,7 +19,7 @@ from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrouping:
-    """Leading rows of a step, with its first `num_tokens` tokens, computed by `plan`."""
+    """Sharing plan for the first `num_rows` rows, and `num_tokens` tokens, of a step."""
 
     plan: SharingPlan
     num_rows: int
@@ -27,7 +27,7 @@ class StepGrouping:
 
 
 class StepGrouper:
-    """Groups the rows of steps; one per group of layers that share a block table.
+    """Groups a step's rows by shared prefix; one instance per set of layers with one block table.
 
     `mode` may change between two steps.
     """

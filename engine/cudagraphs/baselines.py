@@ -9,7 +9,7 @@ it may be chosen; its graphs without drafts are not reduced.
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 from engine.cudagraphs.shape import GraphShape, decode, mixed
 
 CEILING_TOKENS = 512  # vLLM's limit, except on data-center Blackwell GPUs

@@ -9,7 +9,7 @@ token costs one more.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.cudagraphs.dispatch import GraphLookup
+from engine.cudagraphs.graph_lookup import GraphLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.shape import GraphShape
 

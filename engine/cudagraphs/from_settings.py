@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_lengths import DraftLengthTiers, default_tiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers, default_tiers
 from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shape_trace import Trace, read_trace

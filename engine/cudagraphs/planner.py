@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes
-from engine.cudagraphs.dispatch import PerLengthLookup
 from engine.cudagraphs.evaluate import step_cost
 from engine.cudagraphs.frequency import ShapeWeights, shape_weights
+from engine.cudagraphs.graph_lookup import PerLengthLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.shape import GraphShape, decode, mixed
 from engine.cudagraphs.shape_trace import Trace

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.cudagraphs.baselines import CaptureLimits, tlt_shapes, vllm_shapes
-from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
 from engine.cudagraphs.evaluate import PlanScore, score
+from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import GraphShape

@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.kv_types import KvFormat
 from engine.protocol import EngineInfo, KvReason
-from engine.runtime.rpc import await_engine
+from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)

@@ -72,7 +72,7 @@ def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def engine_processes() -> dict[int, str]:
-    """The engine's processes: all descendants of the service that vLLM has named."""
+    """Pids and names of the engine's processes; vLLM gives them names that begin with VLLM."""
     named = {}
     for child in psutil.Process(os.getpid()).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # other children may exit meanwhile

@@ -18,8 +18,8 @@ from vllm.lora.request import LoRARequest
 from engine.attention import counters as attention
 from engine.cudagraphs.counters import COUNTERS as GRAPHS
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
-from engine.kv_transfer.worker import support
-from engine.kv_transfer.worker.support import KvExportInfo
+from engine.kv_transfer.worker import rpc
+from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.runtime.guard import Failure, attempt
 from engine.speculation import counters as speculation
 from engine.weights import reload
@@ -143,11 +143,11 @@ class WorkerExtension:
 
     def coppice_prepare_kv_export(self) -> KvExportInfo | str:
         """This rank's export format, or the reason why it cannot export."""
-        answer = attempt(support.prepare, self.vllm_config, self.model_runner.model)
+        answer = attempt(rpc.prepare, self.vllm_config, self.model_runner.model)
         return answer.message if isinstance(answer, Failure) else answer
 
     def coppice_flush_exports(self) -> bool:
-        return not isinstance(attempt(support.flush), Failure)
+        return not isinstance(attempt(rpc.flush), Failure)
 
     def coppice_attach_proposer(self) -> bool:
         """Attach the proposer. All ranks sample identically; only the drafts of rank 0 are used."""

@@ -11,7 +11,11 @@ MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A patch. `processes` are prefixes of process names; the empty prefix matches all."""
+    """A patch of vLLM code.
+
+    `processes` are prefixes of the names of the processes that need it; the empty prefix matches
+    all.
+    """
 
     name: str
     install: Callable[[], None]

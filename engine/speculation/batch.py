@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.speculation.request_slots import TrackedRequest
+from engine.speculation.request_table import TrackedRequest
 from kernels.draft_index.interface import DraftBatch, Int32Array
 
 

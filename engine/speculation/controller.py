@@ -56,7 +56,7 @@ MIN_REST_STEPS, MAX_REST_STEPS = 512, 16384
 
 
 class Draft(Protocol):
-    """The part of a step's drafts that the controller reads: [rows] and [rows, longest]."""
+    """Drafts of a step: `lengths` is [rows], `probability` [rows, longest draft]."""
 
     @property
     def lengths(self) -> Int32Array: ...

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.protocol import EngineInfo
-from engine.runtime.rpc import await_engine
+from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.profile import ProfileBatch, num_tokens, profile_batches
 from kernels.draft_index.store import is_built

@@ -19,7 +19,7 @@ from engine.runtime.guard import Feature
 
 
 class StepObserver(Protocol):
-    """The drafting component, called before every step."""
+    """Interface of the drafting component that the skipper asks before every step."""
 
     def end(self, ended: Any) -> None:
         """Handle requests that have finished and are about to be dropped by the runner."""
@@ -28,7 +28,7 @@ class StepObserver(Protocol):
         """Return whether a step with this many rows must end with a call for drafts."""
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
-        """Record the time of a step that ran without a draft method."""
+        """Record the duration of a step in which drafting was skipped."""
 
 
 class DraftStepSkipper:

@@ -17,7 +17,7 @@ from engine.speculation.batch import Batch, SentDrafts
 from engine.speculation.controller import Controller
 from engine.speculation.counters import Counters
 from engine.speculation.profile import Profile
-from engine.speculation.request_slots import RequestTable, TrackedRequest
+from engine.speculation.request_table import RequestTable, TrackedRequest
 from kernels.draft_index.interface import DraftBatch, Int32Array, Store
 
 TokenLists = list[list[int]]

@@ -16,7 +16,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index.calibration import MAX_COARSE_COUNT, MAX_COUNT, NUM_CELLS, NUM_COARSE_CELLS
+from kernels.draft_index.acceptance_estimate import (
+    MAX_COARSE_COUNT,
+    MAX_COUNT,
+    NUM_CELLS,
+    NUM_COARSE_CELLS,
+)
 from kernels.draft_index.errors import InvalidStoreFile
 from kernels.draft_index.params import MAX_FINISHED_TEXTS, MAX_MATCH_LENGTH, MAX_TEXT_TOKENS
 

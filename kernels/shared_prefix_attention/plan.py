@@ -16,7 +16,9 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharingPlan:
-    """Ragged lists as flat values with offsets: node i has values[offsets[i]:offsets[i + 1]].
+    """Tree of the prefixes that a step's rows share: each node has cache blocks and rows.
+
+    Ragged lists are flat values with offsets: node i has values[offsets[i]:offsets[i + 1]].
 
     Suffix lengths are not included: kernels read them from the sequence lengths of the step. A plan
     is therefore valid until a row joins, leaves, moves or comes to share a further block.

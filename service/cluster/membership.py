@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
-from service.cluster.claims import Claims
+from service.cluster.idempotency_claims import Claims
 from service.cluster.redirect import RedirectToReplica
 from service.cluster.registry import ClusterRegistry, ClusterView, RegistryUnavailable, Replica
 from service.cluster.settings import DirectorySettings

@@ -191,7 +191,7 @@ class ChatResponseBuilder:
         per_token = token_logprobs.sample_logprobs(self._rollout, 0, sample.index)
         name = await token_names.names(
             self._server.prompts,
-            lambda: token_names.tokenize_prompts(sample, per_token),
+            lambda: token_names.sample_token_ids(sample, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
         return {"content": token_names.chat_logprobs(sample, per_token, name)}

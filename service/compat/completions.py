@@ -143,10 +143,10 @@ class CompletionBuilder:
 
     def _tokens(self, drawn: Drawn) -> Iterator[int]:
         for group, sample in drawn:
-            yield from token_names.tokenize_prompts(sample, self._places(group, sample))
+            yield from token_names.sample_token_ids(sample, self._places(group, sample))
             if self.body.echo and self.prompt_scores is not None:
                 yield from self.prompts[group]
-                yield from token_names.tokens_of_places(self.prompt_scores[group])
+                yield from token_names.top_token_ids(self.prompt_scores[group])
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
         """Choice of one sample.

@@ -49,9 +49,9 @@ def _sglang(info: EngineInfo) -> dict[str, Any]:
 
 
 def _single_node(request: Request) -> dict[str, Any]:
-    """Values that miles compares with those of a server that it would start itself.
+    """Fields that the trainer miles compares with a single-node server that it would launch.
 
-    These include the address.
+    They include the address.
     """
     return {
         "host": request.url.hostname,

@@ -11,7 +11,7 @@ from engine.protocol import PauseMode
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, read_compat_body
 from service.compat.openapi_document import request_body
-from service.compat.request_ids import RunningRequests
+from service.compat.running_requests import RunningRequests
 from service.compat.vllm_control import ADMIN_ERRORS, UPDATE_RESPONSES, EmptyBody, Updates
 from service.http.cross_site import refuse_browsers
 from service.http.errors import InvalidRequest

@@ -10,7 +10,6 @@ from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
 from service.auth.access import Caller, requires_role
 from service.compat.bodies import CompatModel, Flag, ListsOfTokenIds, Text, Texts, read_compat_body
 from service.compat.openapi_document import request_body
-from service.compat.request_ids import RunningRequests
 from service.compat.rollout_adapter import (
     SAMPLE_RESPONSES,
     SamplingJob,
@@ -23,6 +22,7 @@ from service.compat.rollout_adapter import (
     wait_for_answer,
     weight_version_spans,
 )
+from service.compat.running_requests import RunningRequests
 from service.compat.sampling import MaxTokens, SamplingFields, truncate_seed
 from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest

@@ -16,16 +16,18 @@ def id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-async def names(prompts: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool) -> Name:
+async def names(
+    tokenizer: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool
+) -> Name:
     """Naming function for the tokens that `collect` returns; `collect` is called in a thread."""
-    return id_name if as_ids else (await prompts.token_texts(collect)).__getitem__
+    return id_name if as_ids else (await tokenizer.token_texts(collect)).__getitem__
 
 
-def tokenize_prompts(sample: SampleAnswer, per_token: Iterable[TopLogprobs]) -> Iterable[int]:
-    return chain(sample.token_ids, tokens_of_places(per_token))
+def sample_token_ids(sample: SampleAnswer, per_token: Iterable[TopLogprobs]) -> Iterable[int]:
+    return chain(sample.token_ids, top_token_ids(per_token))
 
 
-def tokens_of_places(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
+def top_token_ids(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
     return (ranked.token_id for candidates in per_token for ranked in candidates)
 
 
@@ -45,8 +47,8 @@ def chat_logprobs(
 
 def _entry(token: int, logprob: float, name: Name) -> dict[str, Any]:
     text = name(token)
-    sample_texts = list(text.encode(errors="replace"))
-    return {"token": text, "token_id": token, "logprob": logprob, "bytes": sample_texts}
+    utf8 = list(text.encode(errors="replace"))
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": utf8}
 
 
 def completion_logprobs(

@@ -12,7 +12,7 @@ from service.auth.access import allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, read_compat_body
 from service.compat.openapi_document import request_body
 from service.compat.unsupported_routes import NCCL
-from service.compat.weight_updates import WeightUpdates
+from service.compat.weight_update_protocol import WeightUpdates
 from service.http.errors import (
     ActivationFailed,
     EngineGone,

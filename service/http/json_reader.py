@@ -170,7 +170,7 @@ class _Scan:
             )
 
     def _separate(self, end: int) -> None:
-        """Cut the innermost open container at commas until its piece is short enough.
+        """Add cuts at commas of the innermost open container until its last piece is short enough.
 
         An element that is longer than a piece is not cut here.
         """

@@ -29,7 +29,7 @@ from service.rollouts.group import Group, GroupOptions
 
 
 class KvReuse:
-    """Orders of earlier prompts, the span cache and the anchors; creates groups that use them."""
+    """Span cache, anchors and span orders of earlier prompts; factory of groups that use them."""
 
     def __init__(
         self,

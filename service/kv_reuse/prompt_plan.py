@@ -59,7 +59,7 @@ class PromptPlan(Protocol):
         """
 
     def release(self, *, settled: bool) -> None:
-        """Release all pins, even after an incomplete preparation.
+        """Release the pins on cached spans, even if the preparation did not complete.
 
         `settled`: every request that was to load has ended by itself.
         """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from service.cluster.ids import new_handle_id
 from service.http.errors import KvGone, KvNotFound
+from service.prompt_kv.download_pin import Reading
 from service.prompt_kv.leases import Leases
-from service.prompt_kv.reading import Reading
 from service.prompt_kv.slots import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384

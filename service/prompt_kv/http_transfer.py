@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.protocol import SEND_BODY_EXTENSION, SendBodyExtension
 from service.prompt_kv.byte_range import requested_range
+from service.prompt_kv.download_pin import Reading
 from service.prompt_kv.handles import Handle
 from service.prompt_kv.prompt_kv import PromptKvManager
 from service.prompt_kv.rate_limit import PIECE_BYTES
-from service.prompt_kv.reading import Reading
 from service.prompt_kv.socket_sender import SocketSender
 
 MEDIA_TYPE = "application/octet-stream"

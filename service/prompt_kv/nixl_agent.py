@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from coppice.prompt_kv.nixl import Agent
+from coppice.prompt_kv.nixl_agent import Agent
 from coppice.wire.kv import KvAgent
 
 

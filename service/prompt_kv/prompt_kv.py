@@ -22,7 +22,7 @@ from service.prompt_kv.export_request import ExportRequest
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
 from service.prompt_kv.leases import Leases
-from service.prompt_kv.nixl import NixlAgentProcess
+from service.prompt_kv.nixl_process import NixlAgentProcess
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
 from service.rollouts.admission import DRAINING_RETRY_SECONDS

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from service.http.errors import Overloaded, QuotaExceeded
+from service.prompt_kv.download_pin import Reading
 from service.prompt_kv.rate_limit import RateLimiter, ReaderRate
-from service.prompt_kv.reading import Reading
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.turns import Turns
 

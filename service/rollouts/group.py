@@ -37,7 +37,7 @@ OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 
 class GroupOptions(TypedDict):
-    """Constructor arguments common to all kinds of groups."""
+    """Constructor arguments that `Group` and its subclasses have in common."""
 
     id: str
     index: int

@@ -189,7 +189,7 @@ class RolloutManager:
         owner: str,
         compat_options: CompatOptions,
     ) -> list[Group]:
-        """Create the groups, again if the shared options changed in the meantime.
+        """Create the groups; repeat if their common options changed while they were created.
 
         There is no await after the last comparison.
         """

@@ -134,7 +134,7 @@ class Tokenizer:
         return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
-        """Run a decoding; it counts no characters, so generated tokens are never rejected."""
+        """Run `decode` in the thread. Its queued size is 0, so the queue never rejects it."""
         return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
 
 

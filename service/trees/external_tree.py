@@ -19,9 +19,9 @@ from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import EndReason
 from service.trees.answer import COMPLETE_FINISHES
 from service.trees.branch_result import BranchResult
+from service.trees.branch_validation import check_branch, path_bounds
 from service.trees.group import Fork, TreeGroup
 from service.trees.path import Path
-from service.trees.request import check_branch, path_bounds
 from service.trees.tokens import GeneratedTokens
 from service.trees.tree import Segment
 

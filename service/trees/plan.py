@@ -20,7 +20,7 @@ UNUSED_FIELDS = {
 
 
 def next_cut(length: int, block_size: int) -> int:
-    """Smallest path length >= `length` at which a child prefills a single token.
+    """Smallest path length >= `length` that costs a fork a prefill of one token only.
 
     Full KV blocks of a path are cached, and its last token is always recomputed, so the cheapest
     path to fork is one token longer than a multiple of the block size.

@@ -23,9 +23,9 @@ from bench.graph_pool_gpu import main as bench
 from bench.harness.graph_arms import Captured, schedule
 from bench.harness.paired_runs import Pairs
 from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 from engine.cudagraphs.evaluate import score
+from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
 from engine.cudagraphs.memory_model import estimate_memory
 from engine.cudagraphs.shape_trace import read_trace
 

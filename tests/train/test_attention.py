@@ -14,7 +14,7 @@ from coppice.train.attention import (
     shared_prompt_attention,
 )
 from coppice.train.attention_tiles import AttentionTile, split_into_tiles
-from coppice.train.reference import reference_attention
+from coppice.train.naive import reference_attention
 from coppice.train.spans import Branch, Spans
 
 pytestmark = pytest.mark.slow

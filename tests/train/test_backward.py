@@ -14,7 +14,7 @@ from coppice.train import (
     naive_backward,
 )
 from coppice.train.hf_attention import attending
-from coppice.train.prompts import no_grad_layers
+from coppice.train.prompt_forward import no_grad_layers
 from coppice.train.responses import response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 

@@ -1,4 +1,4 @@
-"""Buffer filled in order by one thread, with parts awaited and verified in others."""
+"""Download buffer: one thread fills it in order, others wait for parts and verify them."""
 
 import threading
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
 from coppice.prompt_kv.http_client import KvHttpClient
-from coppice.prompt_kv.nixl import Agent
+from coppice.prompt_kv.nixl_agent import Agent
 from coppice.wire.kv import KvAgent, KvHandle, KvLocator
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from coppice.errors import CoppiceError, ProblemError
 from coppice.prompt_kv.break_even import BreakEven
 from coppice.prompt_kv.http_client import KvHttpClient
-from coppice.prompt_kv.nixl import installed
+from coppice.prompt_kv.nixl_agent import installed
 from coppice.prompt_kv.nixl_reader import NixlReader
 from coppice.prompt_kv.shm import SharedMemoryMap
 from coppice.transport.address import parse_address

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coppice.train.attention_tiles import split_into_tiles
-from coppice.train.reference import reference_attention
+from coppice.train.naive import reference_attention
 from coppice.train.spans import Spans
 
 # In longer rows the flash kernel wastes little of its tiles.

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from coppice.train.distributed import loss_scale, no_gradient_sync, unwrap_ddp
+from coppice.train.gradient_schedules import Schedule, choose
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import attending
 from coppice.train.logprobs import packed_logprobs
 from coppice.train.model_info import get_model_info
+from coppice.train.prompt_forward import compute_layers, inject, no_grad_layers
 from coppice.train.prompt_kv import Layers, PromptKV, backward_through, leaves_of, relative_error
-from coppice.train.prompts import compute_layers, inject, no_grad_layers
 from coppice.train.responses import PASS_TOKENS, plan_micro_batches, response_logprobs
 from coppice.train.rows import LossFunction
-from coppice.train.schedules import Schedule, choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coppice.train.contexts import AttentionContext, StopForward, UnsupportedModel
+from coppice.train.attention_contexts import AttentionContext, StopForward, UnsupportedModel
 from coppice.train.micro_batches import Inputs
 
 NAME = "coppice"

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from coppice.train.contexts import PackedContext
+from coppice.train.attention_contexts import PackedContext
 from coppice.train.distributed import is_sharded, unwrap_ddp
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import attending, forward, is_attending
 from coppice.train.micro_batches import concatenate_inputs, prompt_inputs, response_inputs
 from coppice.train.model_info import get_model_info
+from coppice.train.prompt_forward import compute_layers, no_grad_layers
 from coppice.train.prompt_kv import PromptKV, prompt_kv_of
-from coppice.train.prompts import compute_layers, no_grad_layers
 from coppice.train.responses import (
     PASS_TOKENS,
     merge_rows,

@@ -64,7 +64,7 @@ def leaves_of(layers: Layers) -> Layers:
 
 
 def backward_through(layers: Layers, leaves: Layers) -> None:
-    """Backpropagates the leaves' gradients through the graph that produced the layers."""
+    """Backpropagates the gradients of the prompt's KV leaves through the prompt's forward."""
     pairs = [
         (made, leaf.grad)
         for made_pair, leaf_pair in zip(layers, leaves, strict=True)

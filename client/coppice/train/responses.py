@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.train.contexts import ResponseContext
+from coppice.train.attention_contexts import ResponseContext
 from coppice.train.distributed import max_passes_over_ranks
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import forward

@@ -21,4 +21,4 @@ def _replica() -> type:
 RolloutReplicaRegistry.register(NAME, _replica)
 CheckpointEngineRegistry.register(NAME)(HttpCheckpointEngine)
 # verl has no public registry of BaseRollout classes.
-base._ROLLOUT_REGISTRY[NAME, "async"] = "coppice.verl.adapter.ServerAdapter"
+base._ROLLOUT_REGISTRY[NAME, "async"] = "coppice.verl.hybrid_rollout.ServerAdapter"

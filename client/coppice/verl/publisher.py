@@ -17,7 +17,7 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 
 
 class Publisher:
-    """Publisher in the one process of a trainer that sends.
+    """Publisher of weights to all servers, in the one trainer process that sends them.
 
     The other processes call `consume`, because gathering the weights is a collective operation.
     """

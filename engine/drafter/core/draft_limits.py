@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.protocol import SpeculationSkipReason
-from engine.speculation.request_slots import find_skip_reason
+from engine.speculation.request_table import find_skip_reason
 
 
 class DraftLimits:

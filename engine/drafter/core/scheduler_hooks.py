@@ -225,7 +225,7 @@ class DraftingHooks:
     # Changes of weights and drafter.
 
     def _detect_changes(self) -> None:
-        """Reset the length policy when the weights or the settled drafter changed.
+        """Reset the length policy after a change of the weights or, outside of trials, the drafter.
 
         What was measured for the previous ones, including the duration of pauses, is only a prior
         for the new ones.

@@ -72,7 +72,7 @@ def write_random_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _config(target: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """Qwen3 config of a hidden size.
+    """Config of a Qwen3 drafter with the given hidden size.
 
     Positions extend beyond the target's, because drafts follow the last served token.
     """

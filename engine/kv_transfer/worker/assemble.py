@@ -13,7 +13,7 @@ import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.params import LoadPieceParams
-from engine.kv_transfer.worker.exports import Exports
+from engine.kv_transfer.worker.export_reader import Exports
 from kernels.kv_predict.predict import Observation, predict, shift_keys_of_layers, token_weights
 from kernels.rope_shift.rope_params import RotaryParams
 
@@ -22,7 +22,7 @@ MAX_PREDICTED_TOKENS: Final = 256
 
 
 class SpanAssembler:
-    """Reader of exports and assembler of spans."""
+    """Assembler of the KV written to this rank's cache, from exported spans in the arena."""
 
     def __init__(self, layout: CacheLayout, exports: Exports, heads: range) -> None:
         self._layout, self._exports = layout, exports

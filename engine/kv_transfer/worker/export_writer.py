@@ -16,8 +16,12 @@ from vllm.platforms import current_platform
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
 from engine.kv_transfer.worker.arena import STATUS_BYTES, ArenaError, MappedArena
-from engine.kv_transfer.worker.block_reader import BlockReader, CudaBlockReader, PackedBlockReader
-from engine.kv_transfer.worker.packed_order import packed_order
+from engine.kv_transfer.worker.cache_block_reader import (
+    BlockReader,
+    CudaBlockReader,
+    PackedBlockReader,
+)
+from engine.kv_transfer.worker.measure_packed_order import packed_order
 from engine.kv_types import ExportStatus
 from engine.runtime.guard import Failure, Feature, attempt, feature
 

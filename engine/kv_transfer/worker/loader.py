@@ -17,9 +17,13 @@ from engine.kv_transfer.jobs import LoadJob
 from engine.kv_transfer.params import LoadPieceParams
 from engine.kv_transfer.worker.arena import ArenaError
 from engine.kv_transfer.worker.assemble import SpanAssembler, group_runs
-from engine.kv_transfer.worker.block_writer import BlockWriter, CudaBlockWriter, PackedBlockWriter
-from engine.kv_transfer.worker.exports import Exports
-from engine.kv_transfer.worker.packed_order import packed_order
+from engine.kv_transfer.worker.cache_block_writer import (
+    BlockWriter,
+    CudaBlockWriter,
+    PackedBlockWriter,
+)
+from engine.kv_transfer.worker.export_reader import Exports
+from engine.kv_transfer.worker.measure_packed_order import packed_order
 from engine.runtime.guard import Feature, feature
 from kernels.rope_shift.rope_params import RotaryParams
 

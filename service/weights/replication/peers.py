@@ -40,7 +40,7 @@ class AllowedPeer:
 
 
 def parse_allowed(text: str) -> AllowedPeer:
-    """Parse an entry of the allow-list. Raises ValueError.
+    """Parse an entry of the allow-list of peer replicas. Raises ValueError.
 
     Examples: `http://10.0.0.0/8:8000`, `http://*.replicas:8000`, `https://one.example`.
     """

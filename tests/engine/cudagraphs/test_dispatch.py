@@ -1,7 +1,7 @@
 """Selection of the graph for a step: by a ladder per length, and as in vLLM 0.32."""
 
-from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
 from engine.cudagraphs.evaluate import RIDGE_TOKENS, score
+from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
 

@@ -3,9 +3,9 @@
 import pytest
 
 from engine.cudagraphs.baselines import CaptureLimits, tlt_shapes, vllm_shapes
-from engine.cudagraphs.dispatch import PerLengthLookup
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
 from engine.cudagraphs.evaluate import score, step_cost
+from engine.cudagraphs.graph_lookup import PerLengthLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.planner import MAX_STEP_SLOWDOWN, BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shape import GraphShape, decode, mixed

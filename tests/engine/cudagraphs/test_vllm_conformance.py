@@ -7,8 +7,8 @@ import pytest
 
 from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes, vllm_sizes
 from engine.cudagraphs.counters import COUNTERS
-from engine.cudagraphs.dispatch import PerLengthLookup, VllmLookup
-from engine.cudagraphs.draft_lengths import DraftLengthTiers
+from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
+from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
 from engine.cudagraphs.memory_model import GraphMemory
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shape import GraphShape, decode, mixed

@@ -11,7 +11,7 @@ import torch
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
 from engine.kv_transfer.worker.assemble import SpanAssembler
-from engine.kv_transfer.worker.exports import Exports
+from engine.kv_transfer.worker.export_reader import Exports
 from kernels.kv_predict.predict import Observation
 from kernels.rope_shift.rope_params import RotaryParams, parse_rotary
 from tests.arena import TestArena

@@ -10,7 +10,7 @@ import torch
 
 from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
 from engine.kv_transfer.worker.assemble import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
-from engine.kv_transfer.worker.exports import Exports
+from engine.kv_transfer.worker.export_reader import Exports
 from engine.kv_types import ExportSlot
 from kernels.rope_shift.rope_params import parse_rotary
 from tests.arena import TestArena

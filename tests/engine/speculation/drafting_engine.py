@@ -13,7 +13,7 @@ from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import register
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer
-from engine.speculation.request_slots import GROUP_ARG, NO_DRAFTS_ARG
+from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import is_built

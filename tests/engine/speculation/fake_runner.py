@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.speculation.request_slots import GROUP_ARG, NO_DRAFTS_ARG
+from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.speculator import Speculator
 
 WIDTH = 256

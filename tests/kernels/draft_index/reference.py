@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import params
+from kernels.draft_index.acceptance_estimate import Calibration, cell
 from kernels.draft_index.arguments import check_begin, check_step, hash_key
-from kernels.draft_index.calibration import Calibration, cell
 from kernels.draft_index.errors import InvalidCall
 from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Int32Array, Scope

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster.claims import MAX_CLAIMS_PER_HEARTBEAT
+from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.redirect import RedirectToReplica

@@ -11,7 +11,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE
 
-from coppice.prompt_kv.nixl import installed
+from coppice.prompt_kv.nixl_agent import installed
 from coppice.wire.kv import KvAgent
 from service.prompt_kv.arena import Arena
 

@@ -45,7 +45,7 @@ class WeightUpdates:
             return self._server.versions.get(version.label)
 
     async def publish(self, path: str, label: str | None = None) -> Version:
-        """Stage and activate the weights, independent of a started update."""
+        """Stage and activate the weights at once, even while an update is started."""
         async with self._lock:
             await self._activate(await self._stage(path, label))
             return self._server.versions.active

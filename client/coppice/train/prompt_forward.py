@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from coppice.train.contexts import InjectingContext, PromptContext
+from coppice.train.attention_contexts import InjectingContext, PromptContext
 from coppice.train.groups import TrainingGroup
 from coppice.train.hf_attention import forward
 from coppice.train.micro_batches import prompt_inputs

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.kv_layout.from_blocks import MAX_INDICES, check_shapes, iter_chunks
 from kernels.kv_layout.packed_order import PackOrder
-from kernels.kv_layout.unpack import MAX_INDICES, check_shapes, iter_chunks
 
 
 def pack(

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.kv_transfer.worker.d2h_copy import CopyThread, OnDone
+from engine.kv_transfer.worker.copy_thread import CopyThread, OnDone
+from kernels.kv_layout.from_blocks import gather, unpack
 from kernels.kv_layout.packed_order import PackOrder
-from kernels.kv_layout.unpack import gather, unpack
 
 
 class BlockReader(Protocol):

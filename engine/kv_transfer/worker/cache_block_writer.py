@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from kernels.kv_layout.pack import pack, scatter
 from kernels.kv_layout.packed_order import PackOrder
+from kernels.kv_layout.to_blocks import pack, scatter
 from kernels.rope_shift.cpu import shift_keys
 from kernels.rope_shift.rope_params import RotaryParams
 

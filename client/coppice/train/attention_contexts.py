@@ -105,7 +105,7 @@ class InjectingContext(PromptContext):
 
 
 class ResponseContext(AttentionContext):
-    """Packed responses to one prompt with given KV. An empty `prompt` means no prompt tokens."""
+    """Attention of packed responses to one prompt whose KV is given; empty `prompt`: no prompt."""
 
     def __init__(self, num_layers: int, max_row_tokens: int, prompt: Layers, spans: Spans) -> None:
         super().__init__(num_layers, max_row_tokens)
