@@ -21,7 +21,7 @@ from typing import Any
 from bench.harness.arms import Arms, Run, Texts, arms
 from bench.harness.decode_timing import write_config
 from bench.harness.record import RECORDS, Record
-from bench.harness.replay_estimate import cells, foretold
+from bench.harness.replay_estimate import cells, predict_seconds
 from bench.harness.speculation_arm import Workload, prompts
 from bench.harness.speculation_results import Round, guard_rows, summarize_run, workload_rows
 
@@ -55,7 +55,7 @@ def _fill(
     steps = cells([run for runs in runs_of[1:] for run in runs.values()])
     asked = [prompts(work) for work in works]
     for name in runs_of[0]:
-        seconds = foretold(name, asked, texts_of, steps)
+        seconds = predict_seconds(name, asked, texts_of, steps)
         for number, (one, runs) in enumerate(zip(rounds, runs_of, strict=True)):
             one.arms[name] = summarize_run(runs[name], seconds[number] if seconds else None)
     rounds[-1].steps.extend(steps)

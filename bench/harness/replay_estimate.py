@@ -35,7 +35,7 @@ def cells(runs: Sequence[dict[str, Any]]) -> list[Step]:
     ]
 
 
-def foretold(
+def predict_seconds(
     name: str,
     prompts: Sequence[Sequence[Sequence[int]]],
     texts: Sequence[Sequence[Sequence[int]]],

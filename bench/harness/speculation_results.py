@@ -132,16 +132,16 @@ def shared(
 
 def replayed(rounds: Sequence[Round]) -> Row:
     """Measured speedup of `ours` over `off`, relative to the replay's predicted speedup."""
-    found, said = [], []
+    found, predicted = [], []
     for ours, off in shared(rounds, "off"):
         assert ours.foretold and off.foretold
         found.append(off.total(SECONDS) / ours.total(SECONDS))
-        said.append(off.foretold / ours.foretold)
-    ratio = Pairs(a=found, b=said).ratio()
+        predicted.append(off.foretold / ours.foretold)
+    ratio = Pairs(a=found, b=predicted).ratio()
     return Row(
         what="ours over off, measured over what replay foretells",
         value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; it foretells "
-        f"{statistics.median(said):.2f}x",
+        f"{statistics.median(predicted):.2f}x",
         goal=f">= {MIN_SHARE_OF_REPLAY:.2f}",
         verdict=ratio.verdict(MIN_SHARE_OF_REPLAY),
     )

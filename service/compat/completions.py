@@ -138,7 +138,7 @@ class CompletionBuilder:
             tokens = partial(self._tokens, drawn)
             name = await token_names.names(server.prompts, tokens, as_ids=as_ids)
         if self.body.echo:
-            echoed = await echo.decode_samples(server, self.body.prompt, self.prompts)
+            echoed = await echo.prompt_texts(server, self.body.prompt, self.prompts)
         return replace(self, name=name, echoed=echoed)
 
     def _tokens(self, drawn: Drawn) -> Iterator[int]:
@@ -181,7 +181,7 @@ class CompletionBuilder:
         prompt, before = self.prompts[group], self.prompt_scores[group]
         return token_names.completion_logprobs(
             [*prompt, *sample.token_ids],
-            [*echo.own(prompt, before), *sample.logprobs],
+            [*echo.prompt_token_logprobs(prompt, before), *sample.logprobs],
             [*before, *(per_token or [[]] * len(sample.token_ids))],
             self.name,
         )

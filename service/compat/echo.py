@@ -40,7 +40,7 @@ def check(fields: EchoFields, *, n: int, stream: bool, max_tokens: int | None) -
         raise InvalidRequest.of_parameter("prompt_logprobs", "not with echo: use logprobs")
 
 
-async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
+async def prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
     """Texts of the prompts: as they were sent, or decoded from the token ids that were sent."""
     if isinstance(given, str):
         return [given]
@@ -49,7 +49,11 @@ async def decode_samples(server: Server, given: Any, prompts: Sequence[list[int]
     return [await server.prompts.whole_text(prompt) for prompt in prompts]
 
 
-def own(prompt: Sequence[int], per_token: Sequence[TopLogprobs]) -> list[float | None]:
+def prompt_token_logprobs(
+    prompt: Sequence[int], per_token: Sequence[TopLogprobs]
+) -> list[float | None]:
     """Logprob of each prompt token; None for the first token."""
     found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
-    return [of_place.get(token) for token, of_place in zip(prompt, found, strict=True)]
+    return [
+        logprob_by_token.get(token) for token, logprob_by_token in zip(prompt, found, strict=True)
+    ]

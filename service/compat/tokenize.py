@@ -28,8 +28,8 @@ router = APIRouter(route_class=OpenAIRoute)
 
 MAX_BODY_BYTES = 2**20
 """Several times the size of the longest contexts; all callers share one tokenizer thread."""
-ROLLOUT_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, AdapterNotFound, NoChatTemplate)
-TOKENIZED = as_openai(declare_responses({200: JSON}, *ROLLOUT_ERRORS))
+TOKENIZE_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, AdapterNotFound, NoChatTemplate)
+TOKENIZED = as_openai(declare_responses({200: JSON}, *TOKENIZE_ERRORS))
 
 
 class TokenizeBody(CompatModel):

@@ -7,7 +7,7 @@ from service.prompt_kv.leases import Leases
 from service.prompt_kv.slots import Slot, SlotTable
 
 
-class Reading:
+class DownloadPin:
     """Pin that keeps a slot's bytes unchanged inside a `turn`, and between turns under the lease.
 
     Renewals extend the pin. After a release the last deadline still applies, so a download in

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from service.cluster.ids import new_handle_id
 from service.http.errors import KvGone, KvNotFound
-from service.prompt_kv.download_pin import Reading
+from service.prompt_kv.download_pin import DownloadPin
 from service.prompt_kv.leases import Leases
 from service.prompt_kv.slots import Slot, SlotTable
 
@@ -37,7 +37,7 @@ class Handles:
         self._replica_id = replica_id
         self._handles: dict[str, Handle] = {}
         self._released: OrderedDict[str, str] = OrderedDict()
-        self._readings: set[Reading] = set()
+        self._readings: set[DownloadPin] = set()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -104,9 +104,9 @@ class Handles:
             self._drop(handle, expired=False)
 
     @contextmanager
-    def reading(self, handle: Handle) -> Iterator[Reading]:
+    def reading(self, handle: Handle) -> Iterator[DownloadPin]:
         """Pin the slot for a download; its bytes are unchanged until the lease ends."""
-        reading = Reading(handle.slot, self._slots, self._leases, handle.id)
+        reading = DownloadPin(handle.slot, self._slots, self._leases, handle.id)
         self._readings.add(reading)
         try:
             yield reading

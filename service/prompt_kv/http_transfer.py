@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.protocol import SEND_BODY_EXTENSION, SendBodyExtension
 from service.prompt_kv.byte_range import requested_range
-from service.prompt_kv.download_pin import Reading
+from service.prompt_kv.download_pin import DownloadPin
 from service.prompt_kv.handles import Handle
 from service.prompt_kv.prompt_kv import PromptKvManager
 from service.prompt_kv.rate_limit import PIECE_BYTES
@@ -72,7 +72,7 @@ class KvDataResponse(Response):
         return 206, headers, file[byte_range.start : byte_range.end]
 
     async def _send_body(
-        self, scope: Scope, send: Send, data: memoryview, owner: str, reading: Reading
+        self, scope: Scope, send: Send, data: memoryview, owner: str, reading: DownloadPin
     ) -> None:
         hand_off: SendBodyExtension | None = scope.get("extensions", {}).get(SEND_BODY_EXTENSION)
         if hand_off is not None:

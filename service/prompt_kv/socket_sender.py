@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from service.http.errors import Overloaded, QuotaExceeded
-from service.prompt_kv.download_pin import Reading
+from service.prompt_kv.download_pin import DownloadPin
 from service.prompt_kv.rate_limit import RateLimiter, ReaderRate
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.turns import Turns
@@ -121,7 +121,7 @@ class SocketSender:
                 del self._open[owner]
 
     async def send(
-        self, connection: socket.socket, data: memoryview, *, owner: str, reading: Reading
+        self, connection: socket.socket, data: memoryview, *, owner: str, reading: DownloadPin
     ) -> bool:
         """Send `data`; returns True if it was sent completely.
 
@@ -164,7 +164,9 @@ class SocketSender:
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    async def _in_turns(self, transfer: Transfer, owner: str, reading: Reading) -> TransferOutcome:
+    async def _in_turns(
+        self, transfer: Transfer, owner: str, reading: DownloadPin
+    ) -> TransferOutcome:
         while True:
             async with self._turns.turn(owner):
                 with reading.turn() as is_leased:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness.replay_estimate import cells, foretold
+from bench.harness.replay_estimate import cells, predict_seconds
 from bench.harness.speculation_results import ArmResult, Round, summarize_run, workload_rows
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.speculation.cost import Step
@@ -120,9 +120,10 @@ def test_estimates_are_per_round_with_the_oracle_as_the_bound() -> None:
     ]
     prompts, texts = [[[1, 2, 3]]] * 2, [[list(range(9, 40))] * 4] * 2
     found = {
-        name: foretold(name, prompts, texts, steps) for name in ("off", "fixed-8", "ours", "oracle")
+        name: predict_seconds(name, prompts, texts, steps)
+        for name in ("off", "fixed-8", "ours", "oracle")
     }
-    assert foretold("ngram", prompts, texts, steps) is None
+    assert predict_seconds("ngram", prompts, texts, steps) is None
     for seconds in found.values():
         assert seconds is not None
         assert len(seconds) == 2

@@ -82,6 +82,6 @@ async def test_older_complete_view_does_not_end_a_loss(here: Here) -> None:
     here.directory.forget()
     empty = await here.fleet.refresh()
     await here.telling.sync(whole, here.told_of)
-    assert here.telling.needs_reannounce, "it was told of what there was before the loss"
+    assert here.telling.needs_reannounce, "the versions from before the loss were announced"
     await here.telling.sync(empty, here.told_of)
     assert here.told == ["v1"] and not here.telling.needs_reannounce
