@@ -4,6 +4,7 @@ One thread does all of it: tokenizers are not thread-safe, and text is rare here
 API key, with separate queues for prompts and responses, and the queues are served round-robin.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -48,11 +49,10 @@ class Tokenizer:
 
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a rendered chat request, without the length check of `chat_request`."""
+        # In a thread: a request may hold millions of values.
+        num_chars = await asyncio.to_thread(_num_chars, [chat_request.messages, chat_request.tools])
         try:
-            return await self._encoded(
-                _num_chars(chat_request.messages) + _num_chars(chat_request.tools),
-                lambda: self._engine.encode_chat(chat_request),
-            )
+            return await self._encoded(num_chars, lambda: self._engine.encode_chat(chat_request))
         except ConversationRefused as error:
             raise InvalidRequest.of_parameter(error.field, str(error)) from error
         except errors.PromptTooLong as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import Prompt
+from engine.protocol import ChatRequest
 from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
@@ -113,3 +114,15 @@ async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
     go.set()
     assert all(await asyncio.gather(*accepted, free))
     executor.close()
+
+
+async def test_event_loop_runs_while_a_large_chat_request_is_measured() -> None:
+    prompts, turns = Tokenizer(FakeEngine(max_context_tokens=10**9)), 0
+    parts = [{"role": "user", "content": "a", "extra": ["b"] * 500_000}]
+    encoding = asyncio.create_task(prompts.chat_request(ChatRequest(messages=parts)))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert await encoding == [97]
+    assert turns >= 5, "measured on the event loop"
+    prompts.close()
