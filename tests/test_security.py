@@ -61,7 +61,7 @@ def _is_not(value: ast.expr, forbidden: bool) -> bool:
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_nothing_turns_bytes_into_code(file: Path) -> None:
+def test_no_source_deserializes_bytes_into_code(file: Path) -> None:
     assert list(faults(ast.parse(file.read_text(encoding="utf-8")))) == []
 
 
@@ -183,7 +183,7 @@ async def test_engine_failure_reveals_no_prompt(
     assert not [line for line in logged if CANARY in line]
 
 
-async def test_problems_name_no_file_and_no_address(tmp_path: Path) -> None:
+async def test_problem_documents_contain_no_path_and_no_address(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         texts = [
             (await served.http.get("/v1/weights/../../etc/passwd")).text,
@@ -199,7 +199,7 @@ async def test_problems_name_no_file_and_no_address(tmp_path: Path) -> None:
 # Only documented routes are served
 
 
-async def test_nothing_is_served_but_the_contract(tmp_path: Path) -> None:
+async def test_service_has_no_route_outside_the_contract(tmp_path: Path) -> None:
     paths = yaml.safe_load((ROOT / "openapi.yaml").read_text())["paths"]
     guesses = [
         "/", "/docs", "/redoc", "/openapi.json", "/env", "/config", "/debug", "/v1/models",

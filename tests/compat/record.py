@@ -36,35 +36,35 @@ CLIENTS = (
     Client(
         name="miles-rl",
         tests=(
-            "tests/compat/with_ray.py::test_miles_attaches_updates_and_goes_on_where_it_aborted",
+            "tests/compat/with_ray.py::test_miles_updates_weights_and_resumes_aborted_rollouts",
         ),
     ),
     Client(
         name="openai",
         tests=(
             "tests/compat/test_openai_client.py",
-            "tests/compat/test_clients.py::test_openais_client_speaks_to_the_shipped_model",
+            "tests/compat/test_clients.py::test_openai_client_chats_with_the_shipped_model",
         ),
     ),
     Client(
         name="renderers",
         tests=(
             "tests/compat/test_clients.py::"
-            "test_renderers_draws_two_turns_without_making_tokens_anew",
+            "test_renderers_samples_two_turns_without_retokenizing",
         ),
     ),
     Client(
         name="trl",
         tests=(
-            "tests/compat/test_clients.py::test_trl_trains_and_what_is_served_changes",
-            "tests/compat/test_clients.py::test_trls_adapters_are_what_its_trainer_has",
+            "tests/compat/test_clients.py::test_trl_trains_and_serves_the_updated_weights",
+            "tests/compat/test_clients.py::test_trl_serves_the_adapters_of_its_trainer",
         ),
     ),
     Client(
         name="verl",
         tests=(
-            "tests/compat/with_ray.py::test_verls_trainers_train_and_every_step_is_served",
-            "tests/compat/with_ray.py::test_verls_clients_go_on_where_an_update_aborted_them",
+            "tests/compat/with_ray.py::test_verl_trainers_serve_every_training_step",
+            "tests/compat/with_ray.py::test_verl_resumes_requests_aborted_by_an_update",
         ),
     ),
 )

@@ -62,7 +62,7 @@ def test_pinned_versions_are_the_tested_ones(installed: None) -> None:
             assert present[name] == version
 
 
-def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
+def test_renderers_samples_two_turns_without_retokenizing(url: str) -> None:
     answer = told(ENVIRONMENTS, "renderers_generate", url)
     for turn in (answer["first"], answer["second"]):
         assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
@@ -75,7 +75,7 @@ def test_renderers_draws_two_turns_without_making_tokens_anew(url: str) -> None:
     assert "maximum context length" in answer["overlong"]
 
 
-def test_trls_adapters_are_what_its_trainer_has(url: str, adapters: Path) -> None:
+def test_trl_serves_the_adapters_of_its_trainer(url: str, adapters: Path) -> None:
     answer = told(ENVIRONMENTS, "trl_adapters", url, str(adapters))
     assert answer["adapters"] is True, "it would publish them, and not whole models"
     names = [f"trl-policy-v{version}" for version in range(3)]
@@ -120,7 +120,7 @@ def test_session_of_sglang_clients_hits_its_first_turn(url: str) -> None:
     assert cached == [0, (72 + 31) // 32 * 32]
 
 
-def test_openais_client_speaks_to_the_shipped_model(url: str) -> None:
+def test_openai_client_chats_with_the_shipped_model(url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as speaker:
         asked: Any = [{"role": "user", "content": "Compute 12+34."}]
         answer = speaker.chat.completions.create(
@@ -130,7 +130,7 @@ def test_openais_client_speaks_to_the_shipped_model(url: str) -> None:
     assert re.search(r"answer: \d+", answer.choices[0].message.content or "")
 
 
-def test_trl_trains_and_what_is_served_changes(url: str) -> None:
+def test_trl_trains_and_serves_the_updated_weights(url: str) -> None:
     """Through a rollout_func, with full weights and an adapter, and in server mode over HTTP."""
     before = scored(url)
     runs = told(ENVIRONMENTS, "trl_grpo", url)

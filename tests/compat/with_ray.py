@@ -57,7 +57,7 @@ def versions(url: str) -> list[int | None]:
 
 
 @pytest.mark.parametrize("trainer", ["sync", "legacy", "apart"])
-def test_verls_trainers_train_and_every_step_is_served(
+def test_verl_trainers_serve_every_training_step(
     url: str, folder: Path, trainer: str
 ) -> None:
     log = told(["verl"], folder, "verl.training", trainer, url, str(folder))
@@ -68,7 +68,7 @@ def test_verls_trainers_train_and_every_step_is_served(
         assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in log)
 
 
-def test_verls_clients_go_on_where_an_update_aborted_them(url: str, folder: Path) -> None:
+def test_verl_resumes_requests_aborted_by_an_update(url: str, folder: Path) -> None:
     answer = told(["verl"], folder, "verl.rollouts", url)
     assert answer["addresses"] == [url.removeprefix("http://")]
     whole, long = answer["whole"], answer["long"]
@@ -84,7 +84,7 @@ def test_verls_clients_go_on_where_an_update_aborted_them(url: str, folder: Path
     assert "min_p=0.1 is not sampled with: use top_p or top_k" in answer["refusal"]
 
 
-def test_miles_attaches_updates_and_goes_on_where_it_aborted(url: str, folder: Path) -> None:
+def test_miles_updates_weights_and_resumes_aborted_rollouts(url: str, folder: Path) -> None:
     weights = folder / "step_1"
     shutil.copytree(SEEDLING, weights)
     answer = told(["miles", "verl"], folder, "miles.rollouts", url, str(weights))

@@ -52,7 +52,7 @@ def test_signals_reach_the_server(file: Path) -> None:
 
 
 @every_image
-def test_the_server_is_not_root_and_has_one_place_to_write(file: Path) -> None:
+def test_container_runs_unprivileged_with_one_writable_directory(file: Path) -> None:
     user, group = last(file, "USER").split(":")
     assert int(user) > 10000
     assert int(group) > 10000

@@ -353,7 +353,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize("host", HOSTS)
-async def test_a_hostile_host_changes_neither_access_nor_answers(
+async def test_untrusted_host_header_changes_no_access_and_no_answer(
     tmp_path: Path, host: bytes
 ) -> None:
     file = tmp_path / "keys.yaml"

@@ -273,7 +273,7 @@ async def test_rollout_is_invisible_to_another_key(tmp_path: Path, file: Path) -
         assert (await waiting).json()["outcome"] == "cancelled"
 
 
-async def test_the_same_idempotency_key_of_another_key_is_another_rollout(
+async def test_idempotency_keys_are_scoped_to_the_api_key(
     tmp_path: Path, file: Path
 ) -> None:
     keys = write_keys(file, a="rollout", b="rollout")
@@ -310,7 +310,7 @@ async def test_route_without_a_declaration_is_refused(tmp_path: Path, file: Path
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
 
 
-def test_every_route_is_one_that_declares(tmp_path: Path) -> None:
+def test_every_route_declares_its_access(tmp_path: Path) -> None:
     """A mount or a plain route would bypass the app's dependencies."""
     app = create_app(settings_for(tmp_path), FakeEngine())
     for route in app.routes:

@@ -58,7 +58,7 @@ async def test_foreign_registry_entries_have_no_effect(tmp_path: Path, manifest:
         assert {path.name for path in folder.rglob("*")} == {".owner"}
 
 
-async def test_a_replica_at_a_strange_address_is_never_asked(tmp_path: Path) -> None:
+async def test_replica_at_unlisted_address_receives_no_request(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with (
         several(tmp_path, 1, directory, peers=("http://10.0.0.0/8:80",)) as (one, _),
