@@ -39,7 +39,7 @@ from engine.weights.checkpoint import read_base_checkpoint
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS, RANK = 4, 8, 256, 64, 16
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
-ARMS = ("none served", "none named", "one named")
+ARMS = ("no adapter", "loaded but unused", "in use")
 NUMBERS = itertools.count()
 
 
@@ -96,9 +96,9 @@ async def measure(model: Path, adapter: Path, rounds: int) -> dict[str, list[flo
         await within.load_adapter("bench@1", adapter)
         await alternate(
             [
-                lambda: one("none served", without, None),
-                lambda: one("none named", within, None),
-                lambda: one("one named", within, "bench@1"),
+                lambda: one("no adapter", without, None),
+                lambda: one("loaded but unused", within, None),
+                lambda: one("in use", within, "bench@1"),
             ],
             rounds=rounds,
         )
@@ -116,16 +116,19 @@ def record(arms: dict[str, list[float]]) -> Record:
             value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
         )
         for what, ratio in (
-            ("throughput, none named / none served", Pairs(a=unnamed, b=none).ratio()),
-            ("throughput, one named / none served", Pairs(a=named, b=none).ratio()),
+            (
+                "throughput, adapter loaded but unused / no adapter loaded",
+                Pairs(a=unnamed, b=none).ratio(),
+            ),
+            ("throughput, adapter in use / no adapter loaded", Pairs(a=named, b=none).ratio()),
         )
     ]
     medians = ", ".join(f"{name} {statistics.median(arms[name]):,.0f}" for name in ARMS)
     return Record(
         name="adapters",
         claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
-        f"tokens on 25 million values in bfloat16: what LoRA adapters of rank {RANK} over every "
-        "projection cost on a CPU.",
+        f"tokens, 25M parameters in bfloat16: the cost of LoRA adapters of rank {RANK} on every "
+        "projection, on a CPU.",
         rows=[*rows, Row(what="throughput", value=f"{medians} tokens/s")],
         raw=dict(arms),
     )

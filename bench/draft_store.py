@@ -127,7 +127,7 @@ def rows(found: list[Measured], save: float, load: float, num_bytes: int) -> lis
 
     times = [
         Row(
-            what=f"to update and to draft, a request and token, {one.tokens:,} tokens stored",
+            what=f"update and draft per request and token, {one.tokens:,} tokens stored",
             value=f"{(middle := statistics.median(one.microseconds)):.2f} microseconds, "
             f"99 of 100 steps below {np.quantile(one.microseconds, 0.99):.2f}; "
             f"{one.allocated / 2**20:,.0f} MiB allocated",
@@ -145,7 +145,7 @@ def rows(found: list[Measured], save: float, load: float, num_bytes: int) -> lis
             verdict=verdict(save, GOAL_SECONDS),
         ),
         Row(
-            what=f"load {SIZES[-1]:,} tokens, checked and looked up again",
+            what=f"load {SIZES[-1]:,} tokens, verified and queried",
             value=f"{load:.2f} s",
             goal=f"<= {GOAL_SECONDS:g} s",
             verdict=verdict(load, GOAL_SECONDS),

@@ -82,32 +82,32 @@ def recovery(with_it: Curve, without: Curve) -> Record:
     return Record(
         name="drafter_recovery",
         bench="drafter",
-        claim="A drafter fitted to one policy, after an update that it has not seen: the share of "
-        "drafts whose first token is accepted, with training in the background and without. The "
-        "seedling, on one thread of two cores.",
+        claim="A drafter fitted to one policy, after an update that it was not trained on: the "
+        "share of drafts whose first token is accepted, with training in the background and "
+        "without. The seedling, on one thread of two cores.",
         rows=[
             Row(
-                what="before the update, and right after it, without training",
+                what="acceptance before and right after the update, without training",
                 value=f"{without.before:.3f}, {without.after:.3f}",
                 goal=f"falls by {MIN_FALL:.0%} or more",
                 verdict="met" if fall >= MIN_FALL else "missed",
             ),
             Row(
-                what=f"{without.points[-1].seconds:.0f} s after it, without training",
+                what=f"{without.points[-1].seconds:.0f} s after the update, without training",
                 value=f"{without.last:.3f}",
             ),
             Row(
-                what="before the update, and right after it, with training",
+                what="acceptance before and right after the update, with training",
                 value=f"{with_it.before:.3f}, {with_it.after:.3f}",
             ),
             Row(
-                what=f"back at {RECOVERED_SHARE:.0%} of what it was, with training",
+                what=f"acceptance recovered to {RECOVERED_SHARE:.0%} of what it was, with training",
                 value=f"after {back:.0f} s" if back else f"not in {GOAL_SECONDS:.0f} s",
                 goal=f"within {GOAL_SECONDS:.0f} s",
                 verdict="met" if back and back <= GOAL_SECONDS else "missed",
             ),
             Row(
-                what=f"{with_it.points[-1].seconds:.0f} s after it, with training",
+                what=f"{with_it.points[-1].seconds:.0f} s after the update, with training",
                 value=f"{with_it.last:.3f}",
             ),
         ],

@@ -75,7 +75,7 @@ async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
         print(f"{share:.2f} of a processor for training", flush=True)
         if share < CONVERGED_DUTY_CYCLE + 0.1:
             return
-    raise TimeoutError(f"there was much to learn after {SETTLING_SECONDS:.0f} s")
+    raise TimeoutError(f"acceptance still rises after {SETTLING_SECONDS:.0f} s")
 
 
 def _trainer() -> psutil.Process:
@@ -86,14 +86,14 @@ def _trainer() -> psutil.Process:
 
 def loss_ratio(cost: Cost) -> Record:
     parts = {
-        "once what there is to learn is learned": cost.settled,
-        "while there is much to learn": cost.learning,
+        "after the drafter has converged": cost.settled,
+        "while acceptance still rises": cost.learning,
     }
     return Record(
         name="drafter_cost",
         bench="drafter_cost",
-        claim="What training a drafter in the background, and trying what it makes, takes from an "
-        "engine with running work. The seedling, on one thread of two cores.",
+        claim="Cost of background drafter training and of its A/B tests for a loaded engine. The "
+        " seedling, on one thread of two cores.",
         rows=[_row(when, pairs.ratio()) for when, pairs in parts.items()],
         raw={when: asdict(pairs) for when, pairs in parts.items()},
     )
@@ -101,7 +101,7 @@ def loss_ratio(cost: Cost) -> Record:
 
 def _row(when: str, ratio: Ratio) -> Row:
     return Row(
-        what=f"tokens a second, training / training stopped, {when}",
+        what=f"tokens/s, training / training stopped, {when}",
         value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
         goal=f"at least {1 - MAX_LOSS:.2f}",
         verdict=ratio.verdict(1 - MAX_LOSS),

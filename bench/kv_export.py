@@ -147,10 +147,10 @@ def record(arms: Arms, bytes_per_token: int) -> Record:
     return Record(
         name="kv_export",
         claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
-        "tokens on 25 million values: every prompt exported, and none.",
+        "tokens, 25M parameters: with an export of every prompt, and without.",
         rows=[
             Row(
-                what="throughput, exported / not",
+                what="throughput, with exports / without",
                 value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
                 goal=f">= {GOAL}",
                 verdict=ratio.verdict(GOAL),
@@ -160,7 +160,7 @@ def record(arms: Arms, bytes_per_token: int) -> Record:
                 value=f"exported {medians[0]:,.1f}, not {medians[1]:,.1f} tokens/s",
             ),
             Row(
-                what="exported a prompt",
+                what="exported per prompt",
                 value=f"{bytes_per_token * (PROMPT_TOKENS - 1) / 2**20:,.1f} MiB",
             ),
         ],

@@ -32,8 +32,14 @@ from tests.invariants.kv_server import BYTES_PER_TOKEN, kv_server
 
 TOKENS = 1024
 PIECE_BYTES = 2**20
-ARMS = ("bare socket", "HTTP", "HTTP, checked", "shared memory, checked", "first layer, HTTP")
-NIXL = "NIXL, checked"
+ARMS = (
+    "bare socket",
+    "HTTP",
+    "HTTP, with checksums",
+    "shared memory, with checksums",
+    "first layer, HTTP",
+)
+NIXL = "NIXL, with checksums"
 
 Arms = dict[str, Callable[[], Callable[[], None] | None]]
 
@@ -179,7 +185,7 @@ def latency_beside_readers(num_rounds: int) -> list[Row]:
             verdict="met" if loaded.p99_of_probes < 20 else "missed",
         ),
         Row(
-            what="the same: p50 of a small rollout, loaded / idle",
+            what="four readers: p50 latency of a small rollout, loaded / idle",
             value=f"{slower:.2f} ({loaded.p50_of_rollouts:.1f} ms, {idle.p50_of_rollouts:.1f} ms)",
             goal="<= 1.3",
             verdict="met" if slower <= 1.3 else "missed",
@@ -190,19 +196,19 @@ def latency_beside_readers(num_rounds: int) -> list[Row]:
 def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], model: str) -> Record:
     per_second = {arm: num_bytes / statistics.median(values) for arm, values in seconds.items()}
     http = Pairs(a=seconds["bare socket"], b=seconds["HTTP"]).ratio()
-    shm = Pairs(a=seconds["HTTP"], b=seconds["shared memory, checked"]).ratio()
+    shm = Pairs(a=seconds["HTTP"], b=seconds["shared memory, with checksums"]).ratio()
     first, whole = (statistics.median(seconds[arm]) for arm in ("first layer, HTTP", "HTTP"))
     speed, small_bytes = forward_tokens_per_second(model)
     needed = BYTES_PER_TOKEN / H200_SECONDS_PER_TOKEN
     measured = [
         Row(
-            what="bytes a second, HTTP / bare socket",
+            what="bandwidth, HTTP / bare socket",
             value=f"{http.median:.2f} [{http.low:.2f}, {http.high:.2f}]",
             goal=">= 0.8",
             verdict=http.verdict(0.8),
         ),
         Row(
-            what="time of HTTP / time of reading every byte through shared memory",
+            what="time, HTTP / reading every byte through shared memory",
             value=f"{shm.median:.2f} [{shm.low:.2f}, {shm.high:.2f}]",
             goal=">= 2",
             verdict=shm.verdict(2.0),
@@ -214,7 +220,7 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
         ),
         Row(
             what="first layer usable over HTTP",
-            value=f"{1000 * first:.1f} ms; all 36 after {1000 * whole:.1f} ms, unchecked",
+            value=f"{1000 * first:.1f} ms; all 36 after {1000 * whole:.1f} ms, without checksums",
         ),
         *_relative_to_http(seconds),
         *rows,
@@ -232,10 +238,10 @@ def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], mod
 def _relative_to_http(seconds: dict[str, list[float]]) -> list[Row]:
     if NIXL not in seconds:
         return []
-    ratio = Pairs(a=seconds["HTTP, checked"], b=seconds[NIXL]).ratio()
+    ratio = Pairs(a=seconds["HTTP, with checksums"], b=seconds[NIXL]).ratio()
     return [
         Row(
-            what="time of HTTP, checked / time of NIXL, checked",
+            what="time, HTTP with checksums / NIXL with checksums",
             value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
         )
     ]
@@ -245,7 +251,7 @@ def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, need
     """Bandwidth of an arm over the break-even bandwidth at which fetching equals prefilling."""
     here = speed * small_bytes
     return Row(
-        what=f"break-even against computing again, {arm}",
+        what=f"break-even against prefilling again, {arm}",
         value=f"{per_second / here:.1f} times what the shipped model's forward needs here "
         f"({here / 1e9:.3f} GB/s); {per_second / needed:.1f} times what Qwen3-8B needs on an H200 "
         f"({needed / 1e9:.1f} GB/s, computed, host memory only)",

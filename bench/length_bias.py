@@ -57,7 +57,7 @@ def row(policy: FinishPolicyName, num_required: int, groups: Sequence[Sequence[i
     wait = statistics.mean(tokens for _, tokens in found) / longest
     return Row(
         what=f"{policy}, {num_required} of {SAMPLES_PER_PROMPT}",
-        value=f"mean length {bias:+.1%}, enough after {wait:.0%} of the tokens of the longest",
+        value=f"mean length {bias:+.1%}, finished after {wait:.0%} of the tokens of the longest",
     )
 
 

@@ -90,7 +90,7 @@ def record(http: Arm, direct: Arm) -> Record:
 
     return Record(
         name="service_overhead",
-        claim=f"{GROUPS} groups of {SAMPLES}, {TOKENS} tokens each, through HTTP and straight into "
+        claim=f"{GROUPS} groups of {SAMPLES}, {TOKENS} tokens each, over HTTP and directly with "
         "AsyncLLM.",
         rows=[
             Row(
@@ -101,9 +101,14 @@ def record(http: Arm, direct: Arm) -> Record:
             ),
             both("throughput", (http.tokens_per_second, direct.tokens_per_second), "tokens/s"),
             both(
-                "service CPU a 1,000 tokens", (http.cpu_milliseconds, direct.cpu_milliseconds), "ms"
+                "service CPU time per 1,000 tokens",
+                (http.cpu_milliseconds, direct.cpu_milliseconds),
+                "ms",
             ),
-            Row(what="answer a 1,000 tokens", value=f"{statistics.median(http.num_bytes):,} bytes"),
+            Row(
+                what="response size per 1,000 tokens",
+                value=f"{statistics.median(http.num_bytes):,} bytes",
+            ),
         ],
         raw={"http": http.tokens_per_second, "direct": direct.tokens_per_second},
     )

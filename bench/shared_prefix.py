@@ -55,11 +55,11 @@ CASES = sorted(
 
 
 def planning_rows() -> list[Row]:
-    """Planning time of 256 rows of 4096 tokens, in groups of eight and behind a common prefix."""
+    """Planning time of 256 rows of 4096 tokens, in groups of eight and after a common prefix."""
     return [
         planning_row("groups of 8", Tree(levels=((32, 4064),), rows_per_leaf=8, suffix=32)),
         planning_row(
-            "8 groups of 32 behind 1024 tokens that all share",
+            "8 groups of 32 after 1024 tokens shared by all groups",
             Tree(levels=((1, 1024), (8, 3040)), rows_per_leaf=32, suffix=32),
         ),
     ]
@@ -83,7 +83,8 @@ def planning_row(what: str, tree: Tree) -> Row:
     median = statistics.median(anew)
     return Row(
         what=f"planning 256 rows of 4096 tokens, {what}",
-        value=f"{median:.0f} us anew, {statistics.median(same):.0f} us when nothing has changed",
+        value=f"{median:.0f} us for a new plan, {statistics.median(same):.0f} us for an unchanged "
+        "plan",
         goal="<= 200 us",
         verdict="met" if median <= 200 else "missed",
     )
@@ -123,7 +124,7 @@ def record(measured: dict[str, Steps], *, alone: bool) -> Record:
     return Record(
         name="shared_prefix" if alone else "shared_prefix_shared",
         bench="shared_prefix",
-        claim="Decode steps with shared prefixes read once, against vLLM's own attention over the "
+        claim="Decode steps with shared-prefix attention, against vLLM's own attention over the "
         f"same cache: 25M parameters in bfloat16, block size 32.{how}",
         rows=[
             *(
@@ -152,7 +153,7 @@ def throughput_kept_rows(measured: dict[str, Steps]) -> list[Row]:
     if not all(case.name in measured for case in cases):
         return []
     short, long = (measured[case.name] for case in cases)
-    what = "throughput of 32 samples kept from a 1K to a 16K prefix"
+    what = "throughput retained from a 1K to a 16K prefix, 32 samples"
     medians = [
         ("stock", statistics.median(short.stock) / statistics.median(long.stock)),
         ("shared", statistics.median(short.shared) / statistics.median(long.shared)),

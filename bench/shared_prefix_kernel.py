@@ -5,9 +5,9 @@ and 4 KV heads of 64, blocks of 32 tokens, bfloat16. Both arms write the same ou
 cache, layer after layer, so that no layer finds its data in the processor's caches. vLLM's
 scheduling of a step is included; the sharing plan is the planner's and not included.
 
-Each case is compared with the roofline's nearer bound: the peak of products from registers, or,
-where the KV of all layers far exceeds the processor's caches, memory bandwidth. On a machine with
-other work, one thread is used and its processor time measured.
+Each case is compared with the roofline's nearer bound: the peak matmul throughput from registers,
+or, where the KV of all layers far exceeds the processor's caches, memory bandwidth. On a machine
+with other work, one thread is used and its processor time measured.
 """
 
 import argparse
@@ -195,8 +195,8 @@ class Inputs:
         of_products = self.flops() / seconds / peak.flops_per_second
         of_memory = moved / seconds / peak.bytes_per_second
         if of_memory > of_products and moved * len(self.caches) > FAR_MORE_THAN_CACHES:
-            return f"{of_memory:.0%} of the memory's peak"
-        return f"{of_products:.0%} of the products' peak"
+            return f"{of_memory:.0%} of peak memory bandwidth"
+        return f"{of_products:.0%} of peak matmul throughput"
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,8 @@ async def measure(
     row = Row(
         what=case.name,
         value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times; "
-        f"{stock * 1e3:.3f} -> {ours * 1e3:.3f} ms a layer; {inputs.flops() / stock / 1e9:.0f} -> "
+        f"{stock * 1e3:.3f} -> {ours * 1e3:.3f} ms per layer; "
+        f"{inputs.flops() / stock / 1e9:.0f} -> "
         f"{speed / 1e9:.0f} GFLOP/s, {inputs.share(ours, peak)}; "
         f"error {stock_error:.1e} -> {our_error:.1e}",
         goal=f">= {case.goal}" if case.goal else "",
@@ -238,7 +239,7 @@ async def measure(
 def gemm_row() -> Row:
     """Throughput of oneDNN's products without softmax over contiguous operands, for comparison."""
     speeds = [f"{gemm_flops(*shape) / 1e9:.0f} at {' x '.join(map(str, shape))}" for shape in GEMMS]
-    what = "oneDNN's bfloat16 products, for comparison"
+    what = "oneDNN bfloat16 matmul, for comparison"
     return Row(what=what, value=f"{', '.join(speeds)} GFLOP/s")
 
 
@@ -251,11 +252,11 @@ def gemm_flops(m: int, k: int, n: int) -> float:
 def peak_rows(peak: Peak, isa: cpu.Isa) -> list[Row]:
     return [
         Row(
-            what="peak of products",
+            what="peak matmul throughput",
             value=f"{peak.flops_per_second / 1e9:.0f} GFLOP/s from registers, "
             f"{torch.get_num_threads()} threads, {isa.name}",
         ),
-        Row(what="peak of memory", value=f"{peak.bytes_per_second / 1e9:.1f} GB/s read"),
+        Row(what="peak memory bandwidth", value=f"{peak.bytes_per_second / 1e9:.1f} GB/s read"),
         gemm_row(),
     ]
 
@@ -288,7 +289,7 @@ def main() -> None:
         name="shared_prefix_kernel" if alone else "shared_prefix_kernel_shared",
         bench="shared_prefix_kernel",
         claim="Decode attention over shared prefixes by our CPU kernel and vLLM's: groups x rows "
-        "at the prefix's tokens, 48 more a row; 8 query and 4 KV heads of 64, "
+        "at the prefix's tokens, 48 more per row; 8 query and 4 KV heads of 64, "
         f"bfloat16.{how}",
         rows=rows,
         raw=raw,

@@ -105,13 +105,14 @@ def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> R
     name = name.replace(".", "_")
     rounds = Round.added(RECORDS / f"{name}.json", new)
     if part == "guard":
-        claim = "64 samples of a model of random weights, 25M parameters in bfloat16, whose text "
-        claim += "nothing foretells: drafts and their controller against no drafts."
+        claim = "64 samples of a model of random weights, 25M parameters in bfloat16, whose "
+        claim += "output cannot be predicted: adaptive speculation against none."
         rows = guard_rows(rounds)
     else:
         claim = f"Eight groups of eight, up to 512 tokens, at temperature {temperature}; {model}, "
         claim += (
-            "the grown seedling in bfloat16. All arms say the same texts, drawn without drafts."
+            "the grown seedling in bfloat16. All arms generate the same tokens "
+            "(teacher-forced), sampled without drafts."
         )
         rows = workload_rows(rounds)
     raw = {"rounds": [one.summary() for one in rounds]}

@@ -128,12 +128,12 @@ async def measure(model: str, rounds: int) -> tuple[WaitTimes, float, Run, Run]:
 
 def record(waits: WaitTimes, deadline: float, without: Run, with_it: Run) -> Record:
     ratio = Pairs(a=waits.whole, b=waits.enough).ratio()
-    runs = (("thrown away", without), ("gone on with", with_it))
+    runs = (("discarded", without), ("continued", with_it))
     return Record(
         name="stragglers",
-        claim=f"{GROUPS} groups of {N}: until {K} of each have ended, and until all have; and "
-        f"{STEPS} steps with a deadline and new weights each, with and without going on from what "
-        "it cut.",
+        claim=f"{GROUPS} groups of {N}: until {K} of each have finished, and until all have; and "
+        f"{STEPS} steps with a deadline and new weights each, with and without continuing the "
+        "unfinished samples.",
         rows=[
             Row(
                 what=f"time, all {N} / first {K}",
@@ -141,15 +141,15 @@ def record(waits: WaitTimes, deadline: float, without: Run, with_it: Run) -> Rec
             ),
             *(
                 Row(
-                    what=f"{STEPS} steps of {deadline:.2f} s, what was cut is {name}",
-                    value=f"{run.tokens_per_second:,.0f} tokens/s of samples that ended, "
+                    what=f"{STEPS} steps of {deadline:.2f} s, unfinished samples {name}",
+                    value=f"{run.tokens_per_second:,.0f} tokens/s of finished samples, "
                     f"{run.num_samples:,} samples of {run.tokens / max(run.num_samples, 1):.1f} "
                     "tokens",
                 )
                 for name, run in runs
             ),
             Row(
-                what="tokens of samples that ended, gone on with / thrown away",
+                what="tokens of finished samples, continued / discarded",
                 value=f"{with_it.tokens_per_second / without.tokens_per_second:.2f} (one run each)",
             ),
         ],

@@ -36,25 +36,23 @@ RESAMPLES = 2000
 MEASURED = RECORDS / "speculation_25m_1.json"
 
 SUFFIX_DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "Arctic, as vLLM sets it": lambda: SuffixDrafter(),
-    "Arctic, four times its match": lambda: SuffixDrafter(factor=4.0),
-    "Arctic, four times its match, any probability": lambda: SuffixDrafter(
-        factor=4.0, threshold=0.0
-    ),
+    "Arctic, vLLM defaults": lambda: SuffixDrafter(),
+    "Arctic, 4x match length": lambda: SuffixDrafter(factor=4.0),
+    "Arctic, 4x match length, any probability": lambda: SuffixDrafter(factor=4.0, threshold=0.0),
 }
 OURS: dict[str, Callable[[], Drafter]] = {
     "ours": lambda: StoreDrafter(),
     "ours, no ageing": lambda: StoreDrafter(ages=False),
     "ours, no history": lambda: StoreDrafter(scopes=frozenset({Scope.SELF, Scope.SIBLINGS})),
     "ours, no siblings": lambda: StoreDrafter(scopes=ALL_SCOPES - {Scope.SIBLINGS}),
-    "ours, itself only": lambda: StoreDrafter(scopes=frozenset({Scope.SELF})),
+    "ours, own tokens only": lambda: StoreDrafter(scopes=frozenset({Scope.SELF})),
 }
 ALL: dict[str, Callable[[], Drafter]] = {"n-gram 2..4": NgramDrafter, **SUFFIX_DRAFTERS, **OURS}
 DRAFTERS_COMPARED = ("n-gram 2..4", *SUFFIX_DRAFTERS, "ours")
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
-    "drafts as far as they are 30% likely": lambda: ThresholdPolicy(0.3),
-    "drafts as far as they are 50% likely": lambda: ThresholdPolicy(0.5),
-    "drafts as far as they are 70% likely": lambda: ThresholdPolicy(0.7),
+    "drafts up to a probability of 30%": lambda: ThresholdPolicy(0.3),
+    "drafts up to a probability of 50%": lambda: ThresholdPolicy(0.5),
+    "drafts up to a probability of 70%": lambda: ThresholdPolicy(0.7),
 }
 
 
@@ -155,17 +153,17 @@ def whole_rows(trace: Trace) -> Iterator[Row]:
         found = replay_all(trace, make(), Fixed(SEER_LONGEST))
         yield Row(
             what=f"T {trace.temperature}, all epochs, {name}",
-            value=f"accepted length {found.accepted_length:.2f}, passes saved "
-            f"{found.passes_saved:.0%}, accepted of what was sent {found.acceptance:.0%}",
+            value=f"accepted length {found.accepted_length:.2f}, forward passes saved "
+            f"{found.passes_saved:.0%}, draft tokens accepted {found.acceptance:.0%}",
         )
 
 
 def regret_rows(trace: Trace, steps: Sequence[Step]) -> Iterator[Row]:
-    """Rows of regret at a stated cost and, given `steps`, at an engine's measured costs.
+    """Rows of regret with a linear cost model and, given `steps`, at an engine's measured costs.
 
     The latter include the engine's own controller.
     """
-    yield from _regret_rows_of(trace, "a stated cost", LINEAR_COST, CONTROLLERS)
+    yield from _regret_rows_of(trace, "linear cost model", LINEAR_COST, CONTROLLERS)
     if steps:
         ruling = {
             "the engine's controller": lambda: Ruling(StepCostModel(steps), DraftCalibration())
@@ -187,9 +185,9 @@ def _regret_rows_of(
         seconds = replay_all(trace, StoreDrafter(), controller(), costs).seconds
         yield Row(
             what=f"T {trace.temperature}, {what}, {name}: time",
-            value=f"{fixed[0] / seconds:.2f} times as fast as without; it takes "
-            f"{seconds / fixed[best]:.3f} of the best fixed length's ({best}) and "
-            f"{seconds / oracle:.3f} of the oracle's",
+            value=f"{fixed[0] / seconds:.2f} times as fast as no drafts; takes "
+            f"{seconds / fixed[best]:.3f} of the time of the best fixed length ({best}) and "
+            f"{seconds / oracle:.3f} of the oracle",
         )
 
 
@@ -201,8 +199,8 @@ def reliability_rows(trace: Trace) -> Iterator[Row]:
         each.sum(axis=0) for each in (found.tried, found.accepted, found.predicted)
     )
     yield Row(
-        what=f"T {trace.temperature}, probabilities, foretold against found",
-        value=f"{found.error():.3f} apart over {tried.sum():,} drafted tokens: "
+        what=f"T {trace.temperature}, acceptance probability, predicted and observed",
+        value=f"{found.error():.3f} mean difference over {tried.sum():,} drafted tokens: "
         + ", ".join(
             f"{predicted[i] / tried[i]:.2f}: {accepted[i] / tried[i]:.2f}"
             for i in range(len(tried))
@@ -220,12 +218,12 @@ def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
     also = ", or what steps of an engine with 25M parameters were measured to take" if steps else ""
     texts = "; ".join(
         f"temperature {trace.temperature}: {trace.num_responses} responses, {trace.num_tokens} "
-        f"tokens, {min(trace.entropies):.2f} to {max(trace.entropies):.2f} nats a token"
+        f"tokens, {min(trace.entropies):.2f} to {max(trace.entropies):.2f} nats per token"
         for trace in traces
     )
     one = traces[0]
     return (
-        f"Mean accepted length (tokens a pass), on recorded rollouts of the {one.model}: "
+        f"Mean accepted length (tokens per forward pass), on recorded rollouts of the {one.model}: "
         f"{len(one.epochs)} epochs of {len(one.epochs[0])} prompts, "
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "

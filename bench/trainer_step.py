@@ -87,7 +87,7 @@ def time_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
     ours = statistics.median(seconds["ours"])
     return [
         Row(
-            what=f"{_title(cell)}: repeated rows, {result['micro_batch']} at a time / ours",
+            what=f"{_title(cell)}: repeated rows, micro-batches of {result['micro_batch']} / ours",
             value=f"{naive.median:.2f} [{naive.low:.2f}, {naive.high:.2f}], ours {ours:.2f} s"
             + (f", Castform publishes {cell.published}" if cell.published else ""),
             goal=f">= {cell.goal}" if cell.goal else "",
@@ -105,12 +105,12 @@ def time_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
 def handle_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
     seconds = result["seconds"]
     rows = []
-    for what, name in (("the update", "update"), ("old logprobs, no gradient", "logprobs")):
+    for what, name in (("update", "update"), ("old logprobs without gradient", "logprobs")):
         ratio = Pairs(a=seconds[name], b=seconds[f"{name}_given"]).ratio()
         with_it = statistics.median(seconds[f"{name}_given"])
         rows.append(
             Row(
-                what=f"{_title(cell)}: {what}, prompt computed / prompt KV given",
+                what=f"{_title(cell)}: {what}, prompt prefilled / prompt KV given",
                 value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}],"
                 f" given {with_it:.2f} s",
             )
@@ -124,7 +124,7 @@ def memory_rows(cell: Cell, result: dict[str, Any]) -> list[Row]:
     names = {
         "naive": "one repeated row",
         "public": "PrefixGrouper",
-        "single": "recomputed with one response a pass",
+        "single": "recomputed with one response per pass",
         "given": "prompt KV given",
     }
     return [
@@ -151,8 +151,8 @@ def record(measured: Cells, machine: str = "idle") -> Record:
         claim=f"One optimiser step of a 25M-parameter Qwen3 on one group, {MACHINES[machine]}: "
         "seconds of others over ours. Repeated rows are SDPA causal at their fastest micro-batch, "
         "one micro-batch timed and multiplied; PrefixGrouper has SDPA too, and all compute logits "
-        "of response tokens only. The output head is tied to the embedding. Peaks are of what "
-        "tensors hold: what is freed goes back at once.",
+        "of response tokens only. The output head is tied to the embedding. Peaks count live "
+        "tensors; freed memory is returned at once.",
         rows=rows,
         raw={"measured": measured},
     )

@@ -142,8 +142,8 @@ def record(without: Measured, shared: Measured) -> Record:
             speedup_rows("trees", without.tree, shared.tree),
             speedup_rows("plain samples", without.flat, shared.flat),
             both("tokens sampled", [*map(float, tree.sampled)], [*map(float, flat.sampled)]),
-            both("prompt tokens computed", tree.computed, flat.computed),
-            both("independent leaves a group is worth", tree.leaves, flat.leaves),
+            both("prompt tokens prefilled", tree.computed, flat.computed),
+            both("effective independent leaves per group", tree.leaves, flat.leaves),
         ],
         raw={
             f"{arm}, {measured.attention}": getattr(measured, arm).seconds

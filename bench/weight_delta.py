@@ -131,15 +131,15 @@ def rows(learning_rate: float, label: str, pairs: Sequence[Pair]) -> list[Row]:
     received = share("received_bytes")
     return [
         Row(
-            what=f"{label}: received",
-            value=f"{received:.1%} of the file, {1 / received:.1f} times less",
+            what=f"{label}: delta size",
+            value=f"{received:.1%} of the file, {1 / received:.1f} times smaller",
         ),
         Row(
-            what=f"{label}: whole tensors that changed",
+            what=f"{label}: changed tensors, sent whole",
             value=f"{share('whole_tensors_bytes'):.1%} of the file",
         ),
         Row(
-            what=f"{label}: values that changed",
+            what=f"{label}: changed values",
             value=f"{mean(pair.values_changed for pair in pairs):.1%}",
         ),
     ]
@@ -159,8 +159,8 @@ def main() -> None:
         ]
     record = Record(
         name="weight_delta",
-        claim="The weights of a GRPO step in bfloat16, sent as a delta of the step before: all"
-        " parameters of the seedling are trained.",
+        claim="The weights of a GRPO step in bfloat16, sent as a delta against the previous "
+        "step: all parameters of the seedling are trained.",
         rows=found,
         raw=raw,
     )

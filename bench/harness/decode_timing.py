@@ -66,10 +66,10 @@ class Case:
     @property
     def name(self) -> str:
         groups = "group" if self.num_groups == 1 else "groups"
-        system = f" behind {self.system} tokens that all share" if self.system else ""
+        system = f" after {self.system} tokens shared by all groups" if self.system else ""
         if self.group_size == 1:
             return f"{self.num_groups} different prompts of {self.prefix}"
-        tokens = f", {1 + self.drafted} query tokens a sample" if self.drafted else ""
+        tokens = f", {1 + self.drafted} query tokens per sample" if self.drafted else ""
         return (
             f"{self.num_groups} {groups} of {self.group_size}, prefix {self.prefix}{system}{tokens}"
         )
@@ -100,11 +100,11 @@ class Steps:
     def row(self, what: str, goal: float | None) -> Row:
         speedup, bound = self.speedup(), Pairs(a=self.stock, b=self.without).ratio()
         stock, shared = (statistics.median(arm) for arm in (self.stock, self.shared))
-        left = "" if any(self.grouped) else "; left to stock"
+        left = "" if any(self.grouped) else "; falls back to vLLM's attention"
         return Row(
             what=what,
             value=f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]: {stock:.1f} -> "
-            f"{shared:.1f} ms a step; without attention {bound.median:.2f}x{left}",
+            f"{shared:.1f} ms per step; without attention {bound.median:.2f}x{left}",
             goal=f">= {goal:.2f}x" if goal else "",
             verdict=speedup.verdict(goal) if goal else "",
         )

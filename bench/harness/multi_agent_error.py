@@ -40,7 +40,7 @@ SHAPES = (
     agents.Shape(num_peers=4, own=640, steps=9),
 )
 NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 1, 72, 7
-PREFILLED = "computed"
+PREFILLED = "prefilled"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def assembly_modes(model: Any, first_tokens: Sequence[int], block: int) -> dict[
         )
 
     ways: dict[str, Assembly] = {PREFILLED: computed}
-    return ways | {f"{k} computed": partial(placed, k) for k in first_tokens}
+    return ways | {f"spliced ({k} recomputed per span)": partial(placed, k) for k in first_tokens}
 
 
 def _surprise(logs: torch.Tensor, answer: Sequence[int]) -> float:

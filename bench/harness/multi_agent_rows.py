@@ -48,14 +48,14 @@ def agents_rows(found: Sequence[TurnScores]) -> list[Row]:
 
 def _rows(scores: TurnScores) -> list[Row]:
     what = f"agents: {statistics.mean(scores.tokens):.0f} tokens"
-    surprise = f"{statistics.mean(scores.surprises):.3f} nats a token"
+    surprise = f"{statistics.mean(scores.surprises):.3f} nats per token"
     ways = [way for way in scores.divergences if way != PREFILLED]
     return [
-        Row(what=f"{what}: surprise at the right answer, computed", value=surprise),
+        Row(what=f"{what}: negative log-likelihood of the right answer, prefilled", value=surprise),
         *(_divergence(what, way, scores) for way in ways),
         *_accuracy(f"{what}: right answers, greedy", scores.greedy, ways),
         *_accuracy(f"{what}: right answers, temperature 1", scores.sampled, ways),
-        *_accuracy(f"{what}: chance of the right answer", scores.chances, ways),
+        *_accuracy(f"{what}: probability of the right answer", scores.chances, ways),
     ]
 
 
@@ -63,8 +63,8 @@ def _divergence(what: str, way: str, scores: TurnScores) -> Row:
     values, share = scores.divergences[way], 100 * statistics.mean(scores.shares[way])
     mean = statistics.mean(values)
     return Row(
-        what=f"{what}: divergence, {way}",
-        value=f"{mean:.4f} nats a token, worst {max(values):.3f}, {share:.0f} % placed",
+        what=f"{what}: KL divergence, {way}",
+        value=f"{mean:.4f} nats per token, worst {max(values):.3f}, {share:.0f} % spliced",
         goal=f"< {LARGEST_DIVERGENCE}",
         verdict="met" if mean < LARGEST_DIVERGENCE else "missed",
     )

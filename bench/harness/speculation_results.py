@@ -98,9 +98,9 @@ def described(name: str, rounds: Sequence[Round]) -> Row:
     running = ", ".join(f"<= {most}: {n / sum(steps.values()):.0%}" for most, n in steps.items())
     return Row(
         what=f"{name}: {len(runs)} runs",
-        value=f"{statistics.median(run.rate() for run in runs):.0f} tokens a second, "
-        f"{sum(run.tokens for run in runs)} tokens, {length:.2f} a row and step{took}; "
-        f"{context:.0f} tokens of context a row; steps by running samples {running}",
+        value=f"{statistics.median(run.rate() for run in runs):.0f} tokens/s, "
+        f"{sum(run.tokens for run in runs)} tokens, {length:.2f} per row and step{took}; "
+        f"{context:.0f} context tokens per row; steps by running samples {running}",
     )
 
 
@@ -117,7 +117,7 @@ def speedup(
         few = f"; with 8 or fewer running {tail.median:.2f}x [{tail.low:.2f}, {tail.high:.2f}]"
     return Row(
         what=f"{one} over {other}, {len(pairs)} rounds",
-        value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens a second{few}",
+        value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens/s{few}",
         goal=f">= {goal:.2f}x" if goal else "",
         verdict=ratio.verdict(goal) if goal else "",
     )
@@ -139,8 +139,8 @@ def replayed(rounds: Sequence[Round]) -> Row:
         predicted.append(off.foretold / ours.foretold)
     ratio = Pairs(a=found, b=predicted).ratio()
     return Row(
-        what="ours over off, measured over what replay foretells",
-        value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; it foretells "
+        what="speedup over off, measured / predicted by replay",
+        value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; predicted "
         f"{statistics.median(predicted):.2f}x",
         goal=f">= {MIN_SHARE_OF_REPLAY:.2f}",
         verdict=ratio.verdict(MIN_SHARE_OF_REPLAY),
@@ -172,7 +172,7 @@ def workload_rows(rounds: Sequence[Round]) -> list[Row]:
     rows = [
         Row(
             what="text",
-            value=f"{sum(one.surprise for one in rounds) / tokens:.3f} nats a token",
+            value=f"{sum(one.surprise for one in rounds) / tokens:.3f} nats per token",
         ),
         *(described(name, rounds) for name in names),
         *(speedup(rounds, n, goals.get(n)) for n in others if shared(rounds, n)),

@@ -99,11 +99,11 @@ def prediction_rows(found: Sequence[Predictions]) -> list[Row]:
 
 
 def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterator[Row]:
-    what = f"{of.num_tokens:.0f} tokens of arithmetic: divergence, anchors at {threshold}"
+    what = f"{of.num_tokens:.0f} tokens of arithmetic: KL divergence, predicted at {threshold}"
     yield Row(
         what=f"{what}, all prompts",
-        value=f"{sum(values) / of.num_prompts:.4f} nats a token, 0 where it is computed, "
-        f"{100 * of.reused[threshold]:.0f} % of tokens not computed, segments alone counted",
+        value=f"{sum(values) / of.num_prompts:.4f} nats per token, 0 where it is prefilled, "
+        f"{100 * of.reused[threshold]:.0f} % of span KV reused",
     )
     share, few = f"{len(values)} of {of.num_prompts} predicted", len(values) < FEWEST
     if not values:
@@ -112,7 +112,7 @@ def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterato
     mean = statistics.mean(values)
     yield Row(
         what=what,
-        value=f"{mean:.4f} nats a token, worst prompt {max(values):.3f}, {share}",
+        value=f"{mean:.4f} nats per token, worst prompt {max(values):.3f}, {share}",
         goal="" if few else "< 0.05",
         verdict="" if few else "met" if mean < 0.05 else "missed",
     )

@@ -71,13 +71,14 @@ def test_fully_recomputed_prompt_equals_the_prefilled_one(
 ) -> None:
     ways = assembly_modes(hearing.model, [0, 512], 16)
     scores = hearing.scores(asked, ways)
-    assert scores.shares["512 computed"] == [0.0, 0.0]
-    assert max(scores.divergences["512 computed"]) < 1e-5
-    assert min(scores.shares["0 computed"]) > 0.2
-    assert min(scores.divergences["0 computed"]) > 1e-4
+    assert scores.shares["spliced (512 recomputed per span)"] == [0.0, 0.0]
+    assert max(scores.divergences["spliced (512 recomputed per span)"]) < 1e-5
+    assert min(scores.shares["spliced (0 recomputed per span)"]) > 0.2
+    assert min(scores.divergences["spliced (0 recomputed per span)"]) > 1e-4
     for scale in (0.0, 1.0):
         whole, computed = (
-            said(hearing.model, ways[way], asked[0], scale) for way in ("512 computed", PREFILLED)
+            said(hearing.model, ways[way], asked[0], scale)
+            for way in ("spliced (512 recomputed per span)", PREFILLED)
         )
         assert whole == computed
 
@@ -92,14 +93,14 @@ def test_rows_compare_each_mode_with_the_prefilled_prompt(
     rows = agents_rows([hearing.scores(asked[:1], assembly_modes(hearing.model, [0], 16))])
     told = [row.what.partition(" tokens: ")[2] for row in rows]
     assert told == [
-        "surprise at the right answer, computed",
-        "divergence, 0 computed",
-        "right answers, greedy, computed",
-        "right answers, greedy, 0 computed",
-        "right answers, temperature 1, computed",
-        "right answers, temperature 1, 0 computed",
-        "chance of the right answer, computed",
-        "chance of the right answer, 0 computed",
+        "negative log-likelihood of the right answer, prefilled",
+        "KL divergence, spliced (0 recomputed per span)",
+        "right answers, greedy, prefilled",
+        "right answers, greedy, spliced (0 recomputed per span)",
+        "right answers, temperature 1, prefilled",
+        "right answers, temperature 1, spliced (0 recomputed per span)",
+        "probability of the right answer, prefilled",
+        "probability of the right answer, spliced (0 recomputed per span)",
     ]
 
 

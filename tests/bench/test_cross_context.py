@@ -17,41 +17,43 @@ def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = (
     )
 
 
-def rows_of(way: str, measured: Arm) -> list[Row]:
+def rows_of(mode: str, measured: Arm) -> list[Row]:
     whole = shapes_of(4, 1)[0]
     shape = Shape(
-        num_own_tokens=120, rounds=1, modes={name: whole.modes[name] for name in ("computed", way)}
+        num_own_tokens=120,
+        rounds=1,
+        modes={name: whole.modes[name] for name in ("prefilled", mode)},
     )
-    return time_rows(shape, {"computed": arm([1.0] * 20), way: measured}, 4)
+    return time_rows(shape, {"prefilled": arm([1.0] * 20), mode: measured}, 4)
 
 
 def test_prediction_has_the_goals_of_splicing_over_all_prompts() -> None:
-    [way], few = PREDICT, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
-    for name in (way, splice_modes(4)):
+    [mode], few = PREDICT, arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
+    for name in (mode, splice_modes(4)):
         verdicts = [row.verdict for row in rows_of(name, few) if row.goal]
         assert verdicts == ["missed", "missed", "missed"]
 
 
 def test_selected_prompts_meet_no_goal() -> None:
     few = arm([1.0] * 18 + [0.1] * 2, reused=20, predicted=(18, 19))
-    chosen = [row for row in rows_of("anchors", few) if "what is predicted" in row.what]
+    chosen = [row for row in rows_of("predicted", few) if "predicted prompts" in row.what]
     assert len(chosen) == 2 and chosen[0].value.startswith("10.00 ")
     assert all(not row.goal and not row.verdict for row in chosen)
 
 
-def told(values: list[float]) -> tuple[Row, Row]:
+def sweep_rows(values: list[float]) -> tuple[Row, Row]:
     of = Predictions(num_prompts=48, num_tokens=250, divergences={0.3: values}, reused={0.3: 0.25})
     all_prompts, predicted = prediction_rows([of])
     return all_prompts, predicted
 
 
 def test_too_few_predicted_prompts_give_no_verdict() -> None:
-    assert [told([0.01] * num)[1].verdict for num in (0, 1, FEWEST - 1)] == ["", "", ""]
-    assert [told([value] * FEWEST)[1].verdict for value in (0.01, 0.1)] == ["met", "missed"]
+    assert [sweep_rows([0.01] * num)[1].verdict for num in (0, 1, FEWEST - 1)] == ["", "", ""]
+    assert [sweep_rows([value] * FEWEST)[1].verdict for value in (0.01, 0.1)] == ["met", "missed"]
 
 
 def test_prefilled_prompts_count_as_zero_in_the_mean() -> None:
-    [all_prompts, predicted] = told([0.24] * 12)
+    [all_prompts, predicted] = sweep_rows([0.24] * 12)
     assert all_prompts.value.startswith("0.0600 nats") and "25 %" in all_prompts.value
     assert predicted.value.startswith("0.2400 nats") and "12 of 48" in predicted.value
     assert not all_prompts.goal

@@ -106,7 +106,7 @@ def test_record_grows_by_rounds_and_repeated_rounds_are_replaced(tmp_path: Path)
 def test_arms_are_compared_in_common_rounds() -> None:
     rows = workload_rows([one_round(1, "off", "ours"), one_round(2, "off", "ours", "ngram")])
     summary = {row.what: row.value for row in rows}
-    assert summary["text"] == "0.100 nats a token"
+    assert summary["text"] == "0.100 nats per token"
     assert summary["ours over off, 2 rounds"].startswith("1.00x [1.00, 1.00]")
     assert summary["ours over ngram, 1 rounds"].startswith("1.00x")
 

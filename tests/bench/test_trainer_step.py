@@ -62,4 +62,4 @@ def test_table_reports_the_goals_met() -> None:
     assert (naive.goal, naive.verdict) == (">= 4.7", "met")
     assert (public.goal, public.verdict) == (">= 1.0", "missed")
     assert update.value.startswith("1.00 ") and logprobs.value.startswith("2.00 ")
-    assert "one response a pass 540" in memory.value and memory.verdict == "met"
+    assert "one response per pass 540" in memory.value and memory.verdict == "met"
