@@ -234,8 +234,8 @@ def distance_rows(found: Sequence[Distance]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="for the time: a seedling that was grown")
-    parser.add_argument("--agents", required=True, help="a seedling taught to hear other agents")
+    parser.add_argument("--model", required=True, help="enlarged seedling, for timing")
+    parser.add_argument("--agents", required=True, help="seedling trained on the multi-agent task")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--first-tokens", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=32)

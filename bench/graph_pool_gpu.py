@@ -138,7 +138,9 @@ def table(
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--shapes", type=int, default=24, help="the trace's most frequent ones")
+    parser.add_argument(
+        "--shapes", type=int, default=24, help="number of the trace's most frequent shapes"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(given)
     if not torch.cuda.is_available():

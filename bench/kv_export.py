@@ -177,7 +177,9 @@ def grown(folder: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="left out: the seedling, grown")
+    parser.add_argument(
+        "--model", type=Path, help="default: the seedling, enlarged to 25M parameters"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -260,7 +260,7 @@ def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, need
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--send", nargs=3, help="be the bare socket's sender (used by itself)")
+    parser.add_argument("--send", nargs=3, help="run as the sender of the bare socket (internal)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", default=EngineSettings().model)
     arguments = parser.parse_args()

@@ -177,8 +177,8 @@ async def measure_all(rounds: int) -> dict[str, Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--probe", metavar="URL", help="send probes (used by the benchmark itself)")
-    parser.add_argument("--send", metavar="URL", help="send --body (used by the benchmark itself)")
+    parser.add_argument("--probe", metavar="URL", help="send probes (internal)")
+    parser.add_argument("--send", metavar="URL", help="send --body (internal)")
     parser.add_argument("--body", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

@@ -116,9 +116,7 @@ def record(http: Arm, direct: Arm) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--call", metavar="URL", help="be the caller (used by the benchmark itself)"
-    )
+    parser.add_argument("--call", metavar="URL", help="run as the client (internal)")
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()

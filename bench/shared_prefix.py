@@ -164,7 +164,7 @@ def throughput_kept_rows(measured: dict[str, Steps]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=4.0, help="a case, once nine rounds ran")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case, after nine rounds")
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--merge", action="store_true")
     parser.add_argument("--machine", choices=("alone", "shared"), default="alone")

@@ -196,7 +196,9 @@ async def measure(case: Case, rounds: int) -> tuple[Row, dict[str, list[float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--only", default="", help="cases whose name contains this; no record")
+    parser.add_argument(
+        "--only", default="", help="run the cases whose name contains this; writes no record"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: not run")

@@ -264,7 +264,9 @@ def peak_rows(peak: Peak, isa: cpu.Isa) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default="", help="cases whose name contains this; no record")
+    parser.add_argument(
+        "--only", default="", help="run the cases whose name contains this; writes no record"
+    )
     parser.add_argument("--machine", choices=("alone", "shared"), default="alone")
     arguments = parser.parse_args()
     alone = arguments.machine == "alone"

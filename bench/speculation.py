@@ -75,13 +75,15 @@ def run_guard(arms: Arms, works: Sequence[Workload]) -> list[Round]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["workload", "guard"])
-    parser.add_argument("model", type=Path, nargs="?", help="the seedling, grown")
+    parser.add_argument("model", type=Path, nargs="?", help="enlarged seedling")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     parser.add_argument("--arms", nargs="*", default=list(ALL))
     parser.add_argument("--arctic", help="where arctic-inference is installed")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="for the profile of steps")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, help="directory of the step-time profile"
+    )
     options = parser.parse_args()
     is_guard = options.part == "guard"
     seeds = [10**6 + options.seed, *range(options.seed, options.seed + options.rounds)]

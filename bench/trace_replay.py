@@ -235,7 +235,9 @@ def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--measured", type=Path, default=MEASURED, help="a record of steps")
+    parser.add_argument(
+        "--measured", type=Path, default=MEASURED, help="record with measured step times"
+    )
     arguments = parser.parse_args()
     assert ARCTIC.exists(), "scripts/beside.sh arctic installs what ours is compared with"
     traces = [Trace.load(path) for path in sorted(arguments.traces.glob("*.npz"), reverse=True)]

@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--machine", choices=tuple(MACHINES), default="idle")
-    parser.add_argument("--shapes", nargs="+", help="left out: those of the machine")
+    parser.add_argument("--shapes", nargs="+", help="default: those of --machine")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES)
     parser.add_argument("--rounds", type=int, default=5)

@@ -73,9 +73,9 @@ def fit(model: Path, out: Path, *, num_steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fits a drafter to the seedling.")
-    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--model", type=Path, default=SEEDLING, help="whom it is to draft for")
+    parser = argparse.ArgumentParser(description="Trains a drafter for the seedling.")
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
+    parser.add_argument("--model", type=Path, default=SEEDLING, help="target model")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

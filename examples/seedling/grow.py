@@ -107,12 +107,14 @@ def _random(config: Qwen3Config) -> Qwen3ForCausalLM:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Grows the seedling without changing its function."
+        description="Enlarges the seedling without changing the function that it computes."
     )
-    parser.add_argument("--to", choices=sorted(SHAPES), help="left out: keep the seedling's size")
-    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--untie", action="store_true", help="give the output head its own tensor")
-    parser.add_argument("--model", type=Path, default=SEEDLING, help="the model to start from")
+    parser.add_argument("--to", choices=sorted(SHAPES), help="default: the seedling's size")
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
+    parser.add_argument(
+        "--untie", action="store_true", help="untie the output head from the embedding"
+    )
+    parser.add_argument("--model", type=Path, default=SEEDLING, help="model to start from")
     args = parser.parse_args()
     model = Qwen3ForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     if args.to:

@@ -118,8 +118,8 @@ def save(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, out: Path) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the seedling.")
-    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--start", type=Path, help="a model to go on from; left out: from scratch")
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
+    parser.add_argument("--start", type=Path, help="model to continue from; default: from scratch")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--at-once-share", type=float, default=AT_ONCE_SHARE)

@@ -83,9 +83,9 @@ def reset_embeddings(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains the seedling to agents who hear others.")
-    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--start", type=Path, default=SEEDLING, help="the model to go on from")
+    parser = argparse.ArgumentParser(description="Trains the seedling on the multi-agent task.")
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
+    parser.add_argument("--start", type=Path, default=SEEDLING, help="model to continue from")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--threads", type=int, default=2)
