@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo test test-fast coverage check bench soak chart lock clean help
+.PHONY: serve demo test test-fast coverage check bench soak chart diagrams lock clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -66,6 +66,10 @@ soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
+
+diagrams: ## render the Mermaid diagrams of README.md to docs/diagrams
+	@$(setup) dev
+	$(python) scripts/diagrams.py
 
 chart: ## write what the chart generates: schema, README, dashboard, golden renders
 	@$(setup) dev

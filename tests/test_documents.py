@@ -31,6 +31,13 @@ def test_every_advisory_class_names_its_test() -> None:
     assert all(row.rstrip(" |").rpartition("| ")[2].startswith("`tests/") for row in rows)
 
 
+def test_pictures_of_the_diagrams_are_up_to_date() -> None:
+    diagrams = script("diagrams")
+    assert len(diagrams.sources()) == 2
+    stale = [n for n, source in diagrams.sources().items() if not diagrams.is_up_to_date(n, source)]
+    assert not stale, "make diagrams"
+
+
 def test_dependency_report_matches_the_lock_file() -> None:
     """Licences come from the installed metadata, packages and versions from the lock file."""
     rows = re.findall(

@@ -49,8 +49,7 @@ CLIENTS = (
     Client(
         name="renderers",
         tests=(
-            "tests/compat/test_clients.py::"
-            "test_renderers_samples_two_turns_without_retokenizing",
+            "tests/compat/test_clients.py::test_renderers_samples_two_turns_without_retokenizing",
         ),
     ),
     Client(

@@ -57,9 +57,7 @@ def versions(url: str) -> list[int | None]:
 
 
 @pytest.mark.parametrize("trainer", ["sync", "legacy", "apart"])
-def test_verl_trainers_serve_every_training_step(
-    url: str, folder: Path, trainer: str
-) -> None:
+def test_verl_trainers_serve_every_training_step(url: str, folder: Path, trainer: str) -> None:
     log = told(["verl"], folder, "verl.training", trainer, url, str(folder))
     assert len(log) == 2
     assert versions(url)[:3] == [0, 1, 2], "the trainer's own before its first step, and each after"

@@ -273,9 +273,7 @@ async def test_rollout_is_invisible_to_another_key(tmp_path: Path, file: Path) -
         assert (await waiting).json()["outcome"] == "cancelled"
 
 
-async def test_idempotency_keys_are_scoped_to_the_api_key(
-    tmp_path: Path, file: Path
-) -> None:
+async def test_idempotency_keys_are_scoped_to_the_api_key(tmp_path: Path, file: Path) -> None:
     keys = write_keys(file, a="rollout", b="rollout")
     async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
         found = []
