@@ -4,24 +4,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
+from engine.settings_types import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15
 """With the last sampled token, 16 query tokens: the limit of shared-prefix attention."""
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-SharedPrefixMode = Literal["auto", "always", "off"]
-SpeculationMode = Literal["auto", "off", "siblings", "drafter"]
-AdapterRank = Literal[8, 16, 32, 64, 128, 256]
 
 
 def _parse_off(value: object) -> object:
@@ -34,262 +24,266 @@ def _parse_number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _validate_lengths(text: str) -> str:
+    DraftLengthTiers.parse(text)
+    return text
+
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+SharedPrefixMode = Literal["auto", "always", "off"]
+SpeculationMode = Literal["auto", "off", "siblings", "drafter"]
+AdapterRank = Literal[8, 16, 32, 64, 128, 256]
+DraftLengths = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    AfterValidator(_validate_lengths),
+]
+
+
 def cache_directory(name: str) -> Path:
     """Default directory of data that is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "coppice" / name
 
 
-class AttentionSettings(BaseModel):
+class AttentionSettings(Section):
     """Settings of shared-prefix attention."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    shared_prefix: Annotated[
-        SharedPrefixMode,
-        BeforeValidator(_parse_off),
-        Field(
-            description="read a shared prefix once a step; auto: where that was measured to be "
-            "faster; always: wherever anything is shared"
-        ),
-    ] = "auto"
+    shared_prefix: Annotated[SharedPrefixMode, BeforeValidator(_parse_off)] = Field(
+        "auto",
+        description="reads the KV of a prefix that samples share once per step instead of once per "
+        "sample; auto: where a measurement at startup shows a gain; always: for every shared "
+        "prefix; off: vLLM's attention only",
+    )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("attention"),
-        description="directory that keeps the measurement that auto decides by",
+        description="directory for the measurements of shared_prefix=auto, so that later starts "
+        "skip them",
     )
 
 
-class SpeculationSettings(BaseModel):
+class SpeculationSettings(Section):
     """Settings of speculative decoding from sibling samples or by a trained draft model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mode: Annotated[
-        SpeculationMode,
-        BeforeValidator(_parse_off),
-        Field(
-            description="siblings: draft from the group's own text; drafter: by a small model; "
-            "auto: siblings on CPU, unless a short profile at the start says that it cannot pay, "
-            "and off on a GPU"
-        ),
-    ] = "off"
-    longest_draft: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=MAX_DRAFT_TOKENS,
-            description="tokens drafted for one sample in one step at most",
-        ),
-    ] = 8
-    store_bytes: Annotated[
-        int, Field(ge=2**20, description="bytes of text that drafts are taken from at most")
-    ] = 2**28
-    store_file: Annotated[
-        Path | None,
-        Field(description="file that keeps that text from one run to the next; none: it is not"),
-    ] = None
+    mode: Annotated[SpeculationMode, BeforeValidator(_parse_off)] = Field(
+        "off",
+        description="source of draft tokens; siblings: text of the same group and prompt; drafter: "
+        "a small draft model; auto: siblings on CPU unless a profile at startup shows no gain, off "
+        "on a GPU",
+    )
+    longest_draft: int = Field(
+        8,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="maximum number of draft tokens per sample and step",
+    )
+    store_bytes: BufferBytes = Field(
+        2**28,
+        description="maximum size of the text store that drafts are taken from, in bytes; increase "
+        "it for many prompts or long responses",
+    )
+    store_file: Path | None = Field(
+        None,
+        description="file that saves the text store at a stop and restores it at the next start; "
+        "none: the store starts empty",
+    )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("speculation"),
-        description="directory that keeps the profile of what steps cost",
+        description="directory for the measured step times, so that later starts skip the profile",
     )
-    drafter: Annotated[
-        Path | None,
-        Field(
-            description="model directory of the drafter, with the model's own vocabulary; none: a "
-            "small one is made and learns from nothing"
-        ),
-    ] = None
+    drafter: Path | None = Field(
+        None,
+        description="directory of the draft model, which must have the served model's vocabulary; "
+        "none: a small untrained one is created",
+    )
     drafter_directory: Path = Field(
         default_factory=lambda: cache_directory("drafter"),
-        description="directory that keeps what became of drafters",
+        description="directory for the checkpoints of trained draft models",
     )
-    drafter_training: Annotated[
-        bool, Field(description="the drafter learns from what is served, in a process of its own")
-    ] = True
-    drafter_trained: Annotated[
-        Literal["all", "layers"],
-        Field(description="layers: its embedding, its head and its last norm stay as they are"),
-    ] = "all"
-    drafter_busy_share: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of engine.max_sequences running above which it waits"),
-    ] = 0.5
+    drafter_training: bool = Field(
+        True,
+        description="trains the draft model on served samples, in a separate process",
+    )
+    drafter_trained: Literal["all", "layers"] = Field(
+        "all",
+        description="trained weights of the draft model; layers: all except its embedding, head "
+        "and final norm",
+    )
+    drafter_busy_share: Ratio = Field(
+        0.5,
+        description="share of engine.max_sequences running above which training is paused",
+    )
 
 
-def _validate_lengths(text: str | None) -> str | None:
-    if text is not None:
-        DraftLengthTiers.parse(text)
-    return text
-
-
-class GraphsSettings(BaseModel):
+class GraphsSettings(Section):
     """Settings of CUDA graph capture on a GPU."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    budget_bytes: Annotated[
-        int | None,
-        Field(
-            ge=2**20, description="bytes of CUDA graphs a rank; none: vLLM captures what it does"
-        ),
-    ] = None
-    lengths: Annotated[
-        str | None,
-        BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-        AfterValidator(_validate_lengths),
-        Field(
-            description="draft tokens that may be chosen, by samples running: 8:0,2,4 32:0,2 0 is "
-            "0, 2 or 4 up to 8 samples, 0 or 2 up to 32, none beyond; none: as speculation drafts"
-        ),
-    ] = None
-    mixed_tokens: Annotated[
-        int,
-        Field(ge=0, description="tokens of the largest graph for steps that compute prompts too"),
-    ] = 512
-    graph_bytes: Annotated[
-        int | None,
-        Field(ge=1, description="bytes a captured graph takes; none: estimated from the layers"),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        Field(description="recorded steps to plan for; none: any number of samples is as likely"),
-    ] = None
+    budget_bytes: BufferBytes | None = Field(
+        None,
+        description="memory for CUDA graphs per rank, in bytes; none: vLLM's own capture sizes",
+    )
+    lengths: DraftLengths | None = Field(
+        None,
+        description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 or "
+        "4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths that "
+        "speculation uses",
+    )
+    mixed_tokens: Count = Field(
+        512,
+        description="number of tokens of the largest graph for steps that also prefill prompts",
+    )
+    graph_bytes: PositiveInt | None = Field(
+        None,
+        description="memory of one captured graph, in bytes; none: estimated from the number of "
+        "layers",
+    )
+    trace: Path | None = Field(
+        None,
+        description="file of recorded steps that the choice of graphs is optimised for; none: "
+        "every number of running samples is assumed to be equally frequent",
+    )
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(Section):
     """Engine settings; the description of each field states its unit."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: Annotated[
-        str, Field(min_length=1, description="local directory, or id on a model hub")
-    ] = str(Path(__file__).parents[1] / "examples" / "seedling" / "model")
-    revision: Annotated[
-        str | None, Field(description="commit of the hub's repository; needed with an id")
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        Field(
-            pattern=r"^[A-Za-z0-9][\w.:@-]*(/[\w.:@-]+)*$",
-            max_length=256,
-            description="name that the model has in requests and answers; none: its id on the hub, "
-            "or the last component of its directory",
-        ),
-    ] = None
-    dtype: Annotated[
-        DType,
-        Field(
-            description="type of weights and cache; auto: bfloat16, or float16 where the model is "
-            "stored so; float32 on a CPU without bfloat16 instructions"
-        ),
-    ] = "auto"
-    seed: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=2**32 - 1,
-            description="vLLM's random seed, for samples without a seed of their own; none: a "
-            "random one at each start, which is logged",
-        ),
-    ] = None
-    tensor_parallel_size: Annotated[int, Field(ge=1, description="ranks a layer is split over")] = 1
-    pipeline_parallel_size: Annotated[int, Field(ge=1, description="ranks layers are dealt to")] = 1
-    block_size: Annotated[
-        int, Field(ge=16, multiple_of=16, description="tokens a cache block holds")
-    ] = 32
-    cache_bytes: Annotated[
-        int | None,
-        Field(
-            ge=2**20, description="bytes of KV cache a rank; none: 1 GiB on CPU, measured on a GPU"
-        ),
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1, description="share of a GPU's memory that the engine may use")
-    ] = 0.9
-    max_context_tokens: Annotated[
-        int | None,
-        Field(ge=2, description="prompt and response tokens served; none: the model's own"),
-    ] = None
-    max_sequences: Annotated[int, Field(ge=1, description="samples that decode side by side")] = 256
-    max_batched_tokens: Annotated[
-        int, Field(ge=32, description="tokens computed in one step at most")
-    ] = 2048
-    cpu_threads: Annotated[
-        int | None,
-        Field(ge=1, description="threads a rank computes with on CPU; none: shared out evenly"),
-    ] = None
-    eager: Annotated[
-        bool | None,
-        Field(description="no compilation, no CUDA graphs; none: true on CPU, false on a GPU"),
-    ] = None
-    prompt_kv: Annotated[
-        bool, Field(description="prompt keys and values can be exported as soon as computed")
-    ] = False
-    tool_parser: Annotated[
-        str | None,
-        Field(description="vLLM's parser that finds tool calls in responses, such as hermes"),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        Field(description="vLLM's parser that finds reasoning in responses, such as qwen3"),
-    ] = None
-    max_logprobs: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=1024,
-            description="likeliest tokens that a request may ask for at each token, by the routes "
-            "of OpenAI's and vLLM's clients",
-        ),
-    ] = 20
-    max_adapters: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=256,
-            description="LoRA adapters held at once, those too that are replaced while samples "
-            "still run under them; 0: none are served",
-        ),
-    ] = 0
-    max_adapter_rank: Annotated[
-        AdapterRank,
-        BeforeValidator(_parse_number),
-        Field(description="rank of such an adapter at most"),
-    ] = 16
-    weight_transfer: Annotated[
-        Literal["nccl", "ipc"] | None,
-        Field(description="vLLM's own weight-transfer engine; no route here uses it"),
-    ] = None
-    start_seconds: Annotated[
-        float, Field(gt=0, description="seconds a start may take before it counts as dead")
-    ] = 1800.0
-    step_seconds: Annotated[
-        float,
-        Field(gt=0, description="seconds without a sign of life before the engine counts as dead"),
-    ] = 10.0
-    hang_seconds: Annotated[
-        float,
-        Field(gt=0, description="seconds that a dead engine may hang before it is killed"),
-    ] = 60.0
-    activation_seconds: Annotated[
-        float, Field(gt=0, description="the same while weights are loaded")
-    ] = 600.0
+    model: str = Field(
+        str(Path(__file__).parents[1] / "examples" / "seedling" / "model"),
+        min_length=1,
+        description="local model directory, or model id on the Hugging Face hub",
+    )
+    revision: str | None = Field(
+        None,
+        description="commit hash of the hub repository; required with a hub id",
+    )
+    served_model_name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w.:@-]*(/[\w.:@-]+)*$",
+        max_length=256,
+        description="model name in requests and responses; none: the hub id, or the last component "
+        "of the directory",
+    )
+    dtype: DType = Field(
+        "auto",
+        description="data type of weights and KV cache; auto: bfloat16, or float16 if the model is "
+        "stored in it, or float32 on a CPU without bfloat16 instructions",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=2**32 - 1,
+        description="random seed of vLLM, for samples without their own seed; none: a random seed "
+        "at each start, which is logged",
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="number of ranks that each layer is split over"
+    )
+    pipeline_parallel_size: PositiveInt = Field(
+        1, description="number of ranks that the layers are distributed over"
+    )
+    block_size: int = Field(
+        32, ge=16, multiple_of=16, description="number of tokens per KV cache block"
+    )
+    cache_bytes: BufferBytes | None = Field(
+        None,
+        description="size of the KV cache per rank, in bytes; none: 1 GiB on CPU; on a GPU, the "
+        "memory that gpu_memory_utilization leaves",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of GPU memory for the engine; reduce it if a trainer uses the same GPU",
+    )
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="maximum number of prompt and response tokens per sample; none: the model's "
+        "limit; reduce it if the KV cache does not fit",
+    )
+    max_sequences: PositiveInt = Field(
+        256, description="maximum number of samples that decode at the same time"
+    )
+    max_batched_tokens: int = Field(
+        2048,
+        ge=32,
+        description="maximum number of tokens computed in one step; increase it to prefill faster "
+        "on a large GPU",
+    )
+    cpu_threads: PositiveInt | None = Field(
+        None,
+        description="number of compute threads per rank on CPU; none: the available cores divided "
+        "by the number of ranks",
+    )
+    eager: bool | None = Field(
+        None,
+        description="disables compilation and CUDA graphs; none: true on CPU, false on a GPU",
+    )
+    prompt_kv: bool = Field(
+        False, description="enables the export of prompt KV as soon as a prompt is prefilled"
+    )
+    tool_parser: str | None = Field(
+        None,
+        description="name of the vLLM parser for tool calls in responses, such as hermes; none: "
+        "tool calls stay in the text",
+    )
+    reasoning_parser: str | None = Field(
+        None,
+        description="name of the vLLM parser for reasoning in responses, such as qwen3; none: "
+        "reasoning stays in the text",
+    )
+    max_logprobs: int = Field(
+        20,
+        ge=0,
+        le=1024,
+        description="maximum number of top logprobs per token on the routes compatible with OpenAI "
+        "and vLLM",
+    )
+    max_adapters: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="maximum number of loaded LoRA adapters, including replaced ones that running "
+        "samples still use; 0: adapters are disabled",
+    )
+    max_adapter_rank: Annotated[AdapterRank, BeforeValidator(_parse_number)] = Field(
+        16, description="maximum rank of a LoRA adapter; a larger one takes more memory"
+    )
+    weight_transfer: Literal["nccl", "ipc"] | None = Field(
+        None,
+        description="backend of vLLM's own weight transfer, which no route of this server uses",
+    )
+    start_seconds: Seconds = Field(
+        1800.0,
+        description="timeout of the engine's start, in seconds; increase it for large models on "
+        "slow disks",
+    )
+    step_seconds: Seconds = Field(
+        10.0,
+        description="heartbeat timeout, in seconds: the engine is unhealthy without a heartbeat "
+        "for this long; increase it if single steps take longer",
+    )
+    hang_seconds: Seconds = Field(
+        60.0, description="time that an unhealthy engine may hang before it is killed, in seconds"
+    )
+    activation_seconds: Seconds = Field(
+        600.0,
+        description="heartbeat timeout while weights are loaded, in seconds; increase it for large "
+        "models on slow disks",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_data_parallel(cls, values: Any) -> Any:
         if isinstance(values, dict) and "data_parallel_size" in values:
             raise ValueError(
-                "data parallel inside one service is refused: run more replicas instead"
+                "data parallelism within one service is not supported: run more replicas instead"
             )
         return values
 
     @property
     def served_name(self) -> str:
-        """The name in requests and responses.
-
-        A directory name that is not valid UTF-8 is converted.
-        """
+        """Model name in requests and responses, converted to valid UTF-8."""
         directory = Path(self.model).expanduser()
         if self.served_model_name is not None or not directory.is_dir():
             return self.served_model_name or self.model

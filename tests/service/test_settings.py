@@ -130,7 +130,9 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_data_parallel_is_refused_with_a_reason() -> None:
     text = refusal(flags={"engine.data_parallel_size": "2"})
-    assert text.startswith("engine: data parallel inside one service is refused: run more replicas")
+    assert text.startswith(
+        "engine: data parallelism within one service is not supported: run more replicas"
+    )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-node"])
