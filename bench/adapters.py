@@ -32,8 +32,8 @@ from engine.adapters.validation import (
     TARGET_MODULES,
     TENSORS_FILE,
 )
-from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
+from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from engine.weights.checkpoint import read_base_checkpoint
 

@@ -24,8 +24,8 @@ import uvloop
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from engine.kv_types import ExportSlot, ExportStatus
-from engine.protocol import Completion, SampleRequest, Sampling
 from engine.settings import EngineSettings
+from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 8, 1024, 128

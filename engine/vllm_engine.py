@@ -43,21 +43,6 @@ from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import engine_processes, kill_processes, launch
-from engine.protocol import (
-    AdapterInfo,
-    ChatRequest,
-    ChatResponse,
-    Completion,
-    CudaGraphStats,
-    DrafterStatus,
-    EngineHealth,
-    EngineInfo,
-    PauseMode,
-    SampleRequest,
-    SharedPrefixStats,
-    SpeculationStats,
-    TopLogprobs,
-)
 from engine.runtime import shared_memory
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
@@ -65,6 +50,18 @@ from engine.runtime.temp_dir import TempDir
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import lifecycle as speculation_start
 from engine.speculation.counters import to_speculation_stats
+from engine.stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.types import (
+    AdapterInfo,
+    ChatRequest,
+    ChatResponse,
+    Completion,
+    EngineHealth,
+    EngineInfo,
+    PauseMode,
+    SampleRequest,
+    TopLogprobs,
+)
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from engine.weights.validation import check_checkpoint
 

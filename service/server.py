@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
-from engine.protocol import Engine, EngineHealth
+from engine.protocol import Engine
+from engine.types import EngineHealth
 from service.adapters.manager import AdapterManager
 from service.adapters.upload import AdapterFiles
 from service.cluster.factory import create_registry

@@ -19,21 +19,18 @@ from engine.errors import (
     RequestRefused,
 )
 from engine.kv_types import ExportStatus
-from engine.protocol import (
+from engine.stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.types import (
     AdapterInfo,
     ChatRequest,
     ChatResponse,
     Completion,
-    CudaGraphStats,
-    DrafterStatus,
     EngineFinishReason,
     EngineHealth,
     EngineInfo,
     EngineStage,
     PauseMode,
     SampleRequest,
-    SharedPrefixStats,
-    SpeculationStats,
     TokenLogprob,
     ToolCall,
     TopLogprobs,

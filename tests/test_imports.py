@@ -35,6 +35,8 @@ def imported(statement: str, *paths: Path) -> set[str]:
         "service.app",
         "engine.settings",
         "engine.protocol",
+        "engine.types",
+        "engine.stats",
         "engine.errors",
     ],
 )

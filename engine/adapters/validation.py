@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import CheckpointRefused
-from engine.protocol import AdapterInfo
+from engine.types import AdapterInfo
 from engine.weights.checkpoint import Checkpoint, read_checkpoint, read_json
 from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable
 from engine.weights.validation import check_values

@@ -27,8 +27,8 @@ from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
 from engine.attention.register import settings
 from engine.attention.unshared_metadata import unshared_tail
-from engine.protocol import AttentionFallbackReason
 from engine.runtime.guard import feature
+from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from engine.attention.counters import COUNTERS
 from engine.attention.grouping import StepGrouper, StepGrouping
 from engine.attention.register import settings
 from engine.attention.unshared_metadata import unshared_tail
-from engine.protocol import AttentionFallbackReason
+from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.work_list import WorkList, WorkShape

@@ -12,8 +12,8 @@ import numpy as np
 from engine.attention.counters import Counters
 from engine.attention.crossover import Crossover, StepWork
 from engine.attention.planner import Planner
-from engine.protocol import AttentionFallbackReason
 from engine.settings import SharedPrefixMode
+from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
 
 

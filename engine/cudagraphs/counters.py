@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import UNEVEN
-from engine.protocol import CudaGraphStats
+from engine.stats import CudaGraphStats
 
 
 class Snapshot(TypedDict):

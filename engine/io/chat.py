@@ -20,8 +20,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
 from engine.io.chat_template import template_options, template_variables
-from engine.protocol import ChatRequest, ChatResponse, ToolCall
 from engine.settings import EngineSettings
+from engine.types import ChatRequest, ChatResponse, ToolCall
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
 from engine.kv_transfer.params import to_params
-from engine.protocol import Completion, SampleRequest, TokenLogprob, TopLogprobs, VersionSpan
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
+from engine.types import Completion, SampleRequest, TokenLogprob, TopLogprobs, VersionSpan
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:

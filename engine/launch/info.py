@@ -10,9 +10,9 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.kv_types import KvFormat
-from engine.protocol import EngineInfo, KvReason
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings
+from engine.types import EngineInfo, KvReason
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from engine.protocol import EngineHealth, EngineStage
+from engine.types import EngineHealth, EngineStage
 
 INTERVAL_SECONDS = 1.0
 MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS

@@ -25,9 +25,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import SpeculationDecision
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.cost import MIN_SECONDS, Step, StepCostModel
+from engine.stats import SpeculationDecision
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]

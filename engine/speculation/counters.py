@@ -6,7 +6,7 @@ from typing import TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
+from engine.stats import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 
 SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
 """Draft scopes, in the order of their numbers in the draft store."""

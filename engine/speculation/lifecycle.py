@@ -9,10 +9,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.protocol import EngineInfo
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.profile import ProfileBatch, num_tokens, profile_batches
+from engine.types import EngineInfo
 from kernels.draft_index.store import is_built
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.protocol import SpeculationSkipReason
+from engine.stats import SpeculationSkipReason
 from kernels.draft_index.errors import InvalidCall
 from kernels.draft_index.interface import Store
 

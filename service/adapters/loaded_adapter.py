@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.wire.adapters import AdapterAnswer
-from engine.protocol import AdapterInfo
+from engine.types import AdapterInfo
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

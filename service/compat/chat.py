@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.protocol import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse
 from service.auth.access import Caller, requires_role
 from service.compat import events, token_logprobs, token_names
 from service.compat.bodies import CompatModel, Flag, read_compat_body

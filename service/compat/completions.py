@@ -10,7 +10,7 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 from service.auth.access import Caller, requires_role
 from service.compat import echo, events, token_logprobs, token_names
 from service.compat.bodies import Flag, ListsOfTokenIds, Text, Texts, read_compat_body

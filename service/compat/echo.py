@@ -7,7 +7,7 @@ thousand times.
 from collections.abc import Sequence
 from typing import Any
 
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 from service.compat import token_logprobs
 from service.compat.bodies import CompatModel, Flag
 from service.http.errors import InvalidRequest

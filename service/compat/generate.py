@@ -8,7 +8,7 @@ from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_TOKENS, RolloutAnswer, SampleAnswer
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 from service.auth.access import Caller, requires_role
 from service.compat import token_logprobs
 from service.compat.bodies import read_compat_body

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from engine.protocol import EngineInfo
+from engine.types import EngineInfo
 from service import __version__
 from service.auth.access import allow_any_key
 from service.compat.vllm_control import vllm_config

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from coppice.wire.base import Label
-from engine.protocol import PauseMode
+from engine.types import PauseMode
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, read_compat_body
 from service.compat.openapi_document import request_body

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 from service.auth.keys import ApiKey
 from service.compat.rollout_adapter import SamplingJob
 from service.http.errors import InvalidRequest

@@ -5,7 +5,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 from service.rollouts.tokenizer import Tokenizer
 
 Name = Callable[[int], str]

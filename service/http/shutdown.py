@@ -13,7 +13,7 @@ from typing import Protocol
 
 import uvicorn
 
-from engine.protocol import EngineHealth
+from engine.types import EngineHealth
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

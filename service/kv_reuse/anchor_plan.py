@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Completion, Engine, SampleRequest
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
 from service.kv_reuse.anchor_selection import (
     AnchorSelection,
     SectionCandidates,

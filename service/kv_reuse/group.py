@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 
 from coppice.wire.rollouts import GroupAnswer, SampleAnswer
-from engine.protocol import Completion, Engine, SampleRequest
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
 from service.kv_reuse.group_reuse import ReuseReport
 from service.kv_reuse.monitor import ReuseFailed
 from service.kv_reuse.prompt_plan import PromptPlan

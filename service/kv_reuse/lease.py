@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Completion, Engine, SampleRequest, Sampling
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest, Sampling
 from service.kv_reuse.cache_entry import CacheEntry
 from service.kv_reuse.layout import PromptSpan
 from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end

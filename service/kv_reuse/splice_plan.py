@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Completion, Engine, SampleRequest
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
 from service.kv_reuse.layout import PromptSpan, joined, token_runs
 from service.kv_reuse.lease import SegmentLease
 from service.kv_reuse.monitor import GroupMonitor, ReuseFailed

@@ -5,7 +5,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from engine.protocol import DrafterOutcome, DrafterStatus, TrainingState
+from engine.stats import DrafterOutcome, DrafterStatus, TrainingState
 
 
 class DrafterMetrics:

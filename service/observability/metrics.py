@@ -25,7 +25,7 @@ from coppice.wire.kv import KvReason
 from coppice.wire.problems import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationMode
-from engine.protocol import AttentionFallbackReason, CudaGraphStats, SharedPrefixStats
+from engine.stats import AttentionFallbackReason, CudaGraphStats, SharedPrefixStats
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership

@@ -1,6 +1,7 @@
 """Readiness and liveness of a server."""
 
-from engine.protocol import Engine, EngineHealth
+from engine.protocol import Engine
+from engine.types import EngineHealth
 from service.cluster.registry import ReplicaState
 from service.http.errors import Draining, EngineGone, NotReady
 from service.rollouts.admission import DRAINING_RETRY_SECONDS

@@ -5,8 +5,8 @@ from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from engine.protocol import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 from engine.settings import MAX_DRAFT_TOKENS
+from engine.stats import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
 
 Label = TypeVar("Label")
 

@@ -24,7 +24,8 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.spans import cut_spans, joined_spans
 from engine.kv_types import KvLoad
-from engine.protocol import Completion, Engine, SampleRequest, Sampling, TopLogprobs
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest, Sampling, TopLogprobs
 from service.kv_reuse.group_reuse import ReuseReport
 from service.prompt_kv.group_export import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy

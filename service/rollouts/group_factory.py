@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from coppice.wire.rollouts import Finish, RolloutRequest
-from engine.protocol import Engine, Sampling
+from engine.protocol import Engine
+from engine.types import Sampling
 from service.kv_reuse.group_factory import KvReuse
 from service.rollouts import validation
 from service.rollouts.group import Group, GroupOptions

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from coppice.wire.rollouts import Policy
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
-from engine.protocol import Engine, TopLogprobs
+from engine.protocol import Engine
+from engine.types import TopLogprobs
 from service.adapters.manager import AdapterManager
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.http.failures import to_service_error

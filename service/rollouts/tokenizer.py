@@ -11,7 +11,8 @@ from typing import TypeVar
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
-from engine.protocol import ChatRequest, ChatResponse, Engine
+from engine.protocol import Engine
+from engine.types import ChatRequest, ChatResponse
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name

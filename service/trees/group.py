@@ -17,7 +17,8 @@ from coppice.wire.rollouts import (
     SegmentFinish,
 )
 from engine.kv_types import ExportSlot
-from engine.protocol import Completion, Engine, SampleRequest
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart, derive_seed
 from service.trees.answer import COMPLETE_FINISHES, outcome_of, row_answer
 from service.trees.budget import Budget

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import VersionSpan
 from coppice.wire.spans import cut_spans
-from engine.protocol import Completion
+from engine.types import Completion
 from service.rollouts.group import version_spans
 from service.trees.plan import Plan
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
-from engine.protocol import Engine, PauseMode
+from engine.protocol import Engine
+from engine.types import PauseMode
 from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
 from service.prompt_kv.prompt_kv import PromptKvManager
 from service.rollouts.manager import RolloutManager

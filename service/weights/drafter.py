@@ -7,7 +7,8 @@ from pathlib import Path
 
 from coppice.wire.drafter import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
-from engine.protocol import DrafterStatus, Engine
+from engine.protocol import Engine
+from engine.stats import DrafterStatus
 from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore
 

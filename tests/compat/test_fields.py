@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engine.protocol import SampleRequest
+from engine.types import SampleRequest
 from service.compat.bodies import IGNORED_FIELDS
 from service.compat.unsupported_params import UNSUPPORTED
 from tests.compat.foreign import Foreign, foreign, wrong_status

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.protocol import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 

@@ -12,8 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
 from engine.io.chat import ChatProcessor
-from engine.protocol import ChatRequest, ChatResponse
 from engine.settings import EngineSettings
+from engine.types import ChatRequest, ChatResponse
 from tests.engine.seedling import MODEL
 
 CONTEXT_TOKENS = 512

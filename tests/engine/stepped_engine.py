@@ -14,7 +14,7 @@ from engine.kv_transfer.params import to_params
 from engine.kv_types import ExportSlot, KvLoad
 from engine.launch import core_methods
 from engine.patches.registry import install_patches
-from engine.protocol import VersionSpan
+from engine.types import VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"
 FAULTY = "tests.engine.faulty_worker.FaultyExtension"

@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from engine.errors import ConversationRefused, RequestRefused
 from engine.kv_types import ExportSlot, ExportStatus, KvLoad, LoadPiece
-from engine.protocol import ChatRequest, Completion, Engine, PauseMode, SampleRequest, Sampling
+from engine.protocol import Engine
+from engine.types import ChatRequest, Completion, PauseMode, SampleRequest, Sampling
 from tests.arena import TestArena
 from tests.engine.adapters.peft_adapters import saved
 from tests.fake_engine import FakeEngine

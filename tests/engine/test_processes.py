@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from engine.errors import EngineDead
-from engine.protocol import Completion, SampleRequest, Sampling
 from engine.runtime import shared_memory
+from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
 from tests.engine.slow_load import LOAD_SECONDS

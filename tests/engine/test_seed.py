@@ -10,8 +10,8 @@ import pytest
 
 from coppice import AsyncRollouts
 from engine.launch.arguments import engine_arguments
-from engine.protocol import SampleRequest, Sampling
 from engine.settings import EngineSettings
+from engine.types import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
 from tests.engine.seedling import MODEL, settings

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from engine.kv_types import ExportStatus, KvFormat
-from engine.protocol import EngineInfo
+from engine.types import EngineInfo
 from service.app import create_app
 from service.config.settings import Settings
 from service.http.protocol import protocol_with_limits

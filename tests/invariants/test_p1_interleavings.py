@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
-from engine.protocol import PauseMode
+from engine.types import PauseMode
 from service.http.errors import ServiceError
 from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import Group

@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from engine.errors import StartFailed
-from engine.protocol import Engine, EngineHealth
+from engine.protocol import Engine
+from engine.types import EngineHealth
 from service.cli import ServeComponents, build_cli
 from service.config.flags import settings_flags
 from service.config.settings import Settings, redacted, settings_fields

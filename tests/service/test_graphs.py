@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from engine.cudagraphs.shape import decode, mixed
 from engine.cudagraphs.shape_trace import Trace
-from engine.protocol import CudaGraphStats
+from engine.stats import CudaGraphStats
 from service.cli import build_cli
 from service.observability.metrics import Metrics
 

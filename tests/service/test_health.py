@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.protocol import SharedPrefixStats
+from engine.stats import SharedPrefixStats
 from service.kv_reuse.store import SegmentCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_path
 
-from engine.protocol import ChatRequest, EngineInfo
+from engine.types import ChatRequest, EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import SpeculationStats
+from engine.stats import SpeculationStats
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import Prompt
-from engine.protocol import ChatRequest
+from engine.types import ChatRequest
 from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name

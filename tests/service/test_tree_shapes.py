@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
-from engine.protocol import Completion, SampleRequest, Sampling
+from engine.types import Completion, SampleRequest, Sampling
 from service.rollouts.group import GroupOptions
 from service.trees.entropy_split import distribute_leaves
 from service.trees.factory import create_tree_group

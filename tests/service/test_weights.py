@@ -10,7 +10,7 @@ import pytest
 
 from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
-from engine.protocol import PauseMode
+from engine.types import PauseMode
 from service.http.errors import VersionConflict
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples

@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import SpeculationDecision
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step as CostStep
 from engine.speculation.cost import StepCostModel
 from engine.speculation.profile import Profile
+from engine.stats import SpeculationDecision
 
 HOLD_STEPS: Final = 4
 """Minimum number of steps that a length is kept for."""

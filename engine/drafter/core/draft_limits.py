@@ -7,8 +7,8 @@ end.
 from collections.abc import Callable
 from typing import Any
 
-from engine.protocol import SpeculationSkipReason
 from engine.speculation.request_table import find_skip_reason
+from engine.stats import SpeculationSkipReason
 
 
 class DraftLimits:

@@ -16,7 +16,7 @@ from engine.drafter.counters import Snapshot
 from engine.drafter.service.ab_test import AbTest
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, TRAINER_CHECKPOINT, DrafterDir
 from engine.errors import DrafterRefused
-from engine.protocol import DrafterOutcome
+from engine.stats import DrafterOutcome
 
 log = logging.getLogger(__name__)
 

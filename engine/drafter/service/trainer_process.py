@@ -23,7 +23,7 @@ from engine.drafter.trainer.messages import (
     decode_line,
     encode_line,
 )
-from engine.protocol import TrainingState
+from engine.stats import TrainingState
 
 log = logging.getLogger(__name__)
 

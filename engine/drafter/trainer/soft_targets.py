@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import TopLogprobs
+from engine.types import TopLogprobs
 
 TOP_K: Final = 8
 """Tokens kept per position.

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.adapters.validation import check_adapter
 from engine.errors import CheckpointRefused
-from engine.protocol import AdapterInfo
+from engine.types import AdapterInfo
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from tests.adapters import MODULE, saved_adapter
 from tests.engine.adapters.peft_adapters import saved

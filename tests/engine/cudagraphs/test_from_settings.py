@@ -10,13 +10,13 @@ from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shape import decode
 from engine.launch.environment import NO_SPECULATION, engine_environment, graph_plan
-from engine.protocol import CudaGraphStats
 from engine.settings import (
     AttentionSettings,
     EngineSettings,
     GraphsSettings,
     SpeculationSettings,
 )
+from engine.stats import CudaGraphStats
 from tests.engine.cudagraphs.managers import SEEDLING
 
 BUDGETED = GraphsSettings(budget_bytes=2**26)

@@ -9,7 +9,7 @@ import torch
 from engine.drafter.trainer.messages import Sample
 from engine.drafter.trainer.packing import IGNORE_INDEX, pack
 from engine.drafter.trainer.soft_targets import TOP_K, encode_top_k, top_k_of
-from engine.protocol import TokenLogprob
+from engine.types import TokenLogprob
 
 SAMPLES = [
     Sample(version="v", prompt=[1, 2, 3], response=[4, 5]),

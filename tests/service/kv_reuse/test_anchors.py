@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.kv_types import ExportStatus
-from engine.protocol import SampleRequest
+from engine.types import SampleRequest
 from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
 from engine.kv_types import ExportStatus
-from engine.protocol import EngineInfo
+from engine.types import EngineInfo
 from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv

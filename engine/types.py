@@ -1,0 +1,186 @@
+"""Value types of the engine interface: requests, completions, chat, adapters, info and health."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from engine.kv_types import ExportSlot, KvFormat, KvLoad
+
+PauseMode = Literal["abort", "wait", "keep"]
+ActivationMode = Literal["keep", "recompute", "wait", "abort"]
+EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
+EngineFinishReason = Literal["stop", "length", "abort", "error"]
+KvReason = Literal["disabled", "unsupported_cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters and stop conditions."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample to generate.
+
+    `id` is assigned by the server and unique. One sample of a group may carry an export; it is
+    written once, as soon as the prompt is prefilled.
+
+    `entropy_top_k` and `num_top_logprobs` are mutually exclusive. The former returns per token the
+    renormalised entropy of the top k tokens, the latter the top k tokens themselves. Prefixes are
+    shared among samples with the same `cache_salt`, and among samples without one. Samples of the
+    same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
+    the label of a loaded adapter.
+    """
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    seed: int | None = None
+    priority: int = 0
+    export: ExportSlot | None = None
+    entropy_top_k: int = 0
+    num_top_logprobs: int = 0
+    cache_salt: str | None = None
+    group: str | None = None
+    speculation: bool = True
+    load: KvLoad | None = None
+    adapter: str | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of a token and its rank, counted from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+TopLogprobs = list[TokenLogprob]
+"""The sampled token's logprob, then the top k, which may include the sampled token again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """A validated LoRA adapter. `rank` is the highest rank of its modules."""
+
+    rank: int
+    num_modules: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """Chat messages in OpenAI's format.
+
+    Only the `template_options` listed in `EngineInfo.template_variables` are rendered; others are
+    ignored.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call. `arguments` is the JSON text that the model generated."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatResponse:
+    """A response, split into content, reasoning and tool calls.
+
+    `parsed` is false if a parser failed; then the whole text is the content.
+    """
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    parsed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens start..end (end excluded), sampled under one weights version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished sample, with one logprob and one weights version per token.
+
+    `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: EngineFinishReason
+    versions: tuple[VersionSpan, ...]
+    num_cached_tokens: int
+    entropy: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Properties of a running engine, constant from start to stop."""
+
+    model: str
+    """Served model name."""
+    model_given: str
+    """The `model` setting, possibly a path. Accepted in requests, never returned in responses."""
+    model_path: Path
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    max_sequences: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    cpu_threads: int | None
+    vllm_version: str
+    kv_format: KvFormat | None = None
+    """Layout of exported prompt KV. None if prompts cannot be exported; `kv_reason` says why."""
+    kv_reason: KvReason | None = None
+    max_adapters: int = 0
+    """Maximum number of loaded adapters. 0 disables adapters."""
+    max_adapter_rank: int = 0
+    max_logprobs: int = 0
+    """Maximum number of top logprobs per token that a request may ask for."""
+    template_variables: frozenset[str] = frozenset()
+    """Names in `ChatRequest.template_options` that the chat template uses."""
+    max_token_chars: int | None = None
+    """Maximum characters of text per token.
+
+    A text longer than this times the context length cannot fit. None if unknown.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """Liveness of the engine: its stage and the seconds since the last heartbeat."""
+
+    stage: EngineStage
+    alive: bool
+    age_seconds: float
+    reason: str | None = None
