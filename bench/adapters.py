@@ -25,17 +25,17 @@ from safetensors.numpy import save_file
 
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from engine.adapters.validation import (
-    CONFIG_FILE,
-    LORA_SUFFIXES,
-    PREFIX,
-    TARGET_MODULES,
-    TENSORS_FILE,
-)
 from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.validation import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_TENSORS_FILE,
+    LORA_SUFFIXES,
+    PREFIX,
+    TARGET_MODULES,
+)
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS, RANK = 4, 8, 256, 64, 16
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
@@ -143,9 +143,9 @@ def saved(model: Path, folder: Path) -> Path:
         for module, (out, inner) in _projections(model)
         for side, shape in zip(LORA_SUFFIXES, ((RANK, inner), (out, RANK)), strict=True)
     }
-    save_file(tensors, folder / TENSORS_FILE)
+    save_file(tensors, folder / ADAPTER_TENSORS_FILE)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
     return folder
 
 

@@ -20,8 +20,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine.adapters.registry import LoadedAdapters
-from engine.adapters.validation import check_adapter
 from engine.attention.counters import aggregate_ranks
 from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.cudagraphs.from_settings import plan_for_start
@@ -43,10 +41,10 @@ from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import engine_processes, kill_processes, launch
-from engine.runtime import shared_memory
+from engine.runtime import file_ownership
 from engine.runtime.await_engine import await_engine
+from engine.runtime.file_ownership import TempDir
 from engine.runtime.heartbeat import Heartbeat
-from engine.runtime.temp_dir import TempDir
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import lifecycle as speculation_start
 from engine.speculation.counters import to_speculation_stats
@@ -63,7 +61,8 @@ from engine.types import (
     TopLogprobs,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
-from engine.weights.validation import check_checkpoint
+from engine.weights.updates import LoadedAdapters
+from engine.weights.validation import check_adapter, check_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class VllmEngine:
             raise StartFailed(f"vLLM did not start: {error}") from error
 
     async def _start(self, version: str) -> None:
-        shared_memory.remove_leftovers()
+        file_ownership.remove_leftover_shared_memory()
         self._serving_path = await asyncio.to_thread(
             resolve_model, self._settings.model, self._settings.revision
         )
@@ -314,7 +313,7 @@ class VllmEngine:
         """Remove files that vLLM's processes leave behind when they are killed."""
         if self._temp_dir is not None:
             self._temp_dir.close()
-        shared_memory.remove_leftovers()
+        file_ownership.remove_leftover_shared_memory()
 
     async def _abort_start(self) -> None:
         """Kill vLLM's processes until the start in progress fails; it cannot be cancelled."""

@@ -14,7 +14,7 @@ import yaml
 
 from engine.errors import StartFailed
 from engine.protocol import Engine
-from engine.runtime import gc_freeze
+from engine.runtime import process_setup
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import with_settings_flags
 from service.config.settings import LogSettings, Settings, load_settings, redacted
@@ -38,7 +38,7 @@ def load_engine(settings: Settings) -> Engine:
     The import is by name and only here, so that no other service module imports torch or vLLM.
     """
     try:
-        with gc_freeze.gc_disabled_during_imports():
+        with process_setup.gc_disabled_during_imports():
             module = importlib.import_module("engine.vllm_engine")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

@@ -5,10 +5,10 @@ import this module too. For that reason it imports the service only inside `main
 """
 
 from engine.launch.environment import started_by_coppice
-from engine.runtime import gc_freeze
+from engine.runtime import process_setup
 
 if started_by_coppice():
-    gc_freeze.disable_gc()  # until the plugin calls freeze_gc
+    process_setup.disable_gc()  # until the plugin calls freeze_gc
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class Arm:
         from vllm import LLM
 
         from engine.attention import register as attention
-        from engine.patches.registry import install_patches
+        from engine.launch.plugin import install_patches
         from engine.speculation import register
 
         name = name.removesuffix(GNU)

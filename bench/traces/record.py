@@ -21,7 +21,7 @@ from engine.cudagraphs.planner import plan
 from engine.cudagraphs.report import compare, render
 from engine.cudagraphs.shape_recorder import ShapeRecorder
 from engine.cudagraphs.shape_trace import Trace
-from engine.patches.registry import install_patches
+from engine.launch.plugin import install_patches
 from engine.settings import EngineSettings
 
 FILE = Path(__file__).with_name("seedling.json")

@@ -1,25 +1,48 @@
 """Conversion of our settings to vLLM's engine arguments."""
 
+import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from engine.adapters.validation import TARGET_MODULES
 from engine.cudagraphs.planner import Plan
 from engine.kv_transfer.vllm_config import CONNECTOR
-from engine.launch.cpu_dtype import cpu_dtype
 from engine.launch.environment import NO_SPECULATION
-from engine.settings import GIB, EngineSettings, SpeculationSettings
+from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
 from engine.speculation.vllm_config import set_speculative_config
+from engine.weights.validation import TARGET_MODULES
 
+log = logging.getLogger(__name__)
+BFLOAT16_CAPABILITIES: Final = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Keys of torch.cpu.get_capabilities(), on x86 and on ARM."""
 DEFAULT_CPU_CACHE_BYTES = GIB
 MAX_ENTROPY_TOP_K = 20
 WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
+
+
+def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
+    """The dtype to run with.
+
+    For auto, float32 where bfloat16 is emulated, which is several times slower.
+    """
+    if dtype != "auto" or _may_have_bfloat16(capabilities):
+        return dtype
+    log.info(
+        "engine.dtype auto is float32: this CPU has no bfloat16 instructions; "
+        "weights in bfloat16 are converted when they are loaded"
+    )
+    return "float32"
+
+
+def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
+    """True also on architectures for which torch reports none of the capabilities."""
+    reported = [capabilities[name] for name in BFLOAT16_CAPABILITIES if name in capabilities]
+    return not reported or any(reported)
 
 
 def engine_arguments(

@@ -5,15 +5,71 @@ not start it does nothing.
 """
 
 import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
-from engine.patches.registry import MODEL_PROCESSES, install_patches
-from engine.runtime import gc_freeze, process_group
+from engine.patches import chunked_seed, expand_kernel, graph_candidates, lora_cpu_ops
+from engine.runtime import process_setup
 from engine.speculation import register as speculation
 
+MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 _installed = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A patch of vLLM code.
+
+    `processes` are prefixes of the names of the processes that need it; the empty prefix matches
+    all.
+    """
+
+    name: str
+    install: Callable[[], None]
+    platform: Literal["cpu", "gpu"]
+    processes: tuple[str, ...]
+
+
+PATCHES = (
+    Patch(name="expand_kernel", install=expand_kernel.install, platform="cpu", processes=("",)),
+    Patch(
+        name="chunked_seed",
+        install=chunked_seed.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="adapter_rows",
+        install=lora_cpu_ops.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="graph_candidates",
+        install=graph_candidates.install,
+        platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+)
+
+
+def install_patches(process_name: str) -> tuple[str, ...]:
+    """Install the patches for a process of this name and return their names. Idempotent."""
+    from vllm.platforms import current_platform
+
+    platform = "cpu" if current_platform.is_cpu() else "gpu"
+    wanted = tuple(
+        patch
+        for patch in PATCHES
+        if patch.platform == platform and process_name.startswith(patch.processes)
+    )
+    for patch in wanted:
+        patch.install()
+    return tuple(patch.name for patch in wanted)
 
 
 def install() -> None:
@@ -23,11 +79,11 @@ def install() -> None:
     _installed = True
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
-        process_group.create_process_group()
-        process_group.exit_with_service()
+        process_setup.create_process_group()
+        process_setup.exit_with_service()
         core_methods.install()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
         attention.install(attention_settings())
         speculation.install(speculation_settings())
-    gc_freeze.freeze_gc()
+    process_setup.freeze_gc()

@@ -22,7 +22,7 @@ from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.runtime.guard import Failure, attempt
 from engine.speculation import counters as speculation
-from engine.weights import reload
+from engine.weights import worker_reload
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 
 
@@ -189,14 +189,14 @@ class WorkerExtension:
         return checkpoint.without_tensor(LM_HEAD) if tied else checkpoint
 
     def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> None:
-        reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
+        worker_reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
 
     def coppice_restore(self, previous: Checkpoint, *, drafter: bool = False) -> None:
-        reload.reset(self, drafter=drafter)
+        worker_reload.reset(self, drafter=drafter)
         self.coppice_load(previous, drafter=drafter)
 
     def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        return reload.read_tensors(checkpoint)
+        return worker_reload.read_tensors(checkpoint)
 
 
 def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -> LoadFailure:

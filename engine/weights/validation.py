@@ -1,9 +1,14 @@
-"""Validation of a checkpoint: names and shapes, then every value.
+"""Validation of checkpoints and of LoRA adapters in PEFT's format: names, shapes, every value.
+
+Imports neither torch nor vLLM. Messages name files and tensors, never directories.
 
 Values must be finite in the served dtype. numpy checks chunks of the files, so memory is bounded
 and other threads keep running. Each byte is read once, at more than a gigabyte per second.
 """
 
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,8 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import CheckpointRefused
-from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
-from engine.weights.tensor_file import DTYPE_BYTES, StoredTensor, printable, read_chunks
+from engine.types import AdapterInfo
+from engine.weights.checkpoint import (
+    DTYPE_BYTES,
+    LM_HEAD,
+    Checkpoint,
+    StoredTensor,
+    check_same_tensors,
+    printable,
+    read_checkpoint,
+    read_chunks,
+    read_json,
+)
 
 # The smallest non-finite magnitude, as bits. Magnitudes of floats sort like their bits.
 NON_FINITE_BITS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
@@ -24,6 +39,30 @@ OVERFLOW_BITS: Final = {
     ("F32", "bfloat16"): 0x7F7F_8000,
 }
 BITS_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
+ADAPTER_CONFIG_FILE: Final = "adapter_config.json"
+ADAPTER_TENSORS_FILE: Final = "adapter_model.safetensors"
+TARGET_MODULES: Final = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+"""Modules that may have adapters: the projections of attention and of a dense MLP."""
+EXPERTS_PATH: Final = ".experts."
+PREFIX: Final = "base_model.model."
+PLAIN_NAME: Final = re.compile(r"[\w.]+")
+LORA_SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
+# With any other value the adapter is not plain LoRA.
+PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "fan_in_fan_out": (False,),
+}
 
 
 def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
@@ -77,3 +116,108 @@ def check_values(tensor: StoredTensor, dtype: str) -> None:
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
     """Largest magnitude, as bits. The shift drops the sign."""
     return int((bits << 1).max()) >> 1
+
+
+def check_adapter(
+    served: Checkpoint, adapter: Path, *, max_rank: int, dtype: str = "float32"
+) -> AdapterInfo:
+    """Validate an adapter.
+
+    Raises CheckpointRefused with the reason if it cannot be served over `served`.
+    """
+    ranks = _ranks(_read_adapter_config(adapter), max_rank)
+    tensors = read_checkpoint(adapter / ADAPTER_TENSORS_FILE).tensors
+    modules = _tensors_by_module(tensors)
+    for module, matrices in sorted(modules.items()):
+        _check_shapes(served, module, matrices, ranks)
+    for tensor in tensors.values():
+        check_values(tensor, dtype)
+    return AdapterInfo(
+        rank=max(ranks),
+        num_modules=len(modules),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
+    )
+
+
+def _read_adapter_config(adapter: Path) -> dict[str, Any]:
+    path = adapter / ADAPTER_CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE} is missing")
+    config = read_json(path)
+    if config.get("peft_type", "LORA") != "LORA":
+        raise CheckpointRefused(
+            f"{ADAPTER_CONFIG_FILE}: only adapters of peft_type LORA are served"
+        )
+    for name, plain in PLAIN_LORA_VALUES.items():
+        if name in config and config[name] not in plain:
+            raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE}: {name} is not served")
+    return config
+
+
+def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
+    for name in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(name, config.get(name) or {})
+    _check_alphas([config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()])
+    patterns = config.get("rank_pattern") or {}
+    named = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    ranks = {rank for rank in named if type(rank) is int and rank > 0}
+    if any(type(rank) is not int or rank <= 0 for rank in named):
+        raise CheckpointRefused(
+            f"{ADAPTER_CONFIG_FILE}: r and rank_pattern must be whole numbers above 0"
+        )
+    if max(ranks) > max_rank:
+        raise CheckpointRefused(f"rank {max(ranks)} is above {max_rank}, the highest served here")
+    return ranks
+
+
+def _check_pattern(name: str, pattern: object) -> None:
+    """Require plain module names. vLLM matches the keys as regular expressions during a step."""
+    if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
+        raise CheckpointRefused(
+            f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be names of modules"
+        )
+
+
+def _check_alphas(alphas: Sequence[object]) -> None:
+    if not all(type(alpha) in (int, float) and isfinite(alpha) for alpha in alphas):  # type: ignore[arg-type]
+        raise CheckpointRefused(
+            f"{ADAPTER_CONFIG_FILE}: lora_alpha and alpha_pattern must be numbers"
+        )
+
+
+def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """The two LoRA matrices of each module."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        suffix = next((suffix for suffix in LORA_SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None:
+            raise CheckpointRefused(f"{printable(name)} is no matrix of a linear layer's adapter")
+        module = name.removesuffix(suffix).removeprefix(PREFIX)
+        modules.setdefault(module, {})[suffix] = tensor
+    return modules
+
+
+def _check_shapes(
+    served: Checkpoint, module: str, matrices: Mapping[str, StoredTensor], ranks: set[int]
+) -> None:
+    base = served.tensors.get(f"{module}.weight")
+    if base is None:
+        raise CheckpointRefused(f"the served model has no {printable(module)}")
+    if module.rpartition(".")[2] not in TARGET_MODULES or EXPERTS_PATH in module:
+        raise CheckpointRefused(f"{printable(module)} is not among the modules that may be adapted")
+    if len(matrices) < len(LORA_SUFFIXES):
+        raise CheckpointRefused(f"{printable(module)} lacks one of its two matrices")
+    lora_a, lora_b = (matrices[suffix] for suffix in LORA_SUFFIXES)
+    for tensor in (lora_a, lora_b):
+        if tensor.dtype not in DTYPE_BYTES:
+            raise CheckpointRefused(
+                f"{printable(tensor.name)} is {tensor.dtype}, not a float that fits"
+            )
+    rank = lora_a.shape[0] if lora_a.shape else 0
+    out, inner = base.shape
+    if rank not in ranks or (lora_a.shape, lora_b.shape) != ((rank, inner), (out, rank)):
+        raise CheckpointRefused(
+            f"{printable(module)} is {lora_a.shape} and {lora_b.shape}; "
+            f"served over {base.shape} it must "
+            f"be (r, {inner}) and ({out}, r), with the config's r"
+        )

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from pydantic_core import from_json
 
-from engine.adapters.validation import CONFIG_FILE, TENSORS_FILE
+from engine.weights.validation import ADAPTER_CONFIG_FILE, ADAPTER_TENSORS_FILE
 from service.http.errors import InsufficientStorage, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore, Upload
 
@@ -41,7 +41,7 @@ class AdapterFiles:
     async def from_directory(self, path: str) -> ReceivedAdapter:
         """Copy an adapter from a directory. Raises PathRefused unless it is an allowed source."""
         directory = self._checkpoints.resolve_allowed(path)
-        limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._max_bytes}
+        limits = {ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES, ADAPTER_TENSORS_FILE: self._max_bytes}
         files = {name: self._checkpoints.resolve_allowed(str(directory / name)) for name in limits}
         return await self._create(lambda folder: _copy(files, limits, folder))
 
@@ -100,8 +100,8 @@ def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
 def _unpack(upload: Upload, folder: Path) -> str:
     with upload.path.open("rb") as file:
         config = _read_config(file)
-    (folder / CONFIG_FILE).write_bytes(config)
-    upload.path.rename(folder / TENSORS_FILE)
+    (folder / ADAPTER_CONFIG_FILE).write_bytes(config)
+    upload.path.rename(folder / ADAPTER_TENSORS_FILE)
     return upload.sha256
 
 

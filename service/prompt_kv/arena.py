@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from engine.runtime.file_lock import acquire_lock, try_acquire
+from engine.runtime.file_ownership import acquire_lock, try_acquire
 from service.prompt_kv.allocator import PAGE_BYTES
 
 PREFIX = "coppice-kv-"

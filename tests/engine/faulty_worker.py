@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 
 from engine.launch.worker import WorkerExtension
-from engine.weights import reload
+from engine.weights import worker_reload
 from engine.weights.checkpoint import Checkpoint
 
 
@@ -21,7 +21,7 @@ class FaultyExtension(WorkerExtension):
         self.coppice_num_loads = num_loads if rank == self.rank else 0
 
     def coppice_reset(self) -> None:
-        reload.reset(self)
+        worker_reload.reset(self)
 
     def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = super().coppice_tensors(checkpoint)

@@ -13,7 +13,7 @@ import pytest
 from engine.kv_transfer.params import to_params
 from engine.kv_types import ExportSlot, KvLoad
 from engine.launch import core_methods
-from engine.patches.registry import install_patches
+from engine.launch.plugin import install_patches
 from engine.types import VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"

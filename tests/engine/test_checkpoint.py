@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
 from engine.errors import CheckpointRefused
-from engine.weights.checkpoint import Checkpoint, read_base_checkpoint, read_checkpoint
-from engine.weights.tensor_file import read_chunks, read_into
+from engine.weights.checkpoint import (
+    Checkpoint,
+    read_base_checkpoint,
+    read_checkpoint,
+    read_chunks,
+    read_into,
+)
 from engine.weights.validation import check_checkpoint
 from tests.engine.random_models import Tensors
 

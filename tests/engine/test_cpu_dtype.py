@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from engine.launch.arguments import engine_arguments
-from engine.launch.cpu_dtype import cpu_dtype
+from engine.launch.arguments import cpu_dtype, engine_arguments
 from engine.settings import DType, EngineSettings
 from tests.engine.seedling import MODEL
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.launch.plugin import install_patches
 from engine.patches import expand_kernel
-from engine.patches.registry import install_patches
 from tests.engine.random_models import random_tensors, write_model
 from tests.engine.stepped_engine import LiveEngine, live_engine
 from tests.engine.upstream_defects import (

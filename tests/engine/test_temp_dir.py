@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.temp_dir import TempDir
+from engine.runtime.file_ownership import TempDir
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from engine.runtime.shared_memory import FileId, file_id, files_used_by, find_leftovers
+from engine.runtime.file_ownership import (
+    FileId,
+    file_id,
+    files_used_by,
+    find_leftover_shared_memory,
+)
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
@@ -60,7 +65,7 @@ class ServerHome:
     def leftover_files(self) -> list[str]:
         """Leftover files, except the log and files shared by living processes."""
         files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
-        shared = [file for file in find_leftovers() if self._held(file)]
+        shared = [file for file in find_leftover_shared_memory() if self._held(file)]
         return sorted(map(str, [*files, *shared]))
 
     def _held(self, file: Path) -> bool:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.adapters.validation import check_adapter
 from engine.errors import CheckpointRefused
 from engine.types import AdapterInfo
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.validation import check_adapter
 from tests.adapters import MODULE, saved_adapter
 from tests.engine.adapters.peft_adapters import saved
 from tests.engine.seedling import MODEL

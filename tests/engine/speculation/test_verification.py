@@ -13,7 +13,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from engine.patches.registry import install_patches
+from engine.launch.plugin import install_patches
 from engine.speculation.verification import DraftVerifier
 from tests.engine.speculation.distributions import (
     VOCAB,

@@ -22,8 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from engine.weights.checkpoint import Checkpoint
-from engine.weights.tensor_file import StoredTensor, read_into
+from engine.weights.checkpoint import Checkpoint, StoredTensor, read_into
 
 TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -1,1 +1,0 @@
-"""LoRA adapters: validation and loading into vLLM."""
