@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.kv_types import KvFormat
-from engine.runtime.await_engine import await_engine
+from engine.launch.processes import VllmProcesses
 from engine.settings import EngineSettings
 from engine.types import EngineInfo, KvReason
 
@@ -57,18 +57,18 @@ def collect_info(
     )
 
 
-async def kv_support(llm: AsyncLLM, settings: EngineSettings) -> KvFormat | KvReason:
+async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvFormat | KvReason:
     """The format of exported KV, or the reason why there is none.
 
     Prepares every rank; one unsupported rank disables exports on all.
     """
     if not settings.prompt_kv:
         return "disabled"
-    results = await await_engine(llm, llm.collective_rpc("coppice_prepare_kv_export"))
+    results = await processes.call_workers("coppice_prepare_kv_export")
     if any(isinstance(result, str) or result != results[0] for result in results):
         log.warning("prompts cannot be exported: %s", results)
         return "unsupported_cache"
-    rope = getattr(llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
+    rope = getattr(processes.llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
     return KvFormat(**results[0], rope=dict(rope or {}))
 
 

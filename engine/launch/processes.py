@@ -1,10 +1,17 @@
-"""Start, discovery and termination of vLLM's processes."""
+"""vLLM's processes: start, calls, discovery and termination, from the service's process.
 
+vLLM never resolves the futures of calls that are in flight when the engine dies. The task that
+handles the engine's outputs does end when the engine dies or is stopped, so calls wait for it too.
+"""
+
+import asyncio
 import logging
 import multiprocessing
 import os
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import psutil
 from pydantic import ValidationError
@@ -12,50 +19,141 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
-from engine.errors import StartFailed
+from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import engine_arguments
 from engine.launch.environment import engine_environment
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.runtime.file_ownership import TempDir, remove_leftover_shared_memory
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
-def launch(
-    settings: EngineSettings,
-    model: Path,
-    *,
-    attention: AttentionSettings,
-    speculation: SpeculationSettings,
-    graphs: Plan | None,
-    worker_extension: str,
-    temp_dir: Path,
-) -> AsyncLLM:
-    """Start vLLM.
+SHUTDOWN_SECONDS: Final = 30.0
+KILL_RETRY_SECONDS: Final = 0.5
 
-    Blocks for seconds to minutes, so run it in a thread to keep health probes responsive.
-    """
-    on_cpu = current_platform.is_cpu()
-    try:
-        arguments = engine_arguments(
-            settings,
-            model,
-            speculation=speculation,
-            on_cpu=on_cpu,
-            graphs=graphs,
-            worker_extension=worker_extension,
+
+class VllmProcesses:
+    """EngineCore and the workers of one engine."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        attention: AttentionSettings,
+        graphs: GraphsSettings,
+        worker_extension: str,
+    ) -> None:
+        self._settings = settings
+        self._attention = attention
+        self._graphs = graphs
+        self._worker_extension = worker_extension
+        self._starting: asyncio.Future[None] | None = None
+        self._temp_dir: TempDir | None = None
+        self._llm: AsyncLLM | None = None
+        self.graph_plan: Plan | None = None
+
+    @property
+    def llm(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineDead("the engine is not running")
+        return self._llm
+
+    @property
+    def is_running(self) -> bool:
+        return self._llm is not None
+
+    async def start(self, model: Path, speculation: SpeculationSettings) -> None:
+        """Start vLLM in a thread for seconds to minutes. `stop` ends a start that was cancelled."""
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
+        await asyncio.shield(self._starting)
+
+    def _start(self, model: Path, speculation: SpeculationSettings) -> None:
+        on_cpu = current_platform.is_cpu()
+        self._temp_dir = TempDir()
+        self.graph_plan = plan_for_start(
+            self._settings, self._graphs, speculation, model, on_cpu=on_cpu
         )
-        log.info("engine.seed is %d", arguments.seed)
-        with engine_environment(
-            settings,
-            attention=attention,
-            speculation=speculation,
-            graphs=graphs,
-            on_cpu=on_cpu,
-            temp_dir=temp_dir,
-        ):
-            return _create_llm(arguments)
+        with _start_failures():
+            arguments = engine_arguments(
+                self._settings,
+                model,
+                speculation=speculation,
+                on_cpu=on_cpu,
+                graphs=self.graph_plan,
+                worker_extension=self._worker_extension,
+            )
+            log.info("engine.seed is %d", arguments.seed)
+            with engine_environment(
+                self._settings,
+                attention=self._attention,
+                speculation=speculation,
+                graphs=self.graph_plan,
+                on_cpu=on_cpu,
+                temp_dir=self._temp_dir.path,
+            ):
+                self._llm = _create_llm(arguments)
+
+    async def call_core(self, method: str) -> Any:
+        """Call a method of EngineCore between two steps. Raises EngineDead."""
+        return await await_engine(self.llm, self.llm.engine_core.call_utility_async(method))
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker between two steps. Raises EngineDead."""
+        call = self.llm.collective_rpc(method, args=args)
+        results: list[Any] = await await_engine(self.llm, call)
+        return results
+
+    async def set_version(self, version: str) -> None:
+        """Stamp the weights version on every token sampled from now on."""
+        await await_engine(self.llm, self.llm.update_weight_version(version))
+
+    async def abort_start(self) -> None:
+        """Kill vLLM's processes until the start in progress fails; it cannot be cancelled."""
+        while self._starting is not None and not self._starting.done():
+            kill_processes()
+            await asyncio.wait({self._starting}, timeout=KILL_RETRY_SECONDS)
+
+    async def stop(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # or it would report the shutdown as a failure
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self._clean_up)
+
+    def _clean_up(self) -> None:
+        """Remove files that vLLM's processes leave behind when they are killed."""
+        if self._temp_dir is not None:
+            self._temp_dir.close()
+        remove_leftover_shared_memory()
+
+
+async def await_engine(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
+    """Await a call. Raises EngineDead if the engine dies first."""
+    llm._run_output_handler()  # otherwise started by the first request only
+    handler: asyncio.Task[None] = llm.output_handler
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task, handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise EngineDead("the engine process died")
+        return task.result()
+    except EngineDeadError as error:
+        raise EngineDead("the engine process died") from error
+    finally:
+        task.cancel()
+
+
+@contextmanager
+def _start_failures() -> Iterator[None]:
+    """Convert vLLM's exceptions to StartFailed."""
+    try:
+        yield
     except ValidationError as error:
         messages = "; ".join(details["msg"] for details in error.errors(include_url=False))
         raise StartFailed(f"vLLM refuses these settings: {messages}") from error

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.runtime.await_engine import await_engine
+from engine.launch.processes import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.profile import ProfileBatch, num_tokens, profile_batches
 from engine.types import EngineInfo

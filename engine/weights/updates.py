@@ -1,24 +1,62 @@
-"""Adapters that vLLM has loaded, and their names in vLLM.
-
-vLLM caches prefixes by an adapter's name and path, and its weights by a number. Neither is ever
-reused here, so a replaced adapter's KV is never matched. vLLM never holds more adapters than it has
-slots for: it would evict one, and read it from disk again during a step.
-"""
+"""Weights versions and LoRA adapters of the running engine, updated from the service's process."""
 
 import logging
 from pathlib import Path
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.errors import LoadFailed, RequestRefused
-from engine.runtime.await_engine import await_engine
+from engine.errors import EngineDead, LoadFailed, RequestRefused
+from engine.launch.processes import VllmProcesses
+from engine.runtime.heartbeat import Heartbeat
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.validation import check_checkpoint
 
 log = logging.getLogger(__name__)
 
 
+class ServedWeights:
+    """Files of the weights that the engine serves.
+
+    `checkpoint` indexes the files that the engine started from, the reference for candidates.
+    """
+
+    def __init__(
+        self, processes: VllmProcesses, heartbeat: Heartbeat, path: Path, checkpoint: Checkpoint
+    ) -> None:
+        self._processes = processes
+        self._heartbeat = heartbeat
+        self._path = path
+        self.checkpoint = checkpoint
+
+    def check(self, candidate: Path, *, dtype: str) -> None:
+        check_checkpoint(self.checkpoint, candidate, dtype=dtype)
+
+    async def update(self, path: Path, version: str) -> None:
+        self._heartbeat.set_stage("activating")
+        results = await self._processes.call_workers(
+            "coppice_load_weights", str(path), str(self._path)
+        )
+        failed = [result for result in results if not result["ok"]]
+        if not all(result["restored"] for result in failed):
+            self._heartbeat.mark_dead("the weights are partly loaded")
+            raise EngineDead("loading failed and the previous weights could not be restored")
+        # Also after a restore: no prefix may match KV of the failed weights.
+        await self._processes.call_core("coppice_reset_prefix_cache")
+        if failed:
+            self._heartbeat.set_stage("serving")
+            raise LoadFailed("loading failed; the previous weights are still served")
+        await self._processes.set_version(version)
+        self._path = path
+        self._heartbeat.set_stage("serving")
+
+
 class LoadedAdapters:
-    """Loaded adapters by label. Only one caller may load or unload at a time."""
+    """Loaded adapters by label. Only one caller may load or unload at a time.
+
+    vLLM caches prefixes by an adapter's name and path, and its weights by a number. Neither is ever
+    reused here, so a replaced adapter's KV is never matched. vLLM never holds more adapters than it
+    has slots for: it would evict one, and read it from disk again during a step.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -38,22 +76,23 @@ class LoadedAdapters:
         self._last_number += 1
         return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
 
-    async def load(self, llm: AsyncLLM, label: str, path: Path) -> None:
+    async def load(self, processes: VllmProcesses, label: str, path: Path) -> None:
         assert label not in self._requests, f"{label} is loaded"
-        assert len(self._requests) < self._capacity, "vLLM would throw another adapter out"
+        assert len(self._requests) < self._capacity, "vLLM would evict another adapter"
         request = self.new_request(label, path)
-        lora_fields = (request.lora_name, request.lora_int_id, request.lora_path)
-        load = llm.collective_rpc("coppice_load_adapter", args=lora_fields)
-        reasons = [reason for reason in await await_engine(llm, load) if reason is not None]
+        results = await processes.call_workers(
+            "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
+        )
+        reasons = [reason for reason in results if reason is not None]
         if reasons:
-            log.warning("the adapter %s did not load: %s", label, reasons[0])
-            raise LoadFailed("the engine could not load the adapter; the log says why")
+            log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
+            raise LoadFailed(
+                "the engine could not load the adapter; the server's log has the reason"
+            )
         self._requests[label] = request
 
-    async def unload(self, llm: AsyncLLM, label: str) -> None:
+    async def unload(self, processes: VllmProcesses, label: str) -> None:
         """Unload an adapter. No sample may run under it."""
         held = self._requests.pop(label, None)
         if held is not None:
-            await await_engine(
-                llm, llm.collective_rpc("coppice_unload_adapter", args=(held.lora_int_id,))
-            )
+            await processes.call_workers("coppice_unload_adapter", held.lora_int_id)

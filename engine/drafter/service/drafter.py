@@ -17,7 +17,7 @@ from engine.drafter.service.promotion import DrafterPromotion
 from engine.drafter.service.trainer_process import TrainerProcess
 from engine.drafter.trainer.messages import Sample
 from engine.drafter.trainer.soft_targets import encode_top_k, top_k_of
-from engine.runtime.await_engine import await_engine
+from engine.launch.processes import await_engine
 from engine.settings import SpeculationSettings
 from engine.speculation.lifecycle import measure_step_costs
 from engine.stats import DrafterPairStats, DrafterStatus

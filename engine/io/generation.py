@@ -1,18 +1,34 @@
-"""Conversion between the engine interface's types and vLLM's."""
+"""Generation requests to vLLM: samples, scores and aborts, in the service's process.
 
-import math
-from collections.abc import Callable, Generator
+Each sample is one request with n=1, as in vLLM's own fan-out of larger n. So each sample can be
+aborted, versioned and drafted separately. Siblings share their prompt's KV through prefix caching.
+They are submitted in one iteration of the event loop so that they are scheduled together.
+"""
+
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
+from engine.io.logprobs import (
+    parse_top_logprobs,
+    prompt_logprobs,
+    sampled_logprobs,
+    top_k_entropies,
+)
 from engine.kv_transfer.params import to_params
+from engine.launch.processes import VllmProcesses
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
-from engine.types import Completion, SampleRequest, TokenLogprob, TopLogprobs, VersionSpan
+from engine.types import Completion, SampleRequest, TopLogprobs, VersionSpan
+from engine.weights.updates import LoadedAdapters
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
@@ -84,7 +100,7 @@ class PendingSample:
             output = await self._queue.get()
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        found = completion(output, entropy=self._entropy, top_logprobs=self._wants_top_logprobs)
+        found = to_completion(output, entropy=self._entropy, top_logprobs=self._wants_top_logprobs)
         if self._on_finished is not None:
             self._on_finished(self._with_top_logprobs(found, output))
         return found
@@ -95,7 +111,7 @@ class PendingSample:
         return replace(found, top_logprobs=parse_top_logprobs(output.outputs[0].logprobs))
 
 
-def completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -> Completion:
+def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),
@@ -111,57 +127,72 @@ def completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -> C
     )
 
 
-def sampled_logprobs(flat: Any) -> list[float]:
-    """Logprobs of the sampled tokens.
+class Generation:
+    """Samples and scores of the running vLLM."""
 
-    vLLM puts the sampled token first at every position. The first position of a prompt has no
-    entry.
-    """
-    if flat is None:
-        return []
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]
+    def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
+        self._processes = processes
+        self._adapters = adapters
 
+    async def warm_up(self, eos_token_ids: Sequence[int]) -> None:
+        """Generate once, because the first generation compiles for seconds."""
+        token = eos_token_ids[0] if eos_token_ids else 0
+        params = SamplingParams(
+            max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        prompt = tokens_input([token] * 4)
+        async for _ in self._processes.llm.generate(prompt, params, "warm-up"):
+            pass
 
-def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
-    """Top logprobs per position, without tokens that top-k or top-p excluded (minus infinity)."""
-    if flat is None:
-        return []
-    each = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
-    return [
-        [TokenLogprob(*entry) for entry in each[start:end] if entry[1] > -math.inf]
-        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
-    ]
+    async def submit(
+        self,
+        samples: Sequence[SampleRequest],
+        max_context_tokens: int,
+        on_finished: Callable[[SampleRequest, Completion], None] | None,
+    ) -> list[Awaitable[Completion]]:
+        try:
+            return [
+                await self._submit_one(sample, max_context_tokens, on_finished)
+                for sample in samples
+            ]
+        except EngineDeadError as error:
+            raise EngineDead("the engine process died") from error
+        except (VLLMClientError, ValueError, RequestRefused) as error:
+            await self.abort([sample.id for sample in samples])
+            raise RequestRefused(str(error)) from error
 
+    async def _submit_one(
+        self,
+        sample: SampleRequest,
+        max_context_tokens: int,
+        on_finished: Callable[[SampleRequest, Completion], None] | None,
+    ) -> PendingSample:
+        queue = await self._processes.llm.add_request(
+            sample.id,
+            tokens_input(list(sample.prompt_token_ids), cache_salt=sample.cache_salt),
+            sampling_params(sample, max_context_tokens),
+            lora_request=self._adapters.request(sample.adapter),
+            priority=sample.priority,
+        )
+        return PendingSample(queue, sample, partial(on_finished, sample) if on_finished else None)
 
-def top_k_entropies(flat: Any) -> list[float]:
-    """Entropy per position of the renormalised top k, which follow the sampled token."""
-    if flat is None:
-        return []
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [_entropy(flat.logprobs[start + 1 : end]) for start, end in spans]
+    async def score(
+        self, prompt: Sequence[int], response: Sequence[int], adapter: str | None
+    ) -> list[float]:
+        flat = await self._prompt_logprobs([*prompt, *response], adapter, 0)
+        return sampled_logprobs(flat)[len(prompt) :]
 
+    async def top_logprobs(
+        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None
+    ) -> list[TopLogprobs]:
+        return parse_top_logprobs(await self._prompt_logprobs(prompt, adapter, num_top_logprobs))
 
-def _entropy(logprobs: list[float]) -> float:
-    """Entropy of the renormalised distribution. Excluded tokens, at minus infinity, are ignored."""
-    kept = [logprob for logprob in logprobs if logprob > -math.inf]
-    probabilities = [math.exp(logprob) for logprob in kept]
-    total = sum(probabilities)
-    if not total:
-        return 0.0
-    mean = (
-        sum(probability * logprob for probability, logprob in zip(probabilities, kept, strict=True))
-        / total
-    )
-    return max(math.log(total) - mean, 0.0)
+    async def _prompt_logprobs(
+        self, prompt: Sequence[int], adapter: str | None, num_top_logprobs: int
+    ) -> Any:
+        lora_request = self._adapters.request(adapter)
+        return await prompt_logprobs(self._processes.llm, prompt, lora_request, num_top_logprobs)
 
-
-def scoring_params(num_top_logprobs: int) -> SamplingParams:
-    """Parameters of a request for prompt logprobs. vLLM requires it to sample one token."""
-    return SamplingParams(
-        max_tokens=1,
-        prompt_logprobs=num_top_logprobs,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        with suppress(EngineDead, EngineDeadError):
+            await self._processes.llm.abort(list(sample_ids))

@@ -1,0 +1,74 @@
+"""Monitor of the running engine: heartbeat, counters of the last ping, and end of a hung engine."""
+
+import asyncio
+import logging
+
+from engine.attention.counters import aggregate_ranks
+from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
+from engine.drafter.service.drafter import Drafter
+from engine.errors import EngineDead, StartFailed
+from engine.launch.processes import VllmProcesses, engine_processes, kill_processes
+from engine.runtime.heartbeat import Heartbeat
+from engine.speculation.counters import to_speculation_stats
+from engine.stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
+
+log = logging.getLogger(__name__)
+
+
+class EngineMonitor:
+    """Counters of the last ping. `run` pings until it is cancelled."""
+
+    def __init__(self, heartbeat: Heartbeat, processes: VllmProcesses) -> None:
+        self._heartbeat = heartbeat
+        self._processes = processes
+        self._drafter: Drafter | None = None
+        self.shared_prefix = SharedPrefixStats()
+        self.speculation = SpeculationStats()
+        self.graphs = CudaGraphStats()
+
+    async def start_graph_counters(self) -> None:
+        """Reset the counters of planned CUDA graphs after the warm-up steps."""
+        if self._processes.graph_plan is None:
+            return
+        ranks = await self._processes.call_workers("coppice_reset_graph_counters")
+        if None in ranks:
+            raise StartFailed(
+                "graphs.budget_bytes needs vLLM's second model runner, which is not used"
+            )
+        self.graphs = aggregate_graph_ranks(ranks)
+
+    async def run(self, hang_seconds: float, drafter: Drafter | None) -> None:
+        self._drafter = drafter
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._run_heartbeat())
+            tasks.create_task(self._kill_if_hung(hang_seconds))
+            if drafter is not None:
+                tasks.create_task(drafter.run())
+
+    async def _run_heartbeat(self) -> None:
+        try:
+            await self._heartbeat.run(self._ping, engine_processes())
+        except EngineDead as error:
+            self._heartbeat.mark_dead(str(error))
+        except Exception as error:  # without a heartbeat the engine counts as dead
+            log.exception("the heartbeat failed")
+            self._heartbeat.mark_dead(f"the heartbeat failed: {error}")
+
+    async def _ping(self) -> None:
+        ping = await self._processes.call_core("coppice_ping")
+        drafter = ping["drafter"]
+        self.shared_prefix = aggregate_ranks(ping["shared_prefix"])
+        self.speculation = to_speculation_stats(
+            drafter["speculation"] if drafter else ping["speculation"][0]
+        )
+        if self._drafter is not None:
+            self._drafter.on_ping(drafter, ping["num_running"])
+        self.graphs = aggregate_graph_ranks(ping["graphs"])
+
+    async def _kill_if_hung(self, hang_seconds: float) -> None:
+        """Kill an engine that hangs for too long, so that all pending calls fail."""
+        await self._heartbeat.watch(hang_seconds)
+        reason = self._heartbeat.health().reason
+        log.error("%s: the engine is killed", reason)
+        self._heartbeat.mark_dead(f"it hung: {reason}")
+        kill_processes()
