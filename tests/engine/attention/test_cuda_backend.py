@@ -42,7 +42,7 @@ def builder() -> Any:
     made._work = WorkList(SHAPE, torch.device("cpu"))
     made._max_query_tokens = 1
     made._capturing = False
-    made._grouper = StepGrouper(
+    made.grouper = StepGrouper(
         mode="always", block_size=BLOCK, bytes_per_token=1, max_query_tokens=1, counts=Counters()
     )
     return made
@@ -87,9 +87,9 @@ def test_decode_step_is_listed_without_padding_rows() -> None:
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
-    metadata = made._with_grouping(*step(SHARED, [1, 1, 1, 0]), made._work)
+    metadata = made.grouped_or_stock(*step(SHARED, [1, 1, 1, 0]))
     assert isinstance(metadata, SharedPrefixMetadata)
-    assert (metadata.num_tokens, metadata.tail) == (3, None)
+    assert (metadata.num_grouped_tokens, metadata.tail) == (3, None)
     assert listed(made._work) == (3, 4, [2, 1, 1, 1])
 
 
@@ -97,7 +97,7 @@ def test_decode_step_without_sharing_is_listed_for_the_graph() -> None:
     from engine.attention.cuda_backend import SharedPrefixMetadata
 
     made = builder()
-    metadata = made._with_grouping(*step(ALONE, [1, 1, 1]), made._work)
+    metadata = made.grouped_or_stock(*step(ALONE, [1, 1, 1]))
     assert isinstance(metadata, SharedPrefixMetadata)
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
@@ -105,28 +105,28 @@ def test_decode_step_without_sharing_is_listed_for_the_graph() -> None:
 def test_graph_capture_knows_no_blocks() -> None:
     made = builder()
     made._capturing = True
-    made._with_grouping(*step(SHARED, [1, 1, 1]), made._work)
+    made.grouped_or_stock(*step(SHARED, [1, 1, 1]))
     assert listed(made._work) == (3, 3, [1, 1, 1])
 
 
 def test_prefill_step_uses_stock_attention() -> None:
     made = builder()
     metadata, common = step(ALONE, [1, 1, 9])
-    assert made._with_grouping(metadata, common, made._work) is metadata
+    assert made.grouped_or_stock(metadata, common) is metadata
     metadata, common = step(SHARED, [9, 1, 1])
-    assert made._with_grouping(metadata, common, made._work) is metadata
+    assert made.grouped_or_stock(metadata, common) is metadata
 
 
 def test_after_a_failure_captured_graphs_get_a_list_without_sharing() -> None:
     from engine.attention.block_tables import FEATURE
 
     made = builder()
-    made._with_grouping(*step(SHARED, [1, 1, 1]), made._work)
-    made._grouper = None
+    made.grouped_or_stock(*step(SHARED, [1, 1, 1]))
+    made.grouper = None
     before = COUNTERS.read()["steps_skipped"].get("failed", 0)
     try:
         metadata, common = step(SHARED, [1, 1, 1])
-        assert made._with_grouping(metadata, common, made._work) is metadata
+        assert made.grouped_or_stock(metadata, common) is metadata
     finally:
         FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
     assert listed(made._work) == (3, 3, [1, 1, 1])
