@@ -20,12 +20,10 @@ import torch
 from bench.harness.graph_arms import Arm, Captured, Request
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
-from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
+from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers, vllm_shapes
+from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
-from engine.cudagraphs.shape import GraphShape
-from engine.cudagraphs.shape_trace import Trace, read_trace
+from engine.cudagraphs.shapes import GraphShape, Trace, read_trace
 
 TRACE = Path(__file__).parent / "traces" / "seedling.json"
 MAX_TOKENS, MIXED_TOKENS, MIB = 2048, 512, 2**20

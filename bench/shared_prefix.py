@@ -66,7 +66,7 @@ def planning_rows() -> list[Row]:
 
 
 def planning_row(what: str, tree: Tree) -> Row:
-    from engine.attention.planner import Planner
+    from engine.attention.grouping import Planner
 
     _, blocks = tree.laid_out(BLOCK, torch.Generator().manual_seed(0))
     table = np.zeros((tree.num_rows, 544), np.int32)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
+from engine.cudagraphs.capture_limits import DraftLengthTiers
 from engine.settings_types import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
 
 GIB = 2**30

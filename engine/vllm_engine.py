@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.drafter.service.bootstrap import open_drafter_dir
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
+from engine.drafter.service.initial_model import open_drafter_dir
 from engine.errors import EngineDead, StartFailed
 from engine.io import logprobs
 from engine.io.chat import ChatProcessor

@@ -3,8 +3,8 @@
 Planning itself needs no GPU.
 """
 
-from engine.cudagraphs.frequency import shape_weights
 from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
+from engine.cudagraphs.planner import shape_weights
 from engine.cudagraphs.report import compare, render
 from engine.launch.model_files import resolve_model_config
 from service.config.settings import Settings

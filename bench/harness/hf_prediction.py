@@ -13,8 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from engine.kv_types import ExportSlot
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import parse_rotary
+from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv_reuse.anchor_selection import (
     AnchorSelection,
     find_candidates,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import parse_rotary
+from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
 
 

@@ -120,7 +120,7 @@ class Arm:
             self._attach()
 
     def _attach(self) -> None:
-        from engine.speculation.profile import num_tokens, profile_batches
+        from engine.speculation.cost import num_tokens, profile_batches
 
         proposer = self._runner.drafter
         proposer.verify(self._runner)

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
-from engine.cudagraphs.memory_model import estimate_memory
+from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers
+from engine.cudagraphs.evaluation import estimate_memory
 from engine.cudagraphs.planner import plan
 from engine.cudagraphs.report import compare, render
-from engine.cudagraphs.shape_recorder import ShapeRecorder
-from engine.cudagraphs.shape_trace import Trace
+from engine.cudagraphs.shapes import ShapeRecorder, Trace
 from engine.launch.plugin import install_patches
 from engine.settings import EngineSettings
 

@@ -16,12 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from engine.attention import cpu_calibration, crossover_cache
-from engine.attention.backend import (
-    GroupedAttentionImpl,
-    GroupedMetadata,
-    GroupingMetadataBuilder,
-)
+from engine.attention import cpu_calibration, crossover
+from engine.attention.backend import GroupedAttentionImpl, GroupedMetadata, GroupingMetadataBuilder
 from engine.attention.block_tables import FEATURE
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
@@ -83,7 +79,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
             dtype=self.dtype,
             isa=self.isa,
         )
-        return crossover_cache.crossover(
+        return crossover.crossover(
             settings().cache_directory,
             geometry.cache_key() | {"kernel": cpu.version(), "vllm": vllm_version},
             lambda: cpu_calibration.measure_trials(geometry),

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from vllm import _custom_ops as ops
 
-from engine.attention.crossover import CrossoverTrial, StepWork
-from engine.attention.crossover_cache import CacheKey, processor_name
-from engine.attention.planner import Planner
+from engine.attention.crossover import CacheKey, CrossoverTrial, StepWork, processor_name
+from engine.attention.grouping import Planner
 from kernels.shared_prefix_attention import cpu
 
 REPEATS = 7

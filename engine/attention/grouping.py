@@ -1,4 +1,4 @@
-"""Grouping of a step's rows by shared prefix, or the reason for stock attention, for all backends.
+"""Grouping of a step's rows by shared prefix: the plan of what they share, or the fallback reason.
 
 Decode rows come first in a step, so the rows that can be grouped are a leading run; the prefill
 rows after them use stock attention.
@@ -8,13 +8,181 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.attention.counters import Counters
 from engine.attention.crossover import Crossover, StepWork
-from engine.attention.planner import Planner
 from engine.settings import SharedPrefixMode
 from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedPlan:
+    """A plan and the inputs it was read from.
+
+    It is valid while these columns and depths are unchanged.
+    """
+
+    plan: SharingPlan
+    num_rows: int
+    columns: Int32s
+    open_rows: Int64s
+    open_depths: Int32s
+
+
+class Planner:
+    """Finds rows that share KV cache blocks; one per KV cache group, used by one thread.
+
+    Rows share a prefix where their physical block ids are equal from column 0 on. Groups may have
+    any number, size, depth and row order. Each round handles all groups of one tree level at once:
+    it finds each group's common length, makes it a node, and splits the group's rows by the next
+    column.
+
+    It works on host numpy arrays only, so it never synchronizes with a device.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._cached: _CachedPlan | None = None
+        self.num_plans = 0
+
+    def plan(self, table: Int32s, first_positions: Int32s) -> SharingPlan:
+        """The sharing plan of a step; `table` is [rows, columns].
+
+        A row shares only blocks before its first query's position: from there on its queries differ
+        in the length they attend to.
+        """
+        depths = (first_positions + 1) // self._block_size
+        if self._cached is None or not _is_valid(self._cached, table, depths, self._block_size):
+            self._cached = _build(table, depths, self._block_size)
+            self.num_plans += 1
+        return self._cached.plan
+
+
+def _is_valid(cached: _CachedPlan, table: Int32s, depths: Int32s, block_size: int) -> bool:
+    """Return whether the cached plan still holds.
+
+    New blocks in columns that were not compared change nothing: a running row only receives blocks
+    that no other row has, and what it shares with a new row is in the new row's table.
+    """
+    return (
+        len(table) == cached.num_rows
+        and np.array_equal(table[:, : cached.columns.shape[1]], cached.columns)
+        and np.array_equal(depths[cached.open_rows], cached.open_depths)
+        and bool((cached.plan.suffix_starts <= depths * block_size).all())
+    )
+
+
+def _build(table: Int32s, depths: Int32s, block_size: int) -> _CachedPlan:
+    builder = _PlanBuilder(table, depths)
+    rows = np.flatnonzero(depths > 0)
+    groups = np.zeros(len(rows), dtype=np.int64)
+    starts = np.zeros(len(rows), dtype=np.int32)
+    while len(rows) > 1:
+        rows, groups, starts = builder.level(rows, groups, starts)
+    open_rows = np.flatnonzero(builder.open)
+    return _CachedPlan(
+        builder.plan(block_size),
+        len(table),
+        table[:, : builder.num_columns].copy(),
+        open_rows,
+        depths[open_rows],
+    )
+
+
+class _PlanBuilder:
+    """Prefix tree under construction, level by level."""
+
+    def __init__(self, table: Int32s, depths: Int32s) -> None:
+        self._table = table
+        self._depths = depths
+        self._shared = np.zeros(len(table), dtype=np.int32)
+        self._blocks: list[Int32s] = []
+        self._rows: list[Int64s] = []
+        self._sizes: list[Int64s] = []
+        # Rows limited only by their depth: they may share more blocks once they are longer.
+        self.open = depths == 0
+        self.num_columns = 1
+
+    def level(self, rows: Int64s, groups: Int64s, starts: Int32s) -> tuple[Int64s, Int64s, Int32s]:
+        """Add the nodes of one level; rows of a group agree before their start.
+
+        Returns rows, groups and starts of the next level.
+        """
+        self.num_columns = max(self.num_columns, int(starts.max()) + 1)
+        rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
+        if len(rows) == 0:
+            return rows, groups[:0], starts
+        offsets = sizes.cumsum() - sizes
+        firsts, depths = rows[offsets], self._depths[rows]
+        agreed = self._first_difference(rows, firsts, sizes, int(starts.min()), int(depths.max()))
+        ends: Int32s = np.minimum.reduceat(np.minimum(agreed, depths), offsets).astype(np.int32)
+        self._add_nodes(rows, sizes, firsts, starts[offsets], ends)
+        end_of = ends.repeat(sizes)
+        self._shared[rows] = end_of
+        on = depths != end_of
+        self.open[rows[~on]] = True
+        return rows[on], np.arange(len(sizes)).repeat(sizes)[on], end_of[on]
+
+    def _first_difference(
+        self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int
+    ) -> Int64s:
+        """First column in which each row differs from the first row of its group."""
+        columns = self._table[:, start:stop]
+        differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
+        np.not_equal(columns[rows], columns[firsts].repeat(sizes, axis=0), out=differs[:, :-1])
+        agreed: Int64s = differs.argmax(axis=1) + start
+        self.num_columns = max(self.num_columns, min(int(agreed.max()) + 1, stop))
+        return agreed
+
+    def _add_nodes(
+        self, rows: Int64s, sizes: Int64s, firsts: Int64s, starts: Int32s, ends: Int32s
+    ) -> None:
+        self._rows.append(rows)
+        self._sizes.append(sizes)
+        for first, start, end in zip(firsts.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            self._blocks.append(self._table[first, start:end])
+
+    def plan(self, block_size: int) -> SharingPlan:
+        num_blocks = np.array([len(blocks) for blocks in self._blocks], dtype=np.int32)
+        return SharingPlan(
+            node_blocks=_concatenate(self._blocks),
+            node_block_offsets=_offsets(num_blocks),
+            node_tokens=num_blocks * np.int32(block_size),
+            node_rows=_concatenate(self._rows),
+            node_row_offsets=_offsets(_concatenate(self._sizes)),
+            suffix_starts=self._shared * np.int32(block_size),
+        )
+
+
+def _split(
+    rows: Int64s, groups: Int64s, starts: Int32s, blocks: Int32s
+) -> tuple[Int64s, Int32s, Int64s]:
+    """Rows sorted by (group, block) without singletons, their starts, and group sizes."""
+    keys = (groups << 32) | blocks
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    changes = np.flatnonzero(keys[1:] != keys[:-1])
+    bounds = np.empty(len(changes) + 2, dtype=np.int64)
+    bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(keys)
+    sizes = bounds[1:] - bounds[:-1]
+    is_group = sizes > 1
+    order = order[is_group.repeat(sizes)]
+    return rows[order], starts[order], sizes[is_group]
+
+
+def _concatenate(pieces: list[Int32s] | list[Int64s]) -> Int32s:
+    joined: Int32s = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+    return joined
+
+
+def _offsets(sizes: Int32s) -> Int32s:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

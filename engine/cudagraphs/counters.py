@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import UNEVEN
+from engine.cudagraphs.shapes import UNEVEN
 from engine.stats import CudaGraphStats
 
 

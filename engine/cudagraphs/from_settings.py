@@ -3,11 +3,10 @@
 import logging
 from pathlib import Path
 
-from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers, default_tiers
-from engine.cudagraphs.memory_model import GraphMemory, estimate_memory
+from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers, default_tiers
+from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
-from engine.cudagraphs.shape_trace import Trace, read_trace
+from engine.cudagraphs.shapes import Trace, read_trace
 from engine.errors import StartFailed
 from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
 

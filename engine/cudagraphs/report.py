@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.cudagraphs.baselines import CaptureLimits, tlt_shapes, vllm_shapes
-from engine.cudagraphs.evaluate import PlanScore, score
-from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
-from engine.cudagraphs.memory_model import GraphMemory
+from engine.cudagraphs.capture_limits import CaptureLimits, tlt_shapes, vllm_shapes
+from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, PlanScore, VllmLookup, score
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import GraphShape
+from engine.cudagraphs.shapes import GraphShape
 
 MIB = 2**20
 NOTE = "Bytes and padding are a model's; hits are those of the decode steps."

@@ -13,7 +13,7 @@ from engine.cudagraphs.planner import Plan
 from engine.kv_transfer.vllm_config import CONNECTOR
 from engine.launch.environment import NO_SPECULATION
 from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
-from engine.speculation.vllm_config import set_speculative_config
+from engine.speculation.lifecycle import set_speculative_config
 from engine.weights.validation import TARGET_MODULES
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import GraphShape
+from engine.cudagraphs.shapes import GraphShape
 from engine.launch.environment import graph_plan
 from engine.runtime.guard import feature
 

@@ -12,18 +12,25 @@ step since, with exponentially decaying weights. Only host clocks are read: the 
 arrived when drafts are requested, on a GPU too, so the fit adds no synchronization.
 """
 
+import hashlib
+import json
+import logging
+import os
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.attention.crossover import CacheKey, processor_name
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
 BREAKPOINTS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
 NUM_TERMS = 6 + 2 * len(BREAKPOINTS)
-
 STEP_DECAY = 0.998
 """Decay of a step's weight per later step: the model covers about the last 500 steps."""
 PROFILE_STEPS = 1.0
@@ -145,3 +152,123 @@ def _terms(running: int, context: int, verified: Floats) -> Floats:
     np.minimum(verified[:, None], BREAKPOINTS, out=terms[:, 6 : 6 + num_breakpoints])
     np.maximum(verified[:, None] - BREAKPOINTS, 0.0, out=terms[:, 6 + num_breakpoints :])
     return terms
+
+
+REPEATS = 4
+MAX_STEP_TOKENS = 256
+CONTEXT_BUCKET = 128
+MIN_SPEEDUP = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileBatch:
+    """Requests to run concurrently for a measurement, with `prompt` prompt tokens each."""
+
+    running: int
+    prompt: int
+
+
+def profile_batches(
+    *, max_sequences: int, max_context_tokens: int, max_draft_tokens: int
+) -> list[ProfileBatch]:
+    """Typical row counts and contexts within the limits of the engine."""
+    room = max_context_tokens - 2 * num_tokens(max_draft_tokens)
+    wanted = [(1, 8), (4, 8), (16, 8), (64, 8), (8, 512), (2, 2048)]
+    return [
+        ProfileBatch(running=running, prompt=prompt)
+        for running, prompt in wanted
+        if running <= max_sequences and prompt <= room
+    ]
+
+
+def num_tokens(max_draft_tokens: int) -> int:
+    """Tokens to generate per request: several steps for every draft length."""
+    return 2 * REPEATS * len(_lengths(max_draft_tokens))
+
+
+class Profile:
+    """Step times collected while the batches of the profile run.
+
+    The batches are real engine steps that verify drafts of every length. The cost does not depend
+    on the draft tokens, so any token will do. A cell is a number of rows, their context and a
+    number of verified tokens; its value is the median time.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._lengths = _lengths(max_draft_tokens)
+        self._next = 0
+        self._seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
+
+    def next_length(self, running: int) -> int:
+        """The next draft length in rotation, limited by MAX_STEP_TOKENS per step."""
+        self._next += 1
+        return min(self._lengths[self._next % len(self._lengths)], MAX_STEP_TOKENS // running)
+
+    def record_step(self, *, running: int, context: int, verified: int, seconds: float) -> None:
+        cell = context // running // CONTEXT_BUCKET
+        self._seconds[running, cell, verified].append(seconds)
+
+    def steps(self) -> list[Step]:
+        return [
+            Step(
+                running=running,
+                context=round((cell + 0.5) * CONTEXT_BUCKET * running),
+                verified=verified,
+                seconds=statistics.median(seconds),
+            )
+            for (running, cell, verified), seconds in self._seconds.items()
+            if len(seconds) >= 2
+        ]
+
+
+def can_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
+    """Return whether speculation can help at all.
+
+    It can if a single sample would be MIN_SPEEDUP times faster with all drafts accepted.
+    """
+    if not steps:
+        return False
+    tokens = np.arange(1, max_draft_tokens + 2)
+    seconds = StepCostModel(steps).seconds(running=1, context=CONTEXT_BUCKET, verified=tokens)
+    return bool((tokens * seconds[0] / seconds).max() >= MIN_SPEEDUP)
+
+
+def _lengths(max_draft_tokens: int) -> list[int]:
+    return sorted(
+        {0, *(length for length in (1, 2, 4, 8) if length < max_draft_tokens), max_draft_tokens}
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileCache:
+    """Step profile of one configuration, in a JSON file.
+
+    Only the first start with a model measures it. The file name is a digest of all inputs that the
+    times depend on. An unreadable file is measured again; a failed write costs the next start a
+    measurement.
+    """
+
+    def __init__(self, directory: Path, cache_key: CacheKey) -> None:
+        self._key = cache_key | {"processor_name": processor_name()}
+        serialized = json.dumps(self._key, sort_keys=True).encode()
+        self._file = directory / f"{hashlib.sha256(serialized).hexdigest()[:16]}.json"
+
+    def read(self) -> list[Step] | None:
+        try:
+            steps = json.loads(self._file.read_text())["steps"]
+            return [Step(**step) for step in steps]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, steps: Sequence[Step]) -> None:
+        """Write atomically: replicas that start concurrently write the same file."""
+        text = json.dumps({"of": self._key, "steps": [asdict(step) for step in steps]}, indent=2)
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text)
+            part.replace(self._file)
+        except OSError as error:
+            logger.warning("the profile of speculation is not kept: %s", error)

@@ -14,18 +14,14 @@ import torch
 from vllm import __version__ as vllm_version
 
 from engine.attention import register as attention
-from engine.attention.crossover_cache import CacheKey
+from engine.attention.crossover import CacheKey
 from engine.runtime.guard import Failure, attempt, feature
-from engine.speculation.calibration import DraftCalibration
-from engine.speculation.controller import Controller
-from engine.speculation.cost import StepCostModel
+from engine.speculation.controller import Controller, DraftCalibration
+from engine.speculation.cost import Profile, ProfileCache, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
-from engine.speculation.profile import Profile, can_speed_up
-from engine.speculation.profile_cache import ProfileCache
 from engine.speculation.register import settings
-from engine.speculation.skip_draft_step import DraftStepSkipper, can_skip_draft_step
+from engine.speculation.runner_hooks import DraftStepSkipper, DraftVerifier, can_skip_draft_step
 from engine.speculation.speculator import Speculator, TokenLists
-from engine.speculation.verification import DraftVerifier
 from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import DraftStore
 

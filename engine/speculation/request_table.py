@@ -1,4 +1,4 @@
-"""Draft-store slots of the requests that the model runner tracks.
+"""Draft-store slots of the requests that the model runner tracks, and the batch of one step.
 
 Batch rows move whenever a request is added or removed, so a row is looked up by request id in every
 step. A preempted request is not in the batch but keeps its slot and tokens. A request that the
@@ -6,15 +6,15 @@ runner has dropped has finished or was aborted; in both cases the model generate
 they are kept as history.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.stats import SpeculationSkipReason
-from kernels.draft_index.errors import InvalidCall
-from kernels.draft_index.interface import Store
+from kernels.draft_index.interface import DraftBatch, Int32Array, InvalidCall, Store
 
 GROUP_ARG = "coppice_group"
 NO_DRAFTS_ARG = "coppice_no_drafts"
@@ -108,3 +108,36 @@ def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> Speculatio
     if extra_args.get(NO_DRAFTS_ARG):
         return "refused"
     return "seeded" if sampling.seed is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The rows of a step that received tokens, with their indices in the runner's batch.
+
+    `lengths` are total sequence lengths; `tokens` are the tokens not yet in the draft store.
+    """
+
+    batch_indices: list[int]
+    rows: list[TrackedRequest]
+    lengths: list[int]
+    tokens: list[Int32Array]
+
+    def counts(self) -> Int32Array:
+        return np.array([len(tokens) for tokens in self.tokens], dtype=np.int32)
+
+    def draft_indices(self, ids: Sequence[str]) -> dict[str, int]:
+        return {ids[place]: number for number, place in enumerate(self.batch_indices)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentDrafts:
+    """Drafts for the step in progress, by request, and the number of tokens of each sent."""
+
+    draft_indices: dict[str, int]
+    lengths: Int32Array
+    drafted: DraftBatch | None
+    """None while a profile is measured, where the draft tokens do not matter."""
+
+    def to(self, ids: Sequence[str]) -> NDArray[np.int64]:
+        """The draft index of each request, -1 where it has none."""
+        return np.array([self.draft_indices.get(request_id, -1) for request_id in ids], np.int64)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.speculation.batch import Batch, SentDrafts
 from engine.speculation.controller import Controller
+from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
-from engine.speculation.profile import Profile
-from engine.speculation.request_table import RequestTable, TrackedRequest
+from engine.speculation.request_table import Batch, RequestTable, SentDrafts, TrackedRequest
 from kernels.draft_index.interface import DraftBatch, Int32Array, Store
 
 TokenLists = list[list[int]]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.drafter.service.model_init import (
+from engine.drafter.service.initial_model import (
     checkpoint_cost,
     make_drafter_config,
     write_random_model,

@@ -22,8 +22,12 @@ from kernels.draft_index.acceptance_estimate import (
     NUM_CELLS,
     NUM_COARSE_CELLS,
 )
-from kernels.draft_index.errors import InvalidStoreFile
-from kernels.draft_index.params import MAX_FINISHED_TEXTS, MAX_MATCH_LENGTH, MAX_TEXT_TOKENS
+from kernels.draft_index.interface import (
+    MAX_FINISHED_TEXTS,
+    MAX_MATCH_LENGTH,
+    MAX_TEXT_TOKENS,
+    InvalidStoreFile,
+)
 
 MAGIC = b"COPPICED"
 FORMAT = 1

@@ -1,14 +1,113 @@
-"""Interface of the draft store, implemented by `DraftStore` and by a reference in the tests."""
+"""Interface of the draft store, implemented by `DraftStore` and by a reference in the tests.
+
+Parameters of drafting are passed to the compiled store when it is created. They were tuned on
+recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations check their arguments
+with `check_begin` and `check_step`.
+"""
 
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index.reliability import Reliability
+
+class DraftIndexError(Exception):
+    """Base class of the draft index's errors. A call that raises has no effect."""
+
+
+class InvalidCall(DraftIndexError):
+    """Invalid argument: an unused or repeated slot, a negative token, arrays of unequal size."""
+
+
+class InvalidStoreFile(DraftIndexError):
+    """The file is truncated, corrupted, of another format version, or not a saved store."""
+
+
+MAX_DRAFT_TOKENS = 32
+"""Upper bound of `max_draft_tokens`."""
+MAX_MATCH_LENGTH = 32
+"""Match lengths are capped at this number of tokens."""
+ORDERS = (4, 2, 1)
+"""n-gram orders of the index of one prompt's texts, looked up from the longest."""
+MAX_LOOKUPS = 24
+"""Maximum number of the latest occurrences of an n-gram that are examined."""
+MAX_VOTES = 16
+"""Maximum number of matches in one prompt's texts that vote."""
+MIN_VOTES = 4
+"""Shorter orders are looked up only while fewer matches than this were found."""
+MISMATCH_BELOW = 8
+"""If no match has this length, the last token may be a mismatch in an otherwise similar text, so
+the ORDERS[0] tokens before it are looked up as well."""
+MAX_MISMATCH_VOTES = 8
+"""Maximum number of matches from that lookup that vote."""
+ALL_ORDER = 6
+"""n-gram order of the index of finished responses to any prompt."""
+ALL_MAX_VOTES = 8
+ALL_MIN_VOTES = 4
+"""Responses to other prompts are searched only if the same prompt has fewer matches than this."""
+MAX_FINISHED_TEXTS = 128
+"""Maximum number of finished responses stored per prompt."""
+MAX_TEXTS = 2048
+"""Maximum number of texts per prompt, including the prompt itself."""
+MAX_TEXT_TOKENS = 2**21
+AGE_SHIFT = 2
+"""A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
+
+
+def weight(match_length: int, age: int) -> int:
+    """Vote weight of a match, in fixed point."""
+    return (match_length * match_length << 16) // ((1 << AGE_SHIFT) + age)
+
+
+def position_weight(distance: int) -> int:
+    """Factor on the vote of another response to the prompt, by the distance of the positions.
+
+    `distance` is in tokens: 8 up to 4 tokens, 4 up to 16, 2 up to 64, then 1.
+    """
+    return 8 >> min(3, max(0, (max(distance - 1, 0).bit_length() - 1) // 2))
+
+
+# Bytes charged against `max_bytes`: upper bounds of what tables and vectors take after growth.
+PROMPT_BYTES = 1024
+TEXT_BYTES = 160
+TOKEN_BYTES = 104
+LOG_TOKEN_BYTES = 64
+LOG_SHARE = 4
+"""The log of responses to any prompt gets 1 / LOG_SHARE of `max_bytes`."""
+
+
+def log_tokens(max_bytes: int) -> int:
+    """Capacity in tokens of the log of finished responses, a power of two."""
+    return 1 << max(6, (max_bytes // LOG_SHARE // LOG_TOKEN_BYTES).bit_length() - 1)
+
+
+NUM_BINS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """Reliability diagram: outcomes by scope and predicted probability, in NUM_BINS equal bins.
+
+    A drafted token counts if all tokens before it in its draft were correct, whether it was
+    submitted for verification or not. It is compared with the tokens that were generated.
+    """
+
+    tried: NDArray[np.int64]
+    """[scopes, bins]"""
+    accepted: NDArray[np.int64]
+    predicted: NDArray[np.float64]
+    """Sum of the predicted probabilities; divided by `tried`, the mean prediction of the bin."""
+
+    def error(self) -> float:
+        """Expected calibration error over all drafted tokens."""
+        tried = self.tried.sum(axis=0)
+        apart = np.abs(self.predicted.sum(axis=0) - self.accepted.sum(axis=0))
+        return float(apart.sum() / max(int(tried.sum()), 1))
+
 
 Int32Array = NDArray[np.int32]
 
@@ -100,3 +199,47 @@ class Store(Protocol):
     @property
     def num_tokens(self) -> int:
         """Number of stored tokens of prompts and responses, running and finished."""
+
+
+def hash_key(name: bytes) -> int:
+    """64-bit key of a name. Collisions are assumed not to happen."""
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
+def check_begin(prompt: Int32Array) -> None:
+    _check_array("prompt", prompt)
+    if not 0 < len(prompt) < MAX_TEXT_TOKENS:
+        raise InvalidCall(f"a prompt has 1 to {MAX_TEXT_TOKENS - 1} tokens, not {len(prompt)}")
+    _check_tokens(prompt)
+
+
+def check_step(
+    slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
+) -> None:
+    """Check the arrays of a step, except that the slots exist, which the store checks."""
+    for name, array in (
+        ("slots", slots),
+        ("counts", counts),
+        ("tokens", tokens),
+        ("limits", limits),
+    ):
+        _check_array(name, array)
+    if not len(slots) == len(counts) == len(limits):
+        raise InvalidCall(
+            f"{len(slots)} slots, {len(counts)} counts and {len(limits)} limits: one each a row"
+        )
+    if len(slots) and min(int(counts.min()), int(limits.min())) < 0:
+        raise InvalidCall("a count or a limit is below zero")
+    if int(counts.sum(dtype=np.int64)) != len(tokens):
+        raise InvalidCall(f"the counts come to {int(counts.sum())}, there are {len(tokens)} tokens")
+    _check_tokens(tokens)
+
+
+def _check_array(name: str, array: Int32Array) -> None:
+    if array.dtype != np.int32 or array.ndim != 1:
+        raise InvalidCall(f"{name}: one row of int32, not {array.ndim} dimensions of {array.dtype}")
+
+
+def _check_tokens(tokens: Int32Array) -> None:
+    if len(tokens) and int(tokens.min()) < 0:
+        raise InvalidCall(f"{int(tokens.min())} is no token")

@@ -4,20 +4,136 @@ Not thread-safe. One call into the library does a whole step.
 """
 
 import ctypes
+from functools import cache as cached
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index import params
+from kernels.draft_index import interface
 from kernels.draft_index.acceptance_estimate import NUM_CELLS, NUM_COARSE_CELLS, NUM_SCOPES
-from kernels.draft_index.arguments import check_begin, check_step, hash_key
-from kernels.draft_index.errors import InvalidCall
 from kernels.draft_index.file_format import StoreContents
-from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Int32Array, Scope
-from kernels.draft_index.library import ContentsPointers, Sizes, Step, library, rules_struct
-from kernels.draft_index.reliability import NUM_BINS, Reliability
+from kernels.draft_index.interface import (
+    ALL_SCOPES,
+    NUM_BINS,
+    DraftBatch,
+    Int32Array,
+    InvalidCall,
+    Reliability,
+    Scope,
+    check_begin,
+    check_step,
+    hash_key,
+)
+
+LIBRARY = Path(__file__).with_name("libdraft_index.so")
+VERSION = 1
+
+
+class Rules(ctypes.Structure):
+    """Mirror of `Rules` in csrc/rules.h."""
+
+    _fields_ = [
+        ("max_bytes", ctypes.c_int64),
+        ("log_tokens", ctypes.c_int64),
+        ("max_draft_tokens", ctypes.c_int32),
+        ("scopes", ctypes.c_int32),
+        ("orders", ctypes.c_int32 * len(interface.ORDERS)),
+        *[
+            (name, ctypes.c_int32)
+            for name in (
+                *("looks", "places", "enough", "skip_below", "skip_places"),
+                *("all_order", "all_places", "all_enough"),
+                *("history_texts", "texts", "text_tokens", "age_shift"),
+                *("prompt_bytes", "text_bytes", "token_bytes", "log_token_bytes"),
+            )
+        ],
+    ]
+
+
+class Step(ctypes.Structure):
+    """Mirror of `Step` in csrc/store.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("slots", "counts", "tokens", "limits")],
+        *[(name, ctypes.c_void_p) for name in ("lengths", "drafts", "scope", "match_length")],
+        *[(name, ctypes.c_void_p) for name in ("num_agreeing", "total", "probability")],
+        ("num_rows", ctypes.c_int32),
+        ("failed_row", ctypes.c_int32),
+    ]
+
+
+class Sizes(ctypes.Structure):
+    """Mirror of `Sizes` in csrc/contents.h. `ContentsPointers` mirrors `Contents` there."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
+        *[(name, ctypes.c_int64) for name in ("text_tokens", "logged", "log_tokens")],
+    ]
+
+
+class ContentsPointers(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("prompt_lengths", "prompt_tokens", "prompt_keys", "text_counts", "text_lengths"),
+            *("text_ages", "text_groups", "text_tokens", "log_lengths", "log_ages"),
+            *("log_prompts", "log_tokens", "tried", "accepted", "coarse_tried", "coarse_accepted"),
+        )
+    ]
+
+
+def rules_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Rules:
+    return Rules(
+        max_bytes=max_bytes,
+        log_tokens=interface.log_tokens(max_bytes),
+        max_draft_tokens=max_draft_tokens,
+        scopes=sum(1 << scope for scope in scopes),
+        orders=interface.ORDERS,
+        looks=interface.MAX_LOOKUPS,
+        places=interface.MAX_VOTES,
+        enough=interface.MIN_VOTES,
+        skip_below=interface.MISMATCH_BELOW,
+        skip_places=interface.MAX_MISMATCH_VOTES,
+        all_order=interface.ALL_ORDER,
+        all_places=interface.ALL_MAX_VOTES,
+        all_enough=interface.ALL_MIN_VOTES,
+        history_texts=interface.MAX_FINISHED_TEXTS,
+        texts=interface.MAX_TEXTS,
+        text_tokens=interface.MAX_TEXT_TOKENS - 1,
+        age_shift=interface.AGE_SHIFT,
+        prompt_bytes=interface.PROMPT_BYTES,
+        text_bytes=interface.TEXT_BYTES,
+        token_bytes=interface.TOKEN_BYTES,
+        log_token_bytes=interface.LOG_TOKEN_BYTES,
+    )
+
+
+@cached
+def library() -> ctypes.CDLL | None:
+    if not LIBRARY.exists():
+        return None
+    loaded = ctypes.CDLL(str(LIBRARY))
+    store = data = ctypes.c_void_p
+    number = ctypes.c_int32
+    loaded.coppice_drafts_create.argtypes = [data]
+    loaded.coppice_drafts_create.restype = store
+    loaded.coppice_drafts_destroy.argtypes = [store]
+    key = ctypes.c_uint64
+    loaded.coppice_drafts_begin.argtypes = [store, key, key, data, number]
+    loaded.coppice_drafts_end.argtypes = [store, number, number]
+    loaded.coppice_drafts_age.argtypes = [store]
+    loaded.coppice_drafts_step.argtypes = [store, data]
+    loaded.coppice_drafts_reliability.argtypes = [store, data, data, data]
+    loaded.coppice_drafts_sizes.argtypes = [store, data]
+    loaded.coppice_drafts_write.argtypes = [store, data]
+    loaded.coppice_drafts_read.argtypes = [store, data, data]
+    for name in ("charge", "num_tokens", "bytes"):
+        function = getattr(loaded, f"coppice_drafts_{name}")
+        function.argtypes, function.restype = [store], ctypes.c_int64
+    # A library built from other sources may have other struct layouts.
+    return loaded if loaded.coppice_drafts_version() == VERSION else None
 
 
 def is_built() -> bool:
@@ -31,7 +147,7 @@ class DraftStore:
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
     ) -> None:
-        assert 1 <= max_draft_tokens <= params.MAX_DRAFT_TOKENS
+        assert 1 <= max_draft_tokens <= interface.MAX_DRAFT_TOKENS
         loaded = library()
         assert loaded is not None, "the draft store was not built"
         self._library, self._max_draft_tokens = loaded, max_draft_tokens
@@ -63,7 +179,9 @@ class DraftStore:
             self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            raise InvalidCall(f"more than {params.MAX_TEXTS - 1} responses to one prompt at once")
+            raise InvalidCall(
+                f"more than {interface.MAX_TEXTS - 1} responses to one prompt at once"
+            )
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:
@@ -154,7 +272,7 @@ class DraftStore:
 _ERROR_MESSAGES = {
     -1: "no request has slot {slot}",
     -2: "slot {slot} is in the step twice",
-    -3: f"slot {{slot}} has more than {params.MAX_TEXT_TOKENS} tokens",
+    -3: f"slot {{slot}} has more than {interface.MAX_TEXT_TOKENS} tokens",
 }
 
 

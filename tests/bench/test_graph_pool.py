@@ -22,12 +22,9 @@ from bench.graph_pool_gpu import (
 from bench.graph_pool_gpu import main as bench
 from bench.harness.graph_arms import Captured, schedule
 from bench.harness.paired_runs import Pairs
-from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
-from engine.cudagraphs.evaluate import score
-from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
-from engine.cudagraphs.memory_model import estimate_memory
-from engine.cudagraphs.shape_trace import read_trace
+from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers
+from engine.cudagraphs.evaluation import PerLengthLookup, VllmLookup, estimate_memory, score
+from engine.cudagraphs.shapes import read_trace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")

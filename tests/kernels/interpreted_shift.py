@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.cuda import ROWS_PER_PROGRAM, shift_keys_
+from kernels.rope_shift import shift_keys
+from kernels.rope_shift_cuda import ROWS_PER_PROGRAM, shift_keys_
 from tests.kernels.test_rope_shift import HEAD_DIM, KINDS, random_values, rotary
 
 

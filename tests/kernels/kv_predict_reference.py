@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.kv_predict.predict import Observation
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.kv_predict import Observation
+from kernels.rope_shift import RotaryParams
 from tests.kernels.rope_shift_reference import slow_shift
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.rope_shift import RotaryParams
 
 
 def slow_shift(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from kernels.draft_index import store
 from kernels.shared_prefix_attention import cpu
-from kernels.shared_prefix_attention.library import limited
+from kernels.shared_prefix_attention.cpu import limited
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("c++") is None, reason="no C++ compiler"

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.rope_shift import cuda as rotary_cuda
+from kernels import rope_shift_cuda as rotary_cuda
 from kernels.shared_prefix_attention import cuda
 
 pytestmark = pytest.mark.slow

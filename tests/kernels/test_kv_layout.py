@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from kernels.kv_layout.from_blocks import MAX_INDICES, gather, unpack
-from kernels.kv_layout.packed_order import PackOrder, UnknownPacking, index_digits, infer_order
-from kernels.kv_layout.to_blocks import pack, scatter
+from kernels.kv_layout import (
+    MAX_INDICES,
+    PackOrder,
+    UnknownPacking,
+    gather,
+    index_digits,
+    infer_order,
+    pack,
+    scatter,
+    unpack,
+)
 from tests.kernels.kv_layout_reference import slow_gather, slow_pack, slow_scatter, slow_unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

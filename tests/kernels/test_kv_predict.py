@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kernels.kv_predict.predict import Observation, predict, token_weights
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import RotaryParams, parse_rotary
+from kernels.kv_predict import Observation, predict, token_weights
+from kernels.rope_shift import RotaryParams, parse_rotary, shift_keys
 from tests.kernels.kv_predict_reference import slow_predict, slow_weights
 
 CLOSE = 1e-5

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import RotaryParams, UnsupportedRotary, parse_rotary
+from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary, shift_keys
 from tests.kernels.rope_shift_reference import slow_shift
 
 HEAD_DIM = 32

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.cudagraphs.shape import decode, mixed
-from engine.cudagraphs.shape_trace import Trace
+from engine.cudagraphs.shapes import Trace, decode, mixed
 from engine.stats import CudaGraphStats
 from service.cli import build_cli
 from service.observability.metrics import Metrics

@@ -7,18 +7,109 @@ learned about the drafter, so occasionally, and while a new drafter is on trial,
 drafted anyway (a probe).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.speculation.controller import Controller
+from engine.speculation.cost import Profile, StepCostModel
 from engine.speculation.cost import Step as CostStep
-from engine.speculation.cost import StepCostModel
-from engine.speculation.profile import Profile
-from engine.stats import SpeculationDecision
+from engine.speculation.request_table import find_skip_reason
+from engine.stats import SpeculationDecision, SpeculationSkipReason
+
+STEP_DECAY: Final = 0.99
+"""Decay of a step's weight per later step."""
+PRIOR_RATE: Final = 0.5
+PRIOR_WEIGHT: Final = 4.0
+"""Weight of the prior, in drafted tokens."""
+WEIGHTS_CHANGED_DECAY: Final = 0.05
+
+
+class Acceptance:
+    """Acceptance rates of a drafter's tokens by position in the draft.
+
+    A rate is conditional: the probability that a token is accepted given that all before it were,
+    since only then is it verified. Counts decay with every step that drafts. A position that no
+    draft has reached is assumed to have the rate of the last one reached.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._num_tried = np.zeros(max_draft_tokens)
+        self._num_accepted = np.zeros(max_draft_tokens)
+
+    def step(self) -> None:
+        self._num_tried *= STEP_DECAY
+        self._num_accepted *= STEP_DECAY
+
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Record one draft. Tokens after the first rejected one are not observed."""
+        self._num_tried[: min(num_accepted + 1, num_drafted)] += 1
+        self._num_accepted[:num_accepted] += 1
+
+    def weights_changed(self) -> None:
+        """Reduce what was observed under other weights to a weak prior."""
+        self._num_tried *= WEIGHTS_CHANGED_DECAY
+        self._num_accepted *= WEIGHTS_CHANGED_DECAY
+
+    def probabilities(self) -> NDArray[np.float32]:
+        """[longest]: conditional acceptance probability per draft position."""
+        rates = np.empty(len(self._num_tried), np.float32)
+        prior = PRIOR_RATE
+        for position, num_tried in enumerate(self._num_tried):
+            prior = (self._num_accepted[position] + PRIOR_WEIGHT * prior) / (
+                num_tried + PRIOR_WEIGHT
+            )
+            rates[position] = prior
+        return rates
+
+
+class DraftLimits:
+    """Draft limits of the scheduler's `requests`, by request id.
+
+    Samples with a seed and samples that opt out get no drafts, and no draft extends past a sample's
+    end.
+
+    `skipped` is called once for each request that gets no drafts.
+    """
+
+    def __init__(
+        self,
+        requests: dict[str, Any],
+        max_draft_tokens: int,
+        skipped: Callable[[SpeculationSkipReason], None],
+    ) -> None:
+        self._requests = requests
+        self._max_draft_tokens = max_draft_tokens
+        self._on_skip = skipped
+        self._skip_reasons: dict[str, SpeculationSkipReason | None] = {}
+
+    def limit(self, request: Any) -> int:
+        """Maximum draft length of a request: a step yields one token more than it accepts."""
+        if self._skip_reason(request) is not None:
+            return 0
+        left = int(request.max_tokens - request.num_output_tokens) - 1
+        return max(0, min(self._max_draft_tokens, left))
+
+    def _skip_reason(self, request: Any) -> SpeculationSkipReason | None:
+        if request.request_id not in self._skip_reasons:
+            self._remove_finished()
+            sampling = request.sampling_params
+            skip = self._skip_reasons[request.request_id] = find_skip_reason(
+                sampling.extra_args or {}, sampling
+            )
+            if skip is not None:
+                self._on_skip(skip)
+        return self._skip_reasons[request.request_id]
+
+    def _remove_finished(self) -> None:
+        if len(self._skip_reasons) > 2 * len(self._requests) + 64:
+            self._skip_reasons = {
+                name: skip for name, skip in self._skip_reasons.items() if name in self._requests
+            }
+
 
 HOLD_STEPS: Final = 4
 """Minimum number of steps that a length is kept for."""

@@ -7,8 +7,7 @@ from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.drafter.counters import Snapshot
 from engine.launch.environment import graph_plan, speculation_settings
 from engine.speculation.controller import Controller
-from engine.speculation.cost import StepCostModel
-from engine.speculation.profile_cache import ProfileCache
+from engine.speculation.cost import ProfileCache, StepCostModel
 from engine.speculation.proposer import cache_key
 
 if TYPE_CHECKING:

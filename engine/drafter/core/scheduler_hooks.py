@@ -13,9 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine.drafter.core.acceptance import Acceptance
-from engine.drafter.core.draft_length import BatchState, DraftLengthPolicy
-from engine.drafter.core.draft_limits import DraftLimits
+from engine.drafter.core.draft_length import Acceptance, BatchState, DraftLengthPolicy, DraftLimits
 from engine.drafter.counters import PairCounters, Snapshot
 from engine.runtime.guard import feature
 from engine.speculation.controller import Controller

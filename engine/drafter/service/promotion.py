@@ -10,20 +10,62 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from engine.drafter.counters import Snapshot
-from engine.drafter.service.ab_test import AbTest
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, TRAINER_CHECKPOINT, DrafterDir
 from engine.errors import DrafterRefused
 from engine.stats import DrafterOutcome
 
-log = logging.getLogger(__name__)
+WINDOWS_PER_SIDE: Final = 3
+"""Windows of each drafter."""
+WINDOW_DRAFTS: Final = 200
+Side = Literal["old", "new"]
+Verdict = Literal["promoted", "rolled_back"]
 
+
+class AbTest:
+    """A/B test of a new drafter against the one in use, over alternating windows of traffic.
+
+    The two serve alternate windows, so both see the same traffic; the new one is first. A window
+    ends when WINDOW_DRAFTS drafts made in it were verified. The test compares the acceptance rate
+    of first tokens, which does not depend on draft length. After WINDOWS_PER_SIDE windows of each,
+    the new drafter is promoted if it did no worse.
+    """
+
+    def __init__(self) -> None:
+        self.side: Side = "new"
+        self._windows_left = 2 * WINDOWS_PER_SIDE
+        self._drafted = {"old": 0, "new": 0}
+        self._accepted = {"old": 0, "new": 0}
+        self._window_drafts = 0
+
+    def update(self, num_drafted: int, num_accepted: int) -> Side | Verdict:
+        """Add first-token counts since the last call, and return the next side or the verdict."""
+        self._drafted[self.side] += num_drafted
+        self._accepted[self.side] += num_accepted
+        self._window_drafts += num_drafted
+        if self._window_drafts < WINDOW_DRAFTS:
+            return self.side
+        self._window_drafts = 0
+        self._windows_left -= 1
+        if self._windows_left == 0:
+            return (
+                "promoted"
+                if self.acceptance_rate("new") >= self.acceptance_rate("old")
+                else "rolled_back"
+            )
+        self.side = "old" if self.side == "new" else "new"
+        return self.side
+
+    def acceptance_rate(self, side: Side) -> float:
+        return self._accepted[side] / max(self._drafted[side], 1)
+
+
+log = logging.getLogger(__name__)
 TRAINED_PREFIX: Final = "trained-"
 RESERVED_PREFIXES: Final = (TRAINED_PREFIX, "published-")
 """Prefixes of the server's own version and file names."""
-
 LoadDrafter = Callable[[str, str, bool], Awaitable[bool]]
 """(version, version whose file is reloaded on failure, whether it is on trial) -> success."""
 

@@ -31,7 +31,7 @@ MAX_QUEUED_BYTES: Final = 4 * 2**20
 MAX_LINE_BYTES: Final = 2**16
 MAX_STARTS: Final = 3
 STOP_SECONDS: Final = 10.0
-_PACKAGE_ROOT: Final = Path(__file__).parents[2]
+_PACKAGE_ROOT: Final = Path(__file__).parents[3]
 
 
 class TrainerProcess:

@@ -37,9 +37,9 @@ def lower_priority() -> None:
 def train(drafter: Path, folder: Path, trained: str, published_seconds: float) -> None:
     import torch
 
-    from engine.drafter.trainer.inbox import Inbox
     from engine.drafter.trainer.messages import FromTrainer, checkpoint_file, encode_line
     from engine.drafter.trainer.model_trainer import ModelTrainer
+    from engine.drafter.trainer.replay_buffer import Inbox
     from engine.drafter.trainer.training_loop import TrainingLoop
 
     def send(message: FromTrainer) -> None:

@@ -7,22 +7,89 @@ their optimizer state and the training progress.
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import log_softmax, nll_loss
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from engine.drafter.trainer.loss import compute_loss
-from engine.drafter.trainer.loss_tracker import LossTracker
 from engine.drafter.trainer.packing import IGNORE_INDEX, PackedBatch
 
-TrainedParameters = Literal["all", "layers"]
+SMOOTHING: Final = 0.02
+WINDOW_STEPS: Final = 500
+COMPARED_STEPS: Final = 100
+"""Steps at each end of the window whose mean losses are compared."""
+MIN_RELATIVE_CHANGE: Final = 0.05
+"""Relative change of the loss above which training has not converged.
 
+The loss rises after a change of weights, and falls while there is more to learn.
+"""
+
+
+class LossTracker:
+    """Smoothed training loss and detection of convergence.
+
+    `smoothed` is the mean of about the last 50 losses, or of all so far.
+    """
+
+    def __init__(self, *, num_steps: int = 0, smoothed: float = 0.0) -> None:
+        self.num_steps = num_steps
+        self.smoothed = smoothed
+        self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
+
+    def update(self, loss: float) -> None:
+        self.num_steps += 1
+        self.smoothed += max(SMOOTHING, 1 / self.num_steps) * (loss - self.smoothed)
+        self._losses.append(loss)
+
+    @property
+    def has_converged(self) -> bool:
+        """True if the loss neither rose (other weights) nor fell within the window."""
+        if len(self._losses) < WINDOW_STEPS:
+            return False
+        losses = list(self._losses)
+        before, now = fmean(losses[:COMPARED_STEPS]), fmean(losses[-COMPARED_STEPS:])
+        return abs(now - before) <= MIN_RELATIVE_CHANGE * before
+
+
+MIN_REMAINDER: Final = 1e-6
+"""Minimum probability of the other tokens; smaller values are below the resolution of float32."""
+
+
+def compute_loss(logits_TV: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+    """Mean cross-entropy over the response tokens, with sampled tokens or recorded distributions.
+
+    Without a recorded distribution, the target is the sampled token. With one, the target is the
+    probability of each top-k token in the served distribution, with one further outcome for all
+    other tokens. The expected value of the former loss over sampled tokens equals the latter,
+    except within the "other" outcome; the latter has no sampling noise.
+
+    Shape suffixes: T tokens of the row, V vocabulary, R positions with recorded top-k tokens, K of
+    them.
+    """
+    logs_TV = log_softmax(logits_TV, dim=-1)
+    losses_T = nll_loss(logs_TV, packed.labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+    if packed.soft_targets is not None:
+        positions_R, tokens_RK, probs_RK = packed.soft_targets
+        losses_R = _soft_cross_entropy(logs_TV[positions_R[:, None], tokens_RK], probs_RK)
+        losses_T = losses_T.index_copy(0, positions_R, losses_R)
+    return losses_T.sum() / (packed.labels_T != IGNORE_INDEX).sum()
+
+
+def _soft_cross_entropy(logs_RK: torch.Tensor, probs_RK: torch.Tensor) -> torch.Tensor:
+    remainder_R = (1 - (logs_RK.exp() * (probs_RK > 0)).sum(-1)).clamp(min=MIN_REMAINDER)
+    other_prob_R = (1 - probs_RK.sum(-1)).clamp(min=0)
+    return -(probs_RK * logs_RK).sum(-1) - other_prob_R * remainder_R.log()
+
+
+TrainedParameters = Literal["all", "layers"]
 WARMUP_STEPS: Final = 20
 MAX_LEARNING_RATE: Final = 3e-3
 LEARNING_RATE_TIMES_WIDTH: Final = 0.2

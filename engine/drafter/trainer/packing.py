@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.drafter.trainer.messages import Sample
-from engine.drafter.trainer.soft_targets import decode_top_k
+from engine.drafter.trainer.messages import Sample, decode_top_k
 
 ROW_TOKENS: Final = 1024
 IGNORE_INDEX: Final = -100

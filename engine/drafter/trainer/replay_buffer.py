@@ -6,10 +6,13 @@ next to those of the new version. Both parts have limits in tokens; a sample is 
 """
 
 import random
+import threading
 from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
-from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.messages import AdoptWeights, Sample, SetPaused, decode_line
 
 MAX_RECENT_TOKENS: Final = 200_000
 MAX_LONG_TOKENS: Final = 50_000
@@ -81,3 +84,32 @@ def _select_longest(samples: "deque[Sample] | list[Sample]", room: int) -> list[
 
 def _num_tokens(sample: Sample) -> int:
     return len(sample.prompt) + len(sample.response)
+
+
+class Inbox:
+    """State set by messages.
+
+    They are read in their own thread, so that a step does not block the sender.
+
+    `lock` guards `buffer`; each other field is written by one thread and read by the other.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = ReplayBuffer()
+        self.lock = threading.Lock()
+        self.paused = False
+        self.adopted: Path | None = None
+        self.ended = False
+
+    def receive(self, lines: Iterable[bytes]) -> None:
+        """Process messages until the input ends."""
+        for line in lines:
+            message = decode_line(line)
+            if isinstance(message, Sample):
+                with self.lock:
+                    self.buffer.add(message)
+            elif isinstance(message, SetPaused):
+                self.paused = message.paused
+            elif isinstance(message, AdoptWeights):
+                self.adopted = Path(message.path)
+        self.ended = True

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from engine.drafter.trainer.inbox import Inbox
 from engine.drafter.trainer.messages import FromTrainer, Progress, Published, checkpoint_file
 from engine.drafter.trainer.model_trainer import ModelTrainer
 from engine.drafter.trainer.packing import PackedBatch, pack
+from engine.drafter.trainer.replay_buffer import Inbox
 
 MIN_STEPS_BETWEEN_PUBLISHES: Final = 20
 """Minimum number of steps between two published drafters."""

@@ -14,8 +14,8 @@ import torch
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.params import LoadPieceParams
 from engine.kv_transfer.worker.export_reader import Exports
-from kernels.kv_predict.predict import Observation, predict, shift_keys_of_layers, token_weights
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.kv_predict import Observation, predict, shift_keys_of_layers, token_weights
+from kernels.rope_shift import RotaryParams
 
 MAX_PREDICTED_TOKENS: Final = 256
 """Tokens predicted at a time, to limit memory."""

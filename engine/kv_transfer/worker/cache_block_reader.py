@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.kv_transfer.worker.copy_thread import CopyThread, OnDone
-from kernels.kv_layout.from_blocks import gather, unpack
-from kernels.kv_layout.packed_order import PackOrder
+from kernels.kv_layout import PackOrder, gather, unpack
 
 
 class BlockReader(Protocol):

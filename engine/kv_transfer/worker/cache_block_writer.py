@@ -11,10 +11,8 @@ from typing import Protocol
 
 import torch
 
-from kernels.kv_layout.packed_order import PackOrder
-from kernels.kv_layout.to_blocks import pack, scatter
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.kv_layout import PackOrder, pack, scatter
+from kernels.rope_shift import RotaryParams, shift_keys
 
 
 class BlockWriter(Protocol):
@@ -51,7 +49,7 @@ class CudaBlockWriter:
         self._caches, self._rotary = caches, rotary
 
     def place(self, piece: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        from kernels.rope_shift.cuda import shift_keys_
+        from kernels.rope_shift_cuda import shift_keys_
 
         device = self._caches[0].device
         values = piece.contiguous().pin_memory().to(device, non_blocking=True)

@@ -25,7 +25,7 @@ from engine.kv_transfer.worker.cache_block_writer import (
 from engine.kv_transfer.worker.export_reader import Exports
 from engine.kv_transfer.worker.measure_packed_order import packed_order
 from engine.runtime.guard import Feature, feature
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.rope_shift import RotaryParams
 
 LOAD_FEATURE = feature("segments")
 

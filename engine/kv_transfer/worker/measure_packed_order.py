@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops
 
 from engine.kv_transfer.cache_spec import CacheLayout
-from kernels.kv_layout.packed_order import PackOrder, index_digits, infer_order
+from kernels.kv_layout import PackOrder, index_digits, infer_order
 
 NUM_HEADS: Final = 2  # enough to verify that heads are packed alike
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
-from kernels.rope_shift.rope_params import RotaryParams, UnsupportedRotary, parse_rotary
+from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
 
 TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
 SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from engine.kv_transfer.cache_spec import UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector
 from engine.kv_transfer.worker.rope_check import rotary_of_model
-from kernels.rope_shift.rope_params import UnsupportedRotary
+from kernels.rope_shift import UnsupportedRotary
 
 
 class KvExportInfo(TypedDict):

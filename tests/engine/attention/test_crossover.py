@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.crossover import Crossover, CrossoverTrial, StepWork
-from engine.attention.crossover_cache import crossover
+from engine.attention.crossover import Crossover, CrossoverTrial, StepWork, crossover
 
 CALL, ROW, PAIR, NODE = 20e-6, 1e-6, 10e-9, 5e-6
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.planner import Planner
+from engine.attention.grouping import Planner
 from kernels.shared_prefix_attention.plan import Int32s
 from tests.engine.attention.block_tables import (
     BLOCK,

@@ -1,9 +1,13 @@
 """Selection of the graph for a step: by a ladder per length, and as in vLLM 0.32."""
 
-from engine.cudagraphs.evaluate import RIDGE_TOKENS, score
-from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
-from engine.cudagraphs.memory_model import GraphMemory
-from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
+from engine.cudagraphs.evaluation import (
+    RIDGE_TOKENS,
+    GraphMemory,
+    PerLengthLookup,
+    VllmLookup,
+    score,
+)
+from engine.cudagraphs.shapes import UNEVEN, GraphShape, decode, mixed
 
 SHAPES = [decode(2, 1), decode(4, 1), decode(2, 3), mixed(8), mixed(4)]
 

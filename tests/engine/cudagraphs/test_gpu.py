@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from bench.harness.graph_arms import Arm, Request
-from engine.cudagraphs.baselines import CaptureLimits
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
-from engine.cudagraphs.memory_model import estimate_memory
+from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers
+from engine.cudagraphs.evaluation import estimate_memory
 from engine.cudagraphs.planner import plan
 from tests.engine.cudagraphs.managers import SEEDLING
 

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.shape import UNEVEN, GraphShape, decode, mixed
-from engine.cudagraphs.shape_recorder import ShapeRecorder
-from engine.cudagraphs.shape_trace import Trace, read_trace
+from engine.cudagraphs.shapes import (
+    UNEVEN,
+    GraphShape,
+    ShapeRecorder,
+    Trace,
+    decode,
+    mixed,
+    read_trace,
+)
 
 
 def test_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.baselines import CaptureLimits, vllm_shapes, vllm_sizes
+from engine.cudagraphs.capture_limits import (
+    CaptureLimits,
+    DraftLengthTiers,
+    vllm_shapes,
+    vllm_sizes,
+)
 from engine.cudagraphs.counters import COUNTERS
-from engine.cudagraphs.draft_length_tiers import DraftLengthTiers
-from engine.cudagraphs.graph_lookup import PerLengthLookup, VllmLookup
-from engine.cudagraphs.memory_model import GraphMemory
+from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, VllmLookup
 from engine.cudagraphs.planner import Plan, plan
-from engine.cudagraphs.shape import GraphShape, decode, mixed
+from engine.cudagraphs.shapes import GraphShape, decode, mixed
 from engine.patches import graph_candidates
 from tests.engine.cudagraphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed
 

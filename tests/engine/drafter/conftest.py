@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.service.model_init import make_drafter_config, write_random_model
+from engine.drafter.service.initial_model import make_drafter_config, write_random_model
 from tests.engine.random_models import CONFIG
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from engine.drafter.service.ab_test import WINDOW_DRAFTS, WINDOWS_PER_SIDE, AbTest
+from engine.drafter.service.promotion import WINDOW_DRAFTS, WINDOWS_PER_SIDE, AbTest
 
 
 def stood(old: float, new: float, *, seed: int = 0) -> tuple[str, list[str]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.drafter.core.acceptance import Acceptance
+from engine.drafter.core.draft_length import Acceptance
 
 
 def test_each_position_has_its_rate_among_tokens_that_were_reached() -> None:

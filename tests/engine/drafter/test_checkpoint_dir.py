@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.service.bootstrap import open_drafter_dir
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
-from engine.drafter.service.model_init import write_random_model
+from engine.drafter.service.initial_model import open_drafter_dir, write_random_model
 from engine.errors import StartFailed
 from engine.weights.checkpoint import read_base_checkpoint
 from tests.engine.random_models import CONFIG, random_tensors, write_model
@@ -89,7 +88,7 @@ def test_another_drafter_has_another_directory(opened: Opened, drafter_folder: P
 
 
 def test_drafter_with_another_vocabulary_is_refused(opened: Opened, tmp_path: Path) -> None:
-    from engine.drafter.service.model_init import make_drafter_config
+    from engine.drafter.service.initial_model import make_drafter_config
 
     write_random_model(
         tmp_path / "other", make_drafter_config(CONFIG | {"vocab_size": 77}, 1, ranks=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine.drafter.trainer.loss import compute_loss
+from engine.drafter.trainer.model_trainer import compute_loss
 from engine.drafter.trainer.packing import IGNORE_INDEX, PackedBatch, SoftTargets
 
 NUM_TOKENS, VOCAB = 6, 11

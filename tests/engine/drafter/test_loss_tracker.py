@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from engine.drafter.trainer.loss_tracker import WINDOW_STEPS, LossTracker
+from engine.drafter.trainer.model_trainer import WINDOW_STEPS, LossTracker
 
 
 def rows(mean: float, number: int) -> Iterator[float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from engine.drafter.service.model_init import (
+from engine.drafter.service.initial_model import (
     MAX_COST_SHARE,
     checkpoint_cost,
     config_cost,

@@ -9,10 +9,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
 from engine.drafter.trainer.model_trainer import ModelTrainer, TrainedParameters
 from engine.drafter.trainer.packing import PackedBatch, pack
-from engine.drafter.trainer.soft_targets import encode_top_k, top_k_of
 from engine.types import TokenLogprob
 
 SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])

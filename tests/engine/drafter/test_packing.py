@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.trainer.messages import Sample
+from engine.drafter.trainer.messages import TOP_K, Sample, encode_top_k, top_k_of
 from engine.drafter.trainer.packing import IGNORE_INDEX, pack
-from engine.drafter.trainer.soft_targets import TOP_K, encode_top_k, top_k_of
 from engine.types import TokenLogprob
 
 SAMPLES = [

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.drafter.counters import PairSnapshot, Snapshot
-from engine.drafter.service.ab_test import WINDOW_DRAFTS
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
-from engine.drafter.service.promotion import DrafterPromotion
+from engine.drafter.service.promotion import WINDOW_DRAFTS, DrafterPromotion
 from engine.errors import DrafterRefused
 from engine.speculation.counters import Counters
 

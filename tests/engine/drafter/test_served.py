@@ -12,7 +12,7 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import WeightsRefused
 from coppice.wire.drafter import DrafterAnswer
-from engine.drafter.service.model_init import write_random_model
+from engine.drafter.service.initial_model import write_random_model
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.random_models import random_tensors, write_model

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drafter.trainer.soft_targets import TOP_K, decode_top_k, encode_top_k, top_k_of
+from engine.drafter.trainer.messages import TOP_K, decode_top_k, encode_top_k, top_k_of
 from engine.io.generation import PendingSample
 from engine.types import Completion, SampleRequest, Sampling, TokenLogprob, TopLogprobs
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.drafter.trainer.inbox import Inbox
-from engine.drafter.trainer.loss_tracker import WINDOW_STEPS
 from engine.drafter.trainer.messages import (
     AdoptWeights,
     FromTrainer,
@@ -22,7 +20,8 @@ from engine.drafter.trainer.messages import (
     decode_line,
     encode_line,
 )
-from engine.drafter.trainer.model_trainer import ModelTrainer
+from engine.drafter.trainer.model_trainer import WINDOW_STEPS, ModelTrainer
+from engine.drafter.trainer.replay_buffer import Inbox
 from engine.drafter.trainer.training_loop import (
     MAX_EPOCHS,
     MIN_STEPS_BETWEEN_PUBLISHES,

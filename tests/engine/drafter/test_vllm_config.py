@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shape import decode, mixed
+from engine.cudagraphs.shapes import decode, mixed
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
 from engine.speculation.lifecycle import resolve_mode

@@ -12,8 +12,8 @@ from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
 from engine.kv_transfer.worker.assemble import SpanAssembler
 from engine.kv_transfer.worker.export_reader import Exports
-from kernels.kv_predict.predict import Observation
-from kernels.rope_shift.rope_params import RotaryParams, parse_rotary
+from kernels.kv_predict import Observation
+from kernels.rope_shift import RotaryParams, parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
 from tests.kernels.kv_predict_reference import slow_predict, slow_weights

@@ -12,7 +12,7 @@ from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, Observe
 from engine.kv_transfer.worker.assemble import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
 from engine.kv_transfer.worker.export_reader import Exports
 from engine.kv_types import ExportSlot
-from kernels.rope_shift.rope_params import parse_rotary
+from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
 from tests.engine.kv_transfer.test_loader_step import FORM

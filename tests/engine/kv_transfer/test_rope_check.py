@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.rope_shift.rope_params import UnsupportedRotary, parse_rotary
+from kernels.rope_shift import UnsupportedRotary, parse_rotary
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

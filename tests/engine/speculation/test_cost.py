@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.speculation.cost import Step, StepCostModel
-from engine.speculation.profile import can_speed_up
+from engine.speculation.cost import Step, StepCostModel, can_speed_up
 from tests.engine.speculation.cost_simulator import Machine
 
 MACHINE = Machine()

@@ -8,7 +8,7 @@ import pytest
 
 from engine.runtime.guard import Feature
 from engine.speculation.counters import Counters
-from engine.speculation.skip_draft_step import DraftStepSkipper
+from engine.speculation.runner_hooks import DraftStepSkipper
 from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner

@@ -6,10 +6,8 @@ import pytest
 
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
-from engine.speculation.cost import Step
+from engine.speculation.cost import Profile, ProfileCache, Step, profile_batches
 from engine.speculation.lifecycle import resolve_mode
-from engine.speculation.profile import Profile, profile_batches
-from engine.speculation.profile_cache import ProfileCache
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
 

@@ -1,25 +1,14 @@
-"""Verification of drafts: sample a token after every position and compare it with the draft.
+"""Replacements in vLLM's model runner: verification of drafts, and steps without drafting."""
 
-A draft names a single token per position. Accepting it with the probability that the model assigns
-to it, and otherwise sampling from the remaining tokens, is equivalent to sampling from the full
-distribution and comparing. vLLM's rejection sampler does the former, at twice the cost of its
-sampler, in steps without drafts too. This module does the latter: it calls the sampler once over
-all positions of the step, so a step without drafts costs the same as in an engine without
-speculation.
-
-Where a token's distribution depends on the tokens before it (penalties, bad words, `min_tokens`),
-it would depend on the drafts. A step that has drafts and a request with such a parameter is left to
-vLLM's rejection sampler.
-"""
-
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from engine.runtime.guard import feature
+from engine.runtime.guard import Feature, feature
 
 # Separate from the drafting feature: drafting fails on one rank, but all ranks must sample alike.
 FEATURE = feature("verifying drafts")
@@ -27,6 +16,17 @@ FEATURE = feature("verifying drafts")
 
 class DraftVerifier:
     """Replacement for the runner's rejection sampler, which it wraps.
+
+    A draft names a single token per position. Accepting it with the probability that the model
+    assigns to it, and otherwise sampling from the remaining tokens, is equivalent to sampling from
+    the full distribution and comparing. vLLM's rejection sampler does the former, at twice the cost
+    of its sampler, in steps without drafts too. This class does the latter: it calls the sampler
+    once over all positions of the step, so a step without drafts costs the same as in an engine
+    without speculation.
+
+    Where a token's distribution depends on the tokens before it (penalties, bad words,
+    `min_tokens`), it would depend on the drafts. A step that has drafts and a request with such a
+    parameter is left to vLLM's rejection sampler.
 
     Shape suffixes: b requests; n sampled tokens in all, one after every draft token and one per
     request; k one more than the longest draft; v vocabulary.
@@ -118,3 +118,78 @@ def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
     starts_b = torch.cat([ends_b.new_zeros(1), ends_b[:-1]])
     steps_k = torch.arange(metadata.max_spec_len + 1, device=ends_b.device, dtype=ends_b.dtype)
     return (starts_b[:, None] + steps_k).clamp_(max=num_tokens - 1).long()
+
+
+class StepObserver(Protocol):
+    """Interface of the drafting component that the skipper asks before every step."""
+
+    def end(self, ended: Any) -> None:
+        """Handle requests that have finished and are about to be dropped by the runner."""
+
+    def needs_draft_step(self, running: int) -> bool:
+        """Return whether a step with this many rows must end with a call for drafts."""
+
+    def on_skipped_step(self, running: int, seconds: float) -> None:
+        """Record the duration of a step in which drafting was skipped."""
+
+
+class DraftStepSkipper:
+    """Wrapper of one runner's `execute_model` that runs steps without drafting as plain steps.
+
+    With a draft method, vLLM's runner prepares verification in every step, requests drafts at its
+    end and passes them to the scheduler, even if there are none. Together with this project's part
+    that costs 2.5% of a step of 64 rows (25M parameters, one thread). All of it depends on
+    `speculative_config`, which the runner reads in every step (v1/worker/gpu_model_runner.py:2184,
+    2532, 4201, 4384) and which this class owns from then on. The scheduler is not affected: a
+    request without drafts is scheduled like any other.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        observer: Callable[[], StepObserver | None],
+        feature: Feature,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`observer` returns None where nothing will ever be drafted."""
+        self._runner = runner
+        self._observer = observer
+        self._clock = clock
+        self._config = runner.speculative_config
+        self._execute_model: Callable[..., Any] = runner.execute_model
+        self._needs_draft_step = feature.guarded(_has_drafts)(self._ask_observer)
+        self._skipped_running, self._began = 0, 0.0
+        runner.execute_model = self.execute_model
+
+    def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `step`, the scheduler's output. The same config applies when it is sampled."""
+        self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
+        return self._execute_model(step, *args, **kwargs)
+
+    def _ask_observer(self, step: Any) -> bool:
+        observer = self._observer()
+        if observer is None:
+            return _has_drafts(step)
+        observer.end(step.finished_req_ids)
+        running, now = len(step.num_scheduled_tokens), self._clock()
+        if not running:  # an empty step must not use up an evaluation
+            self._skipped_running = 0
+            return True
+        decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
+        if decodes and self._skipped_running == running:
+            observer.on_skipped_step(running, now - self._began)
+        needs_draft_step = observer.needs_draft_step(running) or _has_drafts(step)
+        self._skipped_running, self._began = 0 if needs_draft_step or not decodes else running, now
+        return needs_draft_step
+
+
+def can_skip_draft_step(runner: Any) -> bool:
+    """Return whether steps may be run without the draft method.
+
+    The state of recurrent layers is laid out differently in the two kinds of steps.
+    """
+    return runner.device.type == "cpu" and not runner.model_config.is_hybrid
+
+
+def _has_drafts(step: Any) -> bool:
+    return bool(step.scheduled_spec_decode_tokens)

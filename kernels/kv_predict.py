@@ -17,8 +17,7 @@ from typing import Final
 
 import torch
 
-from kernels.rope_shift.cpu import shift_keys
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.rope_shift import RotaryParams, shift_keys
 
 MIN_SQUARED_DISTANCE: Final = 1e-30
 """Lower bound of squared distances, so that the logarithm of zero is finite."""

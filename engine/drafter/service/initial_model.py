@@ -1,10 +1,12 @@
-"""Random initialization of a small causal model with the vocabulary of a target model.
+"""Initial drafter of a model: a given one, or a small randomly initialized one.
 
 The cost of a model per token is estimated as its number of weights in matrix products: the layers
 and the head.
 """
 
+import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from engine.drafter.service.checkpoint_dir import DrafterDir
+from engine.errors import StartFailed
 from engine.settings import MAX_DRAFT_TOKENS
-from engine.weights.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
+from engine.weights.checkpoint import EMBEDDING, LM_HEAD, SINGLE_FILE, Checkpoint
 
 MAX_COST_SHARE: Final = 0.1
 """Maximum cost per token, as a share of the target model's."""
@@ -23,7 +27,6 @@ NUM_LAYERS: Final = 2
 HIDDEN_SIZES: Final = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 INIT_SEED: Final = 7
 INIT_STD: Final = 0.02
-
 Tensors = dict[str, npt.NDArray[np.float32]]
 
 
@@ -124,3 +127,61 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     embedding = {f"model.{EMBEDDING}": (config["vocab_size"], hidden)}
     return embedding | layers | {"model.norm.weight": (hidden,)}
+
+
+def open_drafter_dir(
+    directory: Path, initial: Path | None, target: Path, served: Checkpoint, *, ranks: int
+) -> DrafterDir:
+    """Open the directory of drafters for a target model, continuing with that of an earlier run.
+
+    `initial` is a model directory, or None for random initialization. The directory name is a
+    digest of the target's configuration and of the initial drafter. Raises StartFailed if the two
+    are incompatible.
+    """
+    config = _read_config(target)
+    if initial is not None:
+        _check_vocabulary(config, _read_config(initial), initial)
+        return DrafterDir(
+            directory, _digest(config, _fingerprint(initial)), lambda to: _copy(initial, to)
+        )
+    new_config = make_drafter_config(config, checkpoint_cost(served), ranks=ranks)
+    return DrafterDir(
+        directory, _digest(config, new_config), lambda to: write_random_model(to, new_config)
+    )
+
+
+def _read_config(model: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise StartFailed(f"{model} is no model directory: {error}") from error
+    return config
+
+
+def _check_vocabulary(target: dict[str, Any], drafter: dict[str, Any], initial: Path) -> None:
+    sizes = [config.get("text_config", config).get("vocab_size") for config in (target, drafter)]
+    if sizes[0] != sizes[1]:
+        raise StartFailed(f"{initial} drafts from {sizes[1]} tokens, the model has {sizes[0]}")
+    if not (initial / SINGLE_FILE).is_file():
+        raise StartFailed(f"{initial} has no {SINGLE_FILE}; a drafter is one file")
+
+
+def _fingerprint(initial: Path) -> dict[str, Any]:
+    state = (initial / SINGLE_FILE).stat()
+    return {
+        "path": str(initial.resolve()),
+        "bytes": state.st_size,
+        "changed": state.st_mtime_ns,
+        "config": _read_config(initial),
+    }
+
+
+def _digest(target: dict[str, Any], drafter: dict[str, Any]) -> str:
+    text = json.dumps([target, drafter], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _copy(initial: Path, to: Path) -> None:
+    to.mkdir(exist_ok=True)
+    for name in ("config.json", SINGLE_FILE):
+        shutil.copyfile(initial / name, to / name)

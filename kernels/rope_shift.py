@@ -1,4 +1,4 @@
-"""Rotary frequencies of a model, from the RoPE parameters of its config.
+"""Rotation of keys to other positions in PyTorch, and a model's rotary frequencies.
 
 RoPE rotations are additive: a key prefilled at position p becomes the key of position p + n when
 each pair of channels is rotated by n times the pair's frequency. A factor that scales keys, as in
@@ -49,6 +49,8 @@ class RotaryParams:
 
 def parse_rotary(rope: Mapping[str, Any], head_dim: int) -> RotaryParams:
     """Rotary parameters of a config, in float32 as models compute them.
+
+    Only RoPE types that are known to be pure rotations are supported.
 
     Raises UnsupportedRotary.
     """
@@ -124,3 +126,23 @@ _FREQUENCIES_BY_TYPE: Final[
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+def shift_keys(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
+    """Copy of keys [.., D] rotated by `shift` positions.
+
+    Three memory-bound passes over the keys; C++ would need one. Most of a load's time is spent on
+    the copies from the arena and into the cache's packed order, so that did not justify a library.
+
+    Computed in float32 and returned in the keys' dtype. A shift of zero is bitwise exact.
+    """
+    if not shift:
+        return keys.clone()
+    half = len(rotary.frequencies)
+    cosines, sines = (part.to(keys.device) for part in rotary.cos_sin(shift))
+    first, second = keys[..., :half].float(), keys[..., half : 2 * half].float()
+    moved = torch.empty_like(keys)
+    moved[..., :half] = first * cosines - second * sines
+    moved[..., half : 2 * half] = second * cosines + first * sines
+    moved[..., 2 * half :] = keys[..., 2 * half :]
+    return moved

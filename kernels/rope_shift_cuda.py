@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.rope_shift.rope_params import RotaryParams
+from kernels.rope_shift import RotaryParams
 
 ROWS_PER_PROGRAM = 32
 
