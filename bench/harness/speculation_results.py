@@ -22,7 +22,7 @@ class ArmResult:
     """Result of one arm's run.
 
     `buckets` holds, by bucket of decode steps, their number, rows, context, seconds and tokens.
-    `foretold` is the replay's prediction of their seconds.
+    `predicted` is the replay's prediction of their seconds.
     """
 
     seconds: float
@@ -30,7 +30,7 @@ class ArmResult:
     drafted: int
     accepted: int
     buckets: dict[str, list[float]]
-    foretold: float | None
+    predicted: float | None
 
     def total(self, what: int, most: int = ROWS) -> float:
         return sum(of[what] for bucket, of in self.buckets.items() if int(bucket) <= most)
@@ -43,14 +43,14 @@ class ArmResult:
 STEPS, RUNNING, CONTEXT, SECONDS, TOKENS = range(5)
 
 
-def summarize_run(run: dict[str, Any], foretold: float | None) -> ArmResult:
+def summarize_run(run: dict[str, Any], predicted: float | None) -> ArmResult:
     buckets = {str(most): [0.0] * 5 for most in BUCKETS}
     for rows, context, _, tokens, seconds in run["decoded"]:
         bucket = buckets[str(next(most for most in BUCKETS if rows <= most))]
         for what, more in enumerate((1, rows, context, seconds, tokens)):
             bucket[what] += more
     counted = {name: run[name] for name in ("seconds", "tokens", "drafted", "accepted")}
-    return ArmResult(**counted, buckets=buckets, foretold=foretold)
+    return ArmResult(**counted, buckets=buckets, predicted=predicted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,9 @@ def replayed(rounds: Sequence[Round]) -> Row:
     """Measured speedup of `ours` over `off`, relative to the replay's predicted speedup."""
     found, predicted = [], []
     for ours, off in shared(rounds, "off"):
-        assert ours.foretold and off.foretold
+        assert ours.predicted and off.predicted
         found.append(off.total(SECONDS) / ours.total(SECONDS))
-        predicted.append(off.foretold / ours.foretold)
+        predicted.append(off.predicted / ours.predicted)
     ratio = Pairs(a=found, b=predicted).ratio()
     return Row(
         what="speedup over off, measured / predicted by replay",

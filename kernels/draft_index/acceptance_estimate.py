@@ -1,9 +1,9 @@
 """Acceptance probability of drafted tokens, estimated from the outcomes of earlier drafts.
 
-Reference of csrc/calibration.h. Each combination of scope, match length, agreement and position has
-a cell, which counts the drafted tokens that were reached and those that were accepted. A cell with
-few counts is smoothed with its coarse cell, which combines scope and agreement only. Counts are
-halved when they reach a maximum, so that old outcomes lose weight.
+Reference of csrc/acceptance_estimate.h. Each combination of scope, match length, agreement and
+position has a cell, which counts the drafted tokens that were reached and those that were accepted.
+A cell with few counts is smoothed with its coarse cell, which combines scope and agreement only.
+Counts are halved when they reach a maximum, so that old outcomes lose weight.
 """
 
 from bisect import bisect_right
@@ -43,7 +43,7 @@ def coarse_cell(cell: int) -> int:
     return cell // (NUM_MATCH_BINS * NUM_POSITION_BINS)
 
 
-class Calibration:
+class AcceptanceEstimate:
     """Acceptance counts by cell and coarse cell, with the reliability of the predictions."""
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ LIBRARY = Path(__file__).with_name("libdraft_index.so")
 VERSION = 1
 
 
-class Rules(ctypes.Structure):
-    """Mirror of `Rules` in csrc/rules.h."""
+class Params(ctypes.Structure):
+    """Mirror of `Params` in csrc/params.h."""
 
     _fields_ = [
         ("max_bytes", ctypes.c_int64),
@@ -43,9 +43,10 @@ class Rules(ctypes.Structure):
         *[
             (name, ctypes.c_int32)
             for name in (
-                *("looks", "places", "enough", "skip_below", "skip_places"),
-                *("all_order", "all_places", "all_enough"),
-                *("history_texts", "texts", "text_tokens", "age_shift"),
+                *("max_lookups", "max_votes", "min_votes"),
+                *("mismatch_below", "max_mismatch_votes"),
+                *("all_order", "all_max_votes", "all_min_votes"),
+                *("max_finished_texts", "max_texts", "max_text_tokens", "age_shift"),
                 *("prompt_bytes", "text_bytes", "token_bytes", "log_token_bytes"),
             )
         ],
@@ -69,7 +70,7 @@ class Sizes(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
-        *[(name, ctypes.c_int64) for name in ("text_tokens", "logged", "log_tokens")],
+        *[(name, ctypes.c_int64) for name in ("text_tokens", "log_texts", "log_tokens")],
     ]
 
 
@@ -84,24 +85,24 @@ class ContentsPointers(ctypes.Structure):
     ]
 
 
-def rules_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Rules:
-    return Rules(
+def params_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Params:
+    return Params(
         max_bytes=max_bytes,
         log_tokens=interface.log_tokens(max_bytes),
         max_draft_tokens=max_draft_tokens,
         scopes=sum(1 << scope for scope in scopes),
         orders=interface.ORDERS,
-        looks=interface.MAX_LOOKUPS,
-        places=interface.MAX_VOTES,
-        enough=interface.MIN_VOTES,
-        skip_below=interface.MISMATCH_BELOW,
-        skip_places=interface.MAX_MISMATCH_VOTES,
+        max_lookups=interface.MAX_LOOKUPS,
+        max_votes=interface.MAX_VOTES,
+        min_votes=interface.MIN_VOTES,
+        mismatch_below=interface.MISMATCH_BELOW,
+        max_mismatch_votes=interface.MAX_MISMATCH_VOTES,
         all_order=interface.ALL_ORDER,
-        all_places=interface.ALL_MAX_VOTES,
-        all_enough=interface.ALL_MIN_VOTES,
-        history_texts=interface.MAX_FINISHED_TEXTS,
-        texts=interface.MAX_TEXTS,
-        text_tokens=interface.MAX_TEXT_TOKENS - 1,
+        all_max_votes=interface.ALL_MAX_VOTES,
+        all_min_votes=interface.ALL_MIN_VOTES,
+        max_finished_texts=interface.MAX_FINISHED_TEXTS,
+        max_texts=interface.MAX_TEXTS,
+        max_text_tokens=interface.MAX_TEXT_TOKENS - 1,
         age_shift=interface.AGE_SHIFT,
         prompt_bytes=interface.PROMPT_BYTES,
         text_bytes=interface.TEXT_BYTES,
@@ -151,7 +152,7 @@ class DraftStore:
         loaded = library()
         assert loaded is not None, "the draft store was not built"
         self._library, self._max_draft_tokens = loaded, max_draft_tokens
-        given = rules_struct(max_bytes, max_draft_tokens, scopes)
+        given = params_struct(max_bytes, max_draft_tokens, scopes)
         self._store = ctypes.c_void_p(loaded.coppice_drafts_create(ctypes.byref(given)))
 
     def __del__(self) -> None:
@@ -195,10 +196,10 @@ class DraftStore:
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
     ) -> DraftBatch:
         check_step(slots, counts, tokens, limits)
-        asked = [np.ascontiguousarray(array) for array in (slots, counts, tokens, limits)]
+        arguments = [np.ascontiguousarray(array) for array in (slots, counts, tokens, limits)]
         drafted = DraftBatch.empty(len(slots), self._max_draft_tokens)
         step = Step(
-            *(array.ctypes.data for array in asked),
+            *(array.ctypes.data for array in arguments),
             lengths=drafted.lengths.ctypes.data,
             drafts=drafted.tokens.ctypes.data,
             scope=drafted.scope.ctypes.data,
@@ -259,7 +260,7 @@ class DraftStore:
             prompt_tokens=len(contents.prompt_tokens),
             texts=len(contents.text_lengths),
             text_tokens=len(contents.text_tokens),
-            logged=len(contents.log_lengths),
+            log_texts=len(contents.log_lengths),
             log_tokens=len(contents.log_tokens),
         )
         pointers = _pointers(contents, keys)
@@ -285,9 +286,9 @@ def _empty(sizes: Sizes) -> StoreContents:
         text_ages=np.zeros(sizes.texts, np.uint32),
         text_groups=np.zeros(sizes.texts, np.uint64),
         text_tokens=np.zeros(sizes.text_tokens, np.int32),
-        log_lengths=np.zeros(sizes.logged, np.uint32),
-        log_ages=np.zeros(sizes.logged, np.uint32),
-        log_prompts=np.zeros(sizes.logged, np.uint64),
+        log_lengths=np.zeros(sizes.log_texts, np.uint32),
+        log_ages=np.zeros(sizes.log_texts, np.uint32),
+        log_prompts=np.zeros(sizes.log_texts, np.uint64),
         log_tokens=np.zeros(sizes.log_tokens, np.int32),
         tried=np.zeros(NUM_CELLS, np.uint32),
         accepted=np.zeros(NUM_CELLS, np.uint32),

@@ -43,24 +43,24 @@ void Store::write(const Contents& contents) const {
       put(at.text_tokens, text->tokens, size_t(text->num_tail));
     }
   }
-  for (const Logged& text : log_.texts()) {
+  for (const LogText& text : log_.texts()) {
     const uint64_t begin = std::max(text.begin, log_.tail());
     put(at.log_lengths, uint32_t(text.end - begin));
     put(at.log_ages, uint32_t(version_ - text.version));
     put(at.log_prompts, text.prompt);
     for (uint64_t i = begin; i < text.end; i++) put(at.log_tokens, log_.token(i));
   }
-  std::copy(calibration_.tried, calibration_.tried + kCells, at.tried);
-  std::copy(calibration_.came, calibration_.came + kCells, at.came);
-  std::copy(calibration_.coarse_tried, calibration_.coarse_tried + kCoarseCells, at.coarse_tried);
-  std::copy(calibration_.coarse_came, calibration_.coarse_came + kCoarseCells, at.coarse_came);
+  std::copy(estimate_.tried, estimate_.tried + kCells, at.tried);
+  std::copy(estimate_.accepted, estimate_.accepted + kCells, at.accepted);
+  std::copy(estimate_.coarse_tried, estimate_.coarse_tried + kCoarseCells, at.coarse_tried);
+  std::copy(estimate_.coarse_accepted, estimate_.coarse_accepted + kCoarseCells, at.coarse_accepted);
 }
 
 // The store must be empty. Versions are renumbered so that the oldest text has version 0.
 void Store::read(const Sizes& sizes, const Contents& contents) {
   Contents at = contents;
   for (int64_t i = 0; i < sizes.texts; i++) version_ = std::max(version_, int64_t(at.text_ages[i]));
-  for (int64_t i = 0; i < sizes.logged; i++) version_ = std::max(version_, int64_t(at.log_ages[i]));
+  for (int64_t i = 0; i < sizes.log_texts; i++) version_ = std::max(version_, int64_t(at.log_ages[i]));
   for (int64_t i = 0; i < sizes.prompts; i++) {
     Record& record = record_of(*at.prompt_keys++, at.prompt_tokens, int32_t(*at.prompt_lengths));
     at.prompt_tokens += *at.prompt_lengths++;
@@ -71,13 +71,13 @@ void Store::read(const Sizes& sizes, const Contents& contents) {
       at.text_tokens += *at.text_lengths++;
     }
   }
-  for (int64_t i = 0; i < sizes.logged; i++) {
+  for (int64_t i = 0; i < sizes.log_texts; i++) {
     log_.append(at.log_tokens, *at.log_lengths, *at.log_prompts++, version_ - *at.log_ages++);
     at.log_tokens += *at.log_lengths++;
   }
-  std::copy(at.tried, at.tried + kCells, calibration_.tried);
-  std::copy(at.came, at.came + kCells, calibration_.came);
-  std::copy(at.coarse_tried, at.coarse_tried + kCoarseCells, calibration_.coarse_tried);
-  std::copy(at.coarse_came, at.coarse_came + kCoarseCells, calibration_.coarse_came);
+  std::copy(at.tried, at.tried + kCells, estimate_.tried);
+  std::copy(at.accepted, at.accepted + kCells, estimate_.accepted);
+  std::copy(at.coarse_tried, at.coarse_tried + kCoarseCells, estimate_.coarse_tried);
+  std::copy(at.coarse_accepted, at.coarse_accepted + kCoarseCells, estimate_.coarse_accepted);
   evict();
 }

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 struct Sizes {
-  int64_t prompts, prompt_tokens, texts, text_tokens, logged, log_tokens;
+  int64_t prompts, prompt_tokens, texts, text_tokens, log_texts, log_tokens;
 };
 
 struct Contents {
@@ -17,5 +17,5 @@ struct Contents {
   uint32_t *log_lengths, *log_ages;
   uint64_t* log_prompts;
   int32_t* log_tokens;
-  uint32_t *tried, *came, *coarse_tried, *coarse_came;
+  uint32_t *tried, *accepted, *coarse_tried, *coarse_accepted;
 };

@@ -7,7 +7,7 @@ extern "C" {
 
 int coppice_drafts_version() { return 1; }
 
-Store* coppice_drafts_create(const Rules* rules) { return new Store(*rules); }
+Store* coppice_drafts_create(const Params* params) { return new Store(*params); }
 void coppice_drafts_destroy(Store* store) { delete store; }
 
 int32_t coppice_drafts_begin(Store* store, uint64_t group, uint64_t key, const int32_t* prompt,
@@ -22,11 +22,12 @@ int64_t coppice_drafts_charge(const Store* store) { return store->charge(); }
 int64_t coppice_drafts_num_tokens(const Store* store) { return store->num_tokens(); }
 int64_t coppice_drafts_bytes(const Store* store) { return store->bytes(); }
 
-void coppice_drafts_reliability(const Store* store, int64_t* tried, int64_t* came, double* foretold) {
-  const Calibration& learnt = store->calibration();
-  std::copy(learnt.foretold_tried, learnt.foretold_tried + kScopes * kBins, tried);
-  std::copy(learnt.foretold_came, learnt.foretold_came + kScopes * kBins, came);
-  std::copy(learnt.foretold, learnt.foretold + kScopes * kBins, foretold);
+void coppice_drafts_reliability(const Store* store, int64_t* tried, int64_t* accepted,
+                                double* predicted) {
+  const AcceptanceEstimate& estimate = store->estimate();
+  std::copy(estimate.bin_tried, estimate.bin_tried + kScopes * kBins, tried);
+  std::copy(estimate.bin_accepted, estimate.bin_accepted + kScopes * kBins, accepted);
+  std::copy(estimate.bin_predicted, estimate.bin_predicted + kScopes * kBins, predicted);
 }
 
 void coppice_drafts_sizes(const Store* store, Sizes* sizes) { *sizes = store->sizes(); }

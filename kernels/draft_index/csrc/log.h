@@ -1,17 +1,17 @@
 // Ring buffer of the latest finished responses to any prompt, each preceded by its prompt's end.
 //
 // Addresses of tokens increase monotonically. Tokens older than the capacity of the ring are
-// overwritten, and chains of places end there. The table of places is replaced each time the ring
+// overwritten, and chains of occurrences end there. The table is replaced each time the ring
 // has wrapped around; lookups also search the previous table, so the two cover the whole ring.
 #pragma once
 #include <algorithm>
 #include <deque>
 #include <vector>
 
-#include "rules.h"
+#include "params.h"
 #include "table.h"
 
-struct Logged {
+struct LogText {
   uint64_t prompt;
   int64_t version;
   uint64_t begin, end;
@@ -19,34 +19,34 @@ struct Logged {
 
 class Log {
  public:
-  explicit Log(const Rules& rules);
+  explicit Log(const Params& params);
   ~Log();
 
   void append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t version);
   uint64_t tail() const { return std::max<uint64_t>(head_, capacity_ + kFirst) - capacity_; }
   uint64_t head() const { return head_; }
-  const std::deque<Logged>& texts() const { return texts_; }
+  const std::deque<LogText>& texts() const { return texts_; }
 
   int32_t token(uint64_t address) const { return tokens_[address & mask_]; }
-  // Address of a place, of which 32 bits are stored; 0 if it has been overwritten.
-  uint64_t address(uint32_t place) const {
-    const uint64_t address = head_ - uint32_t(uint32_t(head_) - place);
-    return place && address >= tail() + order_ ? address : 0;
+  // Address of an occurrence, of which 32 bits are stored; 0 if it has been overwritten.
+  uint64_t address(uint32_t occurrence) const {
+    const uint64_t address = head_ - uint32_t(uint32_t(head_) - occurrence);
+    return occurrence && address >= tail() + order_ ? address : 0;
   }
   uint64_t latest(const int32_t* end, int length) const;
-  uint64_t older(uint64_t address) const { return this->address(older_[address & mask_]); }
-  const Logged& text_of(uint64_t address) const {
+  uint64_t previous(uint64_t address) const { return this->address(previous_[address & mask_]); }
+  const LogText& text_of(uint64_t address) const {
     return texts_[uint32_t(owner_[address & mask_] - first_text_)];
   }
 
  private:
-  static constexpr uint64_t kFirst = 1;  // 0 means no place
+  static constexpr uint64_t kFirst = 1;  // 0 means no occurrence
 
   const uint64_t capacity_, mask_, order_;
-  uint64_t head_ = kFirst, renewed_ = kFirst;
+  uint64_t head_ = kFirst, table_begin_ = kFirst;
   int32_t* tokens_;
-  uint32_t *older_, *owner_;
+  uint32_t *previous_, *owner_;
   uint32_t first_text_ = 0;
-  std::deque<Logged> texts_;
-  Table table_, table_before_;
+  std::deque<LogText> texts_;
+  Table table_, previous_table_;
 };

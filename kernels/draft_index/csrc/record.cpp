@@ -8,7 +8,7 @@ Text& Record::add(const int32_t* tokens, size_t count, int num_tail) {
   text.index = uint32_t(texts.size() - 1);
   text.num_tail = num_tail;
   text.tokens.assign(tokens, tokens + count);
-  text.older.assign(count * kOrders, 0);
+  text.previous.assign(count * kOrders, 0);
   totals_.texts++;
   totals_.tokens += int64_t(count);
   num_tokens_ += int64_t(count);
@@ -18,7 +18,7 @@ Text& Record::add(const int32_t* tokens, size_t count, int num_tail) {
 
 Text& Record::add_response(uint64_t group, int64_t version) {
   const auto& whole = prompt().tokens;
-  const int tail = int(std::min<size_t>(whole.size(), kLongestMatch));
+  const int tail = int(std::min<size_t>(whole.size(), kMaxMatchLength));
   Text& text = add(whole.data() + whole.size() - tail, tail, tail);
   text.group = group;
   text.version = version;
@@ -28,7 +28,7 @@ Text& Record::add_response(uint64_t group, int64_t version) {
 void Record::append(Text& text, const int32_t* tokens, size_t count) {
   const size_t begin = text.tokens.size();
   text.tokens.insert(text.tokens.end(), tokens, tokens + count);
-  text.older.resize(text.tokens.size() * kOrders);
+  text.previous.resize(text.tokens.size() * kOrders);
   totals_.tokens += int64_t(count);
   num_tokens_ += int64_t(count);
   index(text, begin);
@@ -37,21 +37,21 @@ void Record::append(Text& text, const int32_t* tokens, size_t count) {
 void Record::index(Text& text, size_t begin) {
   for (size_t end = begin; end < text.tokens.size(); end++)
     for (int order = 0; order < kOrders; order++) {
-      if (end < size_t(rules_.orders[order])) continue;
-      const uint32_t place = text.index << kPositionBits | uint32_t(end);
-      const uint32_t hash = hash_of(text.tokens.data() + end, rules_.orders[order]);
-      text.older[end * kOrders + order] = tables_[order].replace(hash, place);
+      if (end < size_t(params_.orders[order])) continue;
+      const uint32_t occurrence = text.index << kPositionBits | uint32_t(end);
+      const uint32_t hash = hash_of(text.tokens.data() + end, params_.orders[order]);
+      text.previous[end * kOrders + order] = tables_[order].replace(hash, occurrence);
     }
 }
 
-void Record::drop(Text& text) {
-  text.dead = true;
-  num_dead_ += int64_t(text.tokens.size());
-  if (2 * num_dead_ >= num_tokens_) rebuild();
+void Record::remove(Text& text) {
+  text.removed = true;
+  num_removed_ += int64_t(text.tokens.size());
+  if (2 * num_removed_ >= num_tokens_) rebuild();
 }
 
-void Record::forget_finished() {
-  for (Text* text : finished) text->dead = true;
+void Record::clear_finished() {
+  for (Text* text : finished) text->removed = true;
   finished.clear();
   rebuild();
 }
@@ -59,10 +59,10 @@ void Record::forget_finished() {
 void Record::rebuild() {
   totals_.texts -= int64_t(texts.size());
   totals_.tokens -= num_tokens_;
-  texts.erase(std::remove_if(texts.begin(), texts.end(), [](const auto& text) { return text->dead; }),
+  texts.erase(std::remove_if(texts.begin(), texts.end(), [](const auto& text) { return text->removed; }),
               texts.end());
   for (Table& table : tables_) table = Table();
-  num_tokens_ = num_dead_ = 0;
+  num_tokens_ = num_removed_ = 0;
   for (size_t i = 0; i < texts.size(); i++) {
     Text& text = *texts[i];
     text.index = uint32_t(i);
@@ -78,6 +78,6 @@ int64_t Record::bytes() const {
   for (const Table& table : tables_) bytes += int64_t(table.bytes());
   bytes += int64_t(texts.capacity() * sizeof(texts[0]) + finished.capacity() * sizeof(Text*));
   for (const auto& text : texts)
-    bytes += int64_t(sizeof(Text) + text->tokens.capacity() * 4 + text->older.capacity() * 4);
+    bytes += int64_t(sizeof(Text) + text->tokens.capacity() * 4 + text->previous.capacity() * 4);
   return bytes;
 }

@@ -4,8 +4,8 @@
 
 int32_t Store::begin(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length) {
   Record& record = record_of(key, prompt, length);
-  if (int(record.texts.size()) == rules_.texts) record.rebuild();
-  if (int(record.texts.size()) == rules_.texts) return kTooManyTexts;
+  if (int(record.texts.size()) == params_.max_texts) record.rebuild();
+  if (int(record.texts.size()) == params_.max_texts) return kTooManyTexts;
   Text& text = record.add_response(group, version_);
   record.running++;
   record.prompt().version = version_;
@@ -23,7 +23,7 @@ int32_t Store::begin(uint64_t group, uint64_t key, const int32_t* prompt, int32_
 }
 
 int32_t Store::end(int32_t slot, bool keep) {
-  if (!held(slot)) return kUnknownSlot;
+  if (!is_used(slot)) return kUnknownSlot;
   Row row = std::move(rows_[slot]);
   rows_[slot] = Row();
   free_.push_back(slot);
@@ -32,29 +32,29 @@ int32_t Store::end(int32_t slot, bool keep) {
   record.running--;
   used_.splice(used_.end(), used_, record.used);
   if (!keep || int(text.tokens.size()) == text.num_tail) {
-    record.drop(text);
+    record.remove(text);
     return 0;
   }
-  const int begin = std::max(0, text.num_tail - rules_.all_order);
+  const int begin = std::max(0, text.num_tail - params_.all_order);
   log_.append(text.tokens.data() + begin, text.tokens.size() - begin, record.key, text.version);
   record.finished.push_back(&text);
-  if (int(record.finished.size()) > rules_.history_texts) {
+  if (int(record.finished.size()) > params_.max_finished_texts) {
     Text& oldest = *record.finished.front();
     record.finished.erase(record.finished.begin());
-    record.drop(oldest);
+    record.remove(oldest);
   }
   return 0;
 }
 
 int32_t Store::step(Step& step) {
-  if (const int32_t refusal = check(step)) return refusal;
+  if (const int32_t error = check(step)) return error;
   const int32_t* tokens = step.tokens;
   for (int i = 0; i < step.num_rows; i++) {
     append(rows_[step.slots[i]], tokens, step.counts[i]);
     tokens += step.counts[i];
   }
   for (int i = 0; i < step.num_rows; i++) {
-    const int limit = std::min(step.limits[i], rules_.longest);
+    const int limit = std::min(step.limits[i], params_.max_draft_tokens);
     step.lengths[i] = 0;
     if (limit) draft(rows_[step.slots[i]], limit, step, i);
   }
@@ -65,18 +65,19 @@ int32_t Store::step(Step& step) {
 int32_t Store::check(Step& step) {
   steps_++;
   for (int i = 0; i < step.num_rows; i++) {
-    step.refused = i;
-    if (!held(step.slots[i])) return kUnknownSlot;
+    step.failed_row = i;
+    if (!is_used(step.slots[i])) return kUnknownSlot;
     Row& row = rows_[step.slots[i]];
-    if (std::exchange(row.stepped, steps_) == steps_) return kSlotTwice;
-    if (int64_t(row.text->tokens.size()) + step.counts[i] > rules_.text_tokens) return kTextTooLong;
+    if (std::exchange(row.last_step, steps_) == steps_) return kRepeatedSlot;
+    if (int64_t(row.text->tokens.size()) + step.counts[i] > params_.max_text_tokens)
+      return kTextTooLong;
   }
   return 0;
 }
 
 void Store::append(Row& row, const int32_t* tokens, int count) {
   if (!count) return;
-  const auto done = [&](Pending& one) { return !still_right(one, tokens, count); };
+  const auto done = [&](Pending& one) { return !score(one, tokens, count); };
   auto& pending = row.pending;
   pending.erase(std::remove_if(pending.begin(), pending.end(), done), pending.end());
   row.text->version = version_;
@@ -84,21 +85,21 @@ void Store::append(Row& row, const int32_t* tokens, int count) {
 }
 
 // Scores a pending draft against new tokens. False once it was wrong or is fully compared.
-bool Store::still_right(Pending& pending, const int32_t* tokens, int count) {
+bool Store::score(Pending& pending, const int32_t* tokens, int count) {
   for (int i = 0; i < count; i++) {
     const int at = pending.position++;
-    const bool came = pending.tokens[at] == tokens[i];
-    calibration_.learn(pending.cells[at], pending.probabilities[at], came);
-    if (!came || pending.position == pending.length) return false;
+    const bool accepted = pending.tokens[at] == tokens[i];
+    estimate_.update(pending.cells[at], pending.probabilities[at], accepted);
+    if (!accepted || pending.position == pending.length) return false;
   }
   return true;
 }
 
 void Store::draft(Row& row, int limit, const Step& step, size_t index) {
-  Votes votes(rules_, log_, version_);
-  votes.gather(*row.record, *row.text);
-  Elected elected[kLongestDraft];
-  const int length = votes.elect(limit, elected);
+  Votes votes(params_, log_, version_);
+  votes.find_matches(*row.record, *row.text);
+  DraftToken draft[kMaxDraftTokens];
+  const int length = votes.draft(limit, draft);
   step.lengths[index] = length;
   // A previous draft that was not compared with any token yet is replaced.
   if (!row.pending.empty() && !row.pending.back().position) row.pending.pop_back();
@@ -108,32 +109,33 @@ void Store::draft(Row& row, int limit, const Step& step, size_t index) {
   pending.length = int16_t(length);
   pending.position = 0;
   for (int i = 0; i < length; i++) {
-    const Elected& one = elected[i];
-    const int cell = Calibration::cell(one.scope, one.matched, one.agreeing, one.total, i);
-    const size_t at = index * rules_.longest + i;
+    const DraftToken& one = draft[i];
+    const int cell =
+        AcceptanceEstimate::cell(one.scope, one.match_length, one.num_agreeing, one.total, i);
+    const size_t at = index * params_.max_draft_tokens + i;
     pending.tokens[i] = step.drafts[at] = one.token;
     pending.cells[i] = uint16_t(cell);
-    pending.probabilities[i] = step.probability[at] = calibration_.probability(cell);
+    pending.probabilities[i] = step.probability[at] = estimate_.probability(cell);
     step.scope[at] = one.scope;
-    step.matched[at] = one.matched;
-    step.agreeing[at] = one.agreeing;
+    step.match_length[at] = one.match_length;
+    step.num_agreeing[at] = one.num_agreeing;
     step.total[at] = one.total;
   }
 }
 
 Record& Store::record_of(uint64_t key, const int32_t* prompt, int32_t length) {
-  auto& held = records_[key];
-  if (!held) {
-    held = std::make_unique<Record>(rules_, totals_, key);
-    held->add(prompt, size_t(length), 0).version = version_;
-    held->used = used_.insert(used_.end(), held.get());
+  auto& record = records_[key];
+  if (!record) {
+    record = std::make_unique<Record>(params_, totals_, key);
+    record->add(prompt, size_t(length), 0).version = version_;
+    record->used = used_.insert(used_.end(), record.get());
   }
-  return *held;
+  return *record;
 }
 
 // Evicts prompts without running requests first, then finished responses of the others.
 void Store::evict() {
-  while (charge() > rules_.max_bytes) {
+  while (charge() > params_.max_bytes) {
     const auto idle = std::find_if(used_.begin(), used_.end(), [](Record* one) { return !one->running; });
     if (idle != used_.end()) {
       const uint64_t key = (*idle)->key;
@@ -144,12 +146,12 @@ void Store::evict() {
     const auto busy =
         std::find_if(used_.begin(), used_.end(), [](Record* one) { return !one->finished.empty(); });
     if (busy == used_.end()) return;
-    (*busy)->forget_finished();
+    (*busy)->clear_finished();
   }
 }
 
 int64_t Store::bytes() const {
-  int64_t bytes = rules_.log_tokens * rules_.log_token_bytes;
+  int64_t bytes = params_.log_tokens * params_.log_token_bytes;
   for (const Record* record : used_) bytes += record->bytes();
   return bytes;
 }

@@ -5,46 +5,48 @@
 #include <unordered_map>
 #include <vector>
 
-#include "calibration.h"
+#include "acceptance_estimate.h"
 #include "contents.h"
 #include "log.h"
 #include "record.h"
 #include "votes.h"
 
 // Error codes, returned instead of a slot or zero; store.py has the messages.
-enum Refusal : int32_t {
+enum ErrorCode : int32_t {
   kUnknownSlot = -1,
-  kSlotTwice = -2,
+  kRepeatedSlot = -2,
   kTextTooLong = -3,
   kTooManyTexts = -4,
 };
 
-// Arguments of one step; the `Step` structure in library.py mirrors this one.
+// Arguments of one step; the `Step` structure in store.py mirrors this one.
 struct Step {
   const int32_t *slots, *counts, *tokens, *limits;
   int32_t* lengths;  // [rows]
-  int32_t* drafts;   // [rows, longest], like all arrays below
+  int32_t* drafts;   // [rows, max_draft_tokens], like all arrays below
   uint8_t* scope;
-  int16_t *matched, *agreeing, *total;
+  int16_t *match_length, *num_agreeing, *total;
   float* probability;
   int32_t num_rows;
-  int32_t refused;  // row that caused an error
+  int32_t failed_row;  // row that caused an error
 };
 
 class Store {
  public:
-  explicit Store(const Rules& rules) : rules_(rules), log_(rules_) {}
+  explicit Store(const Params& params) : params_(params), log_(params_) {}
 
   int32_t begin(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length);
   int32_t end(int32_t slot, bool keep);
   void age() { version_++; }
   int32_t step(Step& step);
 
-  int64_t charge() const { return rules_.log_tokens * rules_.log_token_bytes + totals_.charge(rules_); }
+  int64_t charge() const {
+    return params_.log_tokens * params_.log_token_bytes + totals_.charge(params_);
+  }
   int64_t num_tokens() const { return totals_.tokens; }
   // Allocated bytes, without the pending drafts of running rows.
   int64_t bytes() const;
-  const Calibration& calibration() const { return calibration_; }
+  const AcceptanceEstimate& estimate() const { return estimate_; }
 
   Sizes sizes() const;
   void write(const Contents& contents) const;
@@ -53,29 +55,29 @@ class Store {
  private:
   // A draft that is compared with the tokens that are generated.
   struct Pending {
-    int32_t tokens[kLongestDraft];
-    uint16_t cells[kLongestDraft];
-    float probabilities[kLongestDraft];
+    int32_t tokens[kMaxDraftTokens];
+    uint16_t cells[kMaxDraftTokens];
+    float probabilities[kMaxDraftTokens];
     int16_t length, position;
   };
   struct Row {
     Record* record = nullptr;  // null: the slot is free
     Text* text = nullptr;
     std::vector<Pending> pending;
-    uint64_t stepped = 0;
+    uint64_t last_step = 0;
   };
 
   Record& record_of(uint64_t key, const int32_t* prompt, int32_t length);
   int32_t check(Step& step);
   void append(Row& row, const int32_t* tokens, int count);
-  bool still_right(Pending& pending, const int32_t* tokens, int count);
+  bool score(Pending& pending, const int32_t* tokens, int count);
   void draft(Row& row, int limit, const Step& step, size_t at);
   void evict();
-  bool held(int32_t slot) const {
+  bool is_used(int32_t slot) const {
     return slot >= 0 && size_t(slot) < rows_.size() && rows_[slot].record;
   }
 
-  const Rules rules_;
+  const Params params_;
   int64_t version_ = 0;
   uint64_t steps_ = 0;
   Totals totals_;
@@ -84,5 +86,5 @@ class Store {
   std::vector<Row> rows_;
   std::vector<int32_t> free_;
   Log log_;
-  Calibration calibration_;
+  AcceptanceEstimate estimate_;
 };

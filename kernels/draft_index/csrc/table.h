@@ -1,4 +1,4 @@
-// Hash table from the hash of a context to the latest place after it. Zero means no place.
+// Hash table from the hash of a context to the latest occurrence after it. Zero means no occurrence.
 //
 // Contexts with equal hashes share an entry, so callers must compare the tokens.
 #pragma once
@@ -33,7 +33,7 @@ class Table {
 
   uint32_t find(uint32_t hash) const { return used_ ? at(hash).head : 0; }
 
-  // Stores a place and returns the previous one.
+  // Stores an occurrence and returns the previous one.
   uint32_t replace(uint32_t hash, uint32_t head) {
     if (4 * (used_ + 1) > 3 * size_) grow();
     Entry& entry = at(hash);

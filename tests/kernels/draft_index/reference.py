@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import interface
-from kernels.draft_index.acceptance_estimate import Calibration, cell
+from kernels.draft_index.acceptance_estimate import AcceptanceEstimate, cell
 from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.interface import (
     ALL_SCOPES,
@@ -40,7 +40,7 @@ class ReferenceStore:
         self._rows: dict[int, Row] = {}
         self._free: list[int] = []
         self._log = ResponseLog(interface.log_tokens(max_bytes))
-        self._calibration = Calibration()
+        self._estimate = AcceptanceEstimate()
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class ReferenceStore:
         begin = 0
         for row, count in zip(rows, counts.tolist(), strict=True):
             assert row is not None
-            row.append(tokens[begin : begin + count].tolist(), self._version, self._calibration)
+            row.append(tokens[begin : begin + count].tolist(), self._version, self._estimate)
             begin += count
         drafted = DraftBatch.empty(len(rows), self._max_draft_tokens)
         for index, (row, limit) in enumerate(zip(rows, limits.tolist(), strict=True)):
@@ -116,7 +116,7 @@ class ReferenceStore:
         return drafted
 
     def reliability(self) -> Reliability:
-        return self._calibration.reliability
+        return self._estimate.reliability
 
     def save(self, path: Path) -> None:
         self._contents().write(path)
@@ -165,7 +165,7 @@ class ReferenceStore:
             cell(one.scope, one.match_length, one.num_agreeing, one.total, position)
             for position, one in enumerate(best_token)
         ]
-        chances = [self._calibration.probability(cell) for cell in cells]
+        chances = [self._estimate.probability(cell) for cell in cells]
         row.set_pending(PendingDraft([one.token for one in best_token], cells, chances))
         drafted.lengths[index] = len(best_token)
         for position, (one, chance) in enumerate(zip(best_token, chances, strict=True)):
@@ -176,7 +176,7 @@ class ReferenceStore:
         texts = [text for record in records for text in record.finished]
         log = [text for text in self._log.texts if text.end > self._log.tail]
         tail = self._log.tail
-        learnt = self._calibration
+        learnt = self._estimate
         return StoreContents(
             prompt_lengths=_uint32(len(record.prompt.tokens) for record in records),
             prompt_tokens=_int32(token for record in records for token in record.prompt.tokens),
@@ -218,7 +218,7 @@ class ReferenceStore:
             version = self._version - logged.age
             self._log.append(logged.tokens.tolist(), prompt=logged.group, version=version)
         for name in ("tried", "accepted", "coarse_tried", "coarse_accepted"):
-            getattr(self._calibration, name)[:] = getattr(contents, name)
+            getattr(self._estimate, name)[:] = getattr(contents, name)
         self._evict_over_budget()
 
     def _evict_over_budget(self) -> None:

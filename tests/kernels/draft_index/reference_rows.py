@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kernels.draft_index.acceptance_estimate import Calibration
+from kernels.draft_index.acceptance_estimate import AcceptanceEstimate
 from tests.kernels.draft_index.reference_texts import PromptRecord, Text
 
 
@@ -17,12 +17,12 @@ class PendingDraft:
     probabilities: list[np.float32]
     position: int = 0
 
-    def advance(self, tokens: list[int], calibration: Calibration) -> bool:
+    def advance(self, tokens: list[int], estimate: AcceptanceEstimate) -> bool:
         """True if some of it remains to be compared with later tokens."""
         for token in tokens:
             at = self.position
             accepted = self.tokens[at] == token
-            calibration.update(self.cells[at], self.probabilities[at], accepted=accepted)
+            estimate.update(self.cells[at], self.probabilities[at], accepted=accepted)
             self.position += 1
             if not accepted or self.position == len(self.tokens):
                 return False
@@ -36,9 +36,9 @@ class Row:
     text: Text
     pending: list[PendingDraft] = field(default_factory=list)
 
-    def append(self, tokens: list[int], version: int, calibration: Calibration) -> None:
+    def append(self, tokens: list[int], version: int, estimate: AcceptanceEstimate) -> None:
         if tokens:
-            self.pending = [one for one in self.pending if one.advance(tokens, calibration)]
+            self.pending = [one for one in self.pending if one.advance(tokens, estimate)]
             begin = len(self.text.tokens)
             self.text.tokens += tokens
             self.text.version = version
