@@ -11,7 +11,7 @@ namespace {
 
 struct Avx2 {
   using Vector = __m256;
-  static constexpr int kWidth = 8, kMostRows = 4, kColumns = 2;
+  static constexpr int kWidth = 8, kMaxRows = 4, kColumns = 2;
 
   static INLINE Vector set(float x) { return _mm256_set1_ps(x); }
   static INLINE Vector load(const float* from) { return _mm256_loadu_ps(from); }
@@ -39,7 +39,7 @@ struct Avx2 {
     const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
   }
-  static INLINE Vector within(Vector x, int half, int low, int high) {
+  static INLINE Vector mask_outside(Vector x, int half, int low, int high) {
     const __m256i tokens = _mm256_add_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0),
                                             _mm256_set1_epi32(half * kWidth));
     const __m256i mask = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), tokens),
@@ -71,26 +71,26 @@ struct Float32 : Floats<Avx2> {
 struct Bfloat16 : Floats<Avx2> {
   using Element = uint16_t;
 
-  static INLINE Vector widened(const Element* from) {
+  static INLINE Vector to_float(const Element* from) {
     const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
   }
   static INLINE void keys(const Element* from, int, Operand& low, Operand& high) {
-    low = widened(from);
-    high = widened(from + kWidth);
+    low = to_float(from);
+    high = to_float(from + kWidth);
   }
   template <int C>
   static INLINE void values(const Element* from, const Element*, Operand* to) {
-    UNROLL for (int c = 0; c < C; c++) to[c] = widened(from + kWidth * c);
+    UNROLL for (int c = 0; c < C; c++) to[c] = to_float(from + kWidth * c);
   }
   static void queries(const Element* from, Weight* to, int count) {
-    for (int i = 0; i < count; i += kWidth) store(to + i, widened(from + i));
+    for (int i = 0; i < count; i += kWidth) store(to + i, to_float(from + i));
   }
   static void outputs(const float* from, float factor, Element* to, int size) {
-    for (int d = 0; d < size; d++) to[d] = rounded(from[d] * factor);
+    for (int d = 0; d < size; d++) to[d] = to_bfloat16(from[d] * factor);
   }
   // Round to nearest, ties to even.
-  static Element rounded(float x) {
+  static Element to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     if (x != x) return 0x7fc0;
@@ -100,7 +100,7 @@ struct Bfloat16 : Floats<Avx2> {
 
 }  // namespace
 
-void run_avx2(Shared& shared) {
+void run_avx2(SharedState& shared) {
   if (shared.call.element == kBfloat16)
     Worker<Bfloat16>(shared).run();
   else

@@ -11,7 +11,7 @@ namespace {
 
 struct Avx512 {
   using Vector = __m512;
-  static constexpr int kWidth = 16, kMostRows = 8, kColumns = 4;
+  static constexpr int kWidth = 16, kMaxRows = 8, kColumns = 4;
 
   static INLINE Vector set(float x) { return _mm512_set1_ps(x); }
   static INLINE Vector load(const float* from) { return _mm512_loadu_ps(from); }
@@ -32,7 +32,7 @@ struct Avx512 {
     return _mm512_scalef_ps(p, x);
   }
   static INLINE bool any_positive(Vector x) { return _mm512_cmp_ps_mask(x, set(0), _CMP_GT_OQ); }
-  static INLINE Vector kept(Vector x, __m512i tokens, int low, int high) {
+  static INLINE Vector masked(Vector x, __m512i tokens, int low, int high) {
     const __mmask16 mask = _mm512_cmpge_epi32_mask(tokens, _mm512_set1_epi32(low)) &
                            _mm512_cmplt_epi32_mask(tokens, _mm512_set1_epi32(high));
     return _mm512_mask_blend_ps(mask, _mm512_set1_ps(-INFINITY), x);
@@ -42,16 +42,16 @@ struct Avx512 {
 // Correction table for 2^x in bfloat16. Read as an integer, the bits of a bfloat16 are a piecewise
 // linear approximation of a scaled and biased log2. So 2^x is the linear value minus a correction,
 // which is tabulated at the 128 values of the mantissa, in quarters of a ulp.
-struct Bends {
+struct Exp2Corrections {
   alignas(64) uint8_t at[128];
 
-  constexpr Bends() : at() {
+  constexpr Exp2Corrections() : at() {
     double power = 1;
     for (int place = 0; place < 128; place++, power *= 1.0054299011128029)  // 2^(1 / 128)
       at[place] = uint8_t(4 * place - 512 * (power - 1) + .5);
   }
 };
-constexpr Bends kBends;
+constexpr Exp2Corrections kExp2Corrections;
 
 // An operand has 16 pairs of neighbours along the summed dimension. Interleaving two rows of 32
 // permutes the pairs to [0-3 8-11 16-19 24-27] and [4-7 12-15 20-23 28-31]. Narrowing two vectors
@@ -64,7 +64,7 @@ struct Bfloat16 : Avx512 {
 
   static INLINE Operand get(const Operand* from) { return _mm512_load_si512(from); }
   static INLINE void put(Operand* to, Operand x) { _mm512_store_si512(to, x); }
-  static INLINE Operand spread(const Weight* from) {
+  static INLINE Operand broadcast(const Weight* from) {
     int pair;
     memcpy(&pair, from, sizeof pair);
     return _mm512_set1_epi32(pair);
@@ -84,30 +84,31 @@ struct Bfloat16 : Avx512 {
   static INLINE void values(const Element* one, const Element* other, Operand* to) {
     UNROLL for (int c = 0; c < C; c += 2) interleave(one + 16 * c, other + 16 * c, to[c], to[c + 1]);
   }
-  static INLINE Vector within(Vector x, int half, int low, int high) {
+  static INLINE Vector mask_outside(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
-    return kept(x, tokens, low - 4 * half, high - 4 * half);
+    return masked(x, tokens, low - 4 * half, high - 4 * half);
   }
   // Exponents are in quarters of a bfloat16 ulp, 512 per power of two, with bfloat16's bias of 127.
   static constexpr int kOne = 127 * 512;
-  static float unit(float factor) { return factor * 512; }
-  static float top(float base) { return kOne + 1.5f - base * 512; }
-  using Highest = __m512i;
-  static INLINE Highest lowest() { return _mm512_setzero_si512(); }
-  static INLINE bool is_above(Highest x) {
+  static float exponent_scale(float factor) { return factor * 512; }
+  static float exponent_offset(float base) { return kOne + 1.5f - base * 512; }
+  using RunningMax = __m512i;
+  static INLINE RunningMax initial_max() { return _mm512_setzero_si512(); }
+  static INLINE bool exceeds_base(RunningMax x) {
     return _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(short(kOne + 2)));
   }
   // Outputs are divided by the sum of the rounded weights, so the weights used add up to one.
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
-                           Highest& highest) {
+  static INLINE void exp_weights(const Vector (&scores)[2], Vector scale, Vector offset, float* sum,
+                                 Weight* to, RunningMax& highest) {
     // packus saturates negative values to zero: weights that are too small become 0.
-    const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], unit, top)),
-                                             _mm512_cvtps_epi32(fma(scores[1], unit, top)));
-    const __m512i* const bends = reinterpret_cast<const __m512i*>(kBends.at);
+    const __m512i line = _mm512_packus_epi32(_mm512_cvtps_epi32(fma(scores[0], scale, offset)),
+                                             _mm512_cvtps_epi32(fma(scores[1], scale, offset)));
+    const __m512i* const corrections = reinterpret_cast<const __m512i*>(kExp2Corrections.at);
     const __m512i place = _mm512_srli_epi16(line, 2);
-    const __m512i bend = _mm512_maskz_permutex2var_epi8(0x5555555555555555, _mm512_load_si512(bends), place,
-                                                        _mm512_load_si512(bends + 1));
-    const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, bend), 2);
+    const __m512i correction =
+        _mm512_maskz_permutex2var_epi8(0x5555555555555555, _mm512_load_si512(corrections), place,
+                                       _mm512_load_si512(corrections + 1));
+    const __m512i weights = _mm512_srli_epi16(_mm512_sub_epi16(line, correction), 2);
     highest = _mm512_max_epu16(highest, line);
     _mm512_storeu_si512(to, weights);
     const __m512i one = _mm512_set1_epi16(0x3f80);
@@ -138,9 +139,9 @@ struct Float32 : Floats<Avx512> {
   static INLINE void values(const Element* from, const Element*, Operand* to) {
     UNROLL for (int c = 0; c < C; c++) to[c] = load(from + 16 * c);
   }
-  static INLINE Vector within(Vector x, int half, int low, int high) {
+  static INLINE Vector mask_outside(Vector x, int half, int low, int high) {
     const __m512i tokens = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return kept(x, tokens, low - 16 * half, high - 16 * half);
+    return masked(x, tokens, low - 16 * half, high - 16 * half);
   }
   static void queries(const Element* from, Weight* to, int count) { std::copy_n(from, count, to); }
   static void outputs(const float* from, float factor, Element* to, int size) {
@@ -150,7 +151,7 @@ struct Float32 : Floats<Avx512> {
 
 }  // namespace
 
-void run_avx512(Shared& shared) {
+void run_avx512(SharedState& shared) {
   if (shared.call.element == kBfloat16)
     Worker<Bfloat16>(shared).run();
   else

@@ -1,4 +1,4 @@
-// Arguments of one layer in a decode step; the `KernelCall` structure in library.py mirrors `Call`.
+// Arguments of one layer in a decode step; the `KernelCall` structure in cpu.py mirrors `Call`.
 #pragma once
 #include <cstdint>
 

@@ -11,20 +11,20 @@ struct Floats : V {
   using Vector = typename V::Vector;
   using Weight = float;
   using Operand = Vector;
-  using Highest = Vector;
+  using RunningMax = Vector;
   static constexpr int kStep = 1;
 
   static INLINE Operand get(const Operand* from) { return *from; }
   static INLINE void put(Operand* to, Operand x) { *to = x; }
-  static INLINE Operand spread(const Weight* from) { return V::set(*from); }
+  static INLINE Operand broadcast(const Weight* from) { return V::set(*from); }
   static INLINE Vector dot(Vector sum, Operand x, Operand y) { return V::fma(x, y, sum); }
-  static float unit(float factor) { return factor; }
-  static float top(float base) { return -base; }
-  static INLINE Highest lowest() { return V::set(-INFINITY); }
-  static INLINE bool is_above(Highest x) { return V::any_positive(x); }
-  static INLINE void weigh(const Vector (&scores)[2], Vector unit, Vector top, float* sum, Weight* to,
-                           Highest& highest) {
-    const Vector low = V::fma(scores[0], unit, top), high = V::fma(scores[1], unit, top);
+  static float exponent_scale(float factor) { return factor; }
+  static float exponent_offset(float base) { return -base; }
+  static INLINE RunningMax initial_max() { return V::set(-INFINITY); }
+  static INLINE bool exceeds_base(RunningMax x) { return V::any_positive(x); }
+  static INLINE void exp_weights(const Vector (&scores)[2], Vector scale, Vector offset, float* sum,
+                                 Weight* to, RunningMax& highest) {
+    const Vector low = V::fma(scores[0], scale, offset), high = V::fma(scores[1], scale, offset);
     highest = V::max(highest, V::max(low, high));
     const Vector one = V::exp2(low), other = V::exp2(high);
     V::store(to, one);

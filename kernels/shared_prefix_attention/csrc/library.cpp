@@ -31,12 +31,12 @@ class Memory {
 
 }  // namespace
 
-char* kept_memory(size_t bytes) {
+char* thread_buffer(size_t bytes) {
   static thread_local Memory memory;
   return memory.at_least(bytes);
 }
 
-void wait_a_little(int times) {
+void back_off(int times) {
   // With more threads than cores, the awaited thread may need this thread's core.
   if (times < 1000)
     __builtin_ia32_pause();
@@ -68,7 +68,7 @@ void coppice_shared_prefix_decode(const Call* call) {
   char* partials = memory.at_least(floats + num_units);
   auto* done = reinterpret_cast<std::atomic<char>*>(partials + floats);
   for (int i = 0; i < num_units; i++) done[i].store(0, std::memory_order_relaxed);
-  Shared shared{*call, schedule, reinterpret_cast<float*>(partials), {0}, done};
+  SharedState shared{*call, schedule, reinterpret_cast<float*>(partials), {0}, done};
   const auto run = call->isa == kAvx512Bfloat16 ? run_avx512 : run_avx2;
 #pragma omp parallel num_threads(call->num_threads)
   run(shared);

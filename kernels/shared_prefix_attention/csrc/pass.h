@@ -15,14 +15,14 @@
 namespace {
 
 // Base of a query without scores. Finite, because the difference of two infinities is NaN.
-constexpr float kNothing = -1e30f;
+constexpr float kNoScores = -1e30f;
 
 // Stride of queries for every head size up to 256. Constant, so that a loop needs one address only.
 constexpr int kQueryStride = 256 + 32;
 
 // Accumulators of a unit's queries, scaled by 2^-base.
 template <class F>
-struct Gathered {
+struct Accumulators {
   typename F::Weight* queries;  // [M, kQueryStride]
   float* outputs;               // [M, size], in the lane order of the format
   float* bases;                 // [M]
@@ -32,7 +32,7 @@ struct Gathered {
 template <class F>
 struct Pass {
   const Tile<typename F::Element>& tile;
-  Gathered<F> to;
+  Accumulators<F> to;
   int query;  // index of the first query in the tile
   Prefetch* prefetch;
 };

@@ -33,15 +33,15 @@ class Prefetch {
   }
 
   // Into L2: in L1 it would evict the operands in use.
-  static inline __attribute__((always_inline)) void ask(Lines& lines) {
+  static inline __attribute__((always_inline)) void issue(Lines& lines) {
     __builtin_prefetch(lines.at, 0, 2);
     lines.at += lines.stride;
   }
 
-  void ask_for_the_rest() {
+  void issue_rest() {
     for (; i_ < num_; i_++) {
       Lines lines{lists_[i_].at, lists_[i_].stride};
-      for (int i = 0; i < lists_[i_].count; i++) ask(lines);
+      for (int i = 0; i < lists_[i_].count; i++) issue(lines);
     }
   }
 

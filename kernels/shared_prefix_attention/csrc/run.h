@@ -1,6 +1,6 @@
 // Entry points of a thread's work. Each is compiled separately with its instruction-set flags.
 #pragma once
-struct Shared;
+struct SharedState;
 
-void run_avx2(Shared& shared);
-void run_avx512(Shared& shared);
+void run_avx2(SharedState& shared);
+void run_avx512(SharedState& shared);

@@ -5,34 +5,35 @@
 namespace {
 
 template <class F>
-class Gather {
+class ValueSum {
   using Element = typename F::Element;
   using Weight = typename F::Weight;
   using Vector = typename F::Vector;
   using Operand = typename F::Operand;
-  static constexpr int kSteps = kTile / F::kStep, kSubSteps = kSub / F::kStep;
+  static constexpr int kSteps = kTile / F::kStep, kSubTileSteps = kSubTile / F::kStep;
 
  public:
-  Gather(int size, char* packed) : size_(size), packed_(reinterpret_cast<Operand*>(packed)) {}
+  ValueSum(int size, char* packed) : size_(size), packed_(reinterpret_cast<Operand*>(packed)) {}
 
   template <int M, Source kSource>
-  void run(const Pass<F>& pass, const Weight* weights, const float* decay) {
+  void run(const Pass<F>& pass, const Weight* weights, const float* output_scales) {
     constexpr int kColumns = M > 4 ? 2 : F::kColumns;
     int column = 0;
     for (; column + kColumns * F::kWidth <= size_; column += kColumns * F::kWidth)
-      gather<M, kColumns, kSource>(pass, weights, decay, column);
+      add_columns<M, kColumns, kSource>(pass, weights, output_scales, column);
     if constexpr (kColumns > 2)
-      for (; column < size_; column += 2 * F::kWidth) gather<M, 2, kSource>(pass, weights, decay, column);
+      for (; column < size_; column += 2 * F::kWidth)
+        add_columns<M, 2, kSource>(pass, weights, output_scales, column);
   }
 
  private:
   // Values are packed in pairs of vectors, for any number C of columns that a pass handles at once.
-  // Not inlined, for the same reason as Weigh::weigh_all. If a tile has only one pass (kCache), it
+  // Not inlined, for the same reason as Softmax::exp_scores. If a tile has only one pass (kCache), it
   // prefetches the next tile here as well.
   template <int M, int C, Source kSource>
-  __attribute__((noinline)) void gather(const Pass<F>& pass, const Weight* weights, const float* decay,
-                                        int column) {
-    constexpr int kAsked = kSource == kCache ? C : 0;
+  __attribute__((noinline)) void add_columns(const Pass<F>& pass, const Weight* weights,
+                                             const float* output_scales, int column) {
+    constexpr int kPrefetchLines = kSource == kCache ? C : 0;
     const Tile<Element>& tile = pass.tile;
     const int size = size_;
     const Element* zeros = zeros_;
@@ -42,18 +43,18 @@ class Gather {
     Vector sums[M][C];
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int c = 0; c < C; c++)
-        sums[m][c] = F::mul(F::set(decay[m]), F::load(outputs + m * size + c * F::kWidth));
-    for (int sub = 0; sub < tile.tokens; sub += kSub) {
-      Lines lines[kAsked + 1];
-      UNROLL for (int i = 0; i < kAsked; i++) lines[i] = pass.prefetch->take(kSubSteps);
-      const Element* from = tile.values[sub / kSub] + column;
+        sums[m][c] = F::mul(F::set(output_scales[m]), F::load(outputs + m * size + c * F::kWidth));
+    for (int sub = 0; sub < tile.tokens; sub += kSubTile) {
+      Lines lines[kPrefetchLines + 1];
+      UNROLL for (int i = 0; i < kPrefetchLines; i++) lines[i] = pass.prefetch->take(kSubTileSteps);
+      const Element* from = tile.values[sub / kSubTile] + column;
       const int low = tile.low - sub, high = tile.high - sub;
       // Memory outside [low, high) may contain NaN or infinity, and 0 * NaN is not 0.
       const auto row = [=](int token) {
         return token >= low && token < high ? from + token * size : zeros;
       };
-      for (int step = 0; step < kSubSteps; step++) {
-        UNROLL for (int i = 0; i < kAsked; i++) Prefetch::ask(lines[i]);
+      for (int step = 0; step < kSubTileSteps; step++) {
+        UNROLL for (int i = 0; i < kPrefetchLines; i++) Prefetch::issue(lines[i]);
         Operand values[C];
         if (kSource == kPacked) {
           UNROLL for (int c = 0; c < C; c++) values[c] = F::get(packed + place(c));
@@ -74,7 +75,7 @@ class Gather {
   template <int M, int C>
   static INLINE void product(Vector (&sums)[M][C], const Operand* values, const Weight* weights) {
     UNROLL for (int m = 0; m < M; m++) {
-      const Operand weight = F::spread(weights + m * kTile);
+      const Operand weight = F::broadcast(weights + m * kTile);
       UNROLL for (int c = 0; c < C; c++) sums[m][c] = F::dot(sums[m][c], weight, values[c]);
     }
   }
