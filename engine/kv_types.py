@@ -1,10 +1,14 @@
-"""Descriptions of prompt KV outside the engine: export slots and KV to load."""
+"""Descriptions of prompt KV outside the engine: export slots and KV to load.
+
+`to_dict` and `from_dict` convert them to and from the plain values that reach EngineCore as a
+request's `kv_transfer_params`.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 
 class ExportStatus(IntEnum):
@@ -53,6 +57,13 @@ class ExportSlot:
     num_tokens: int
     name: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**_field_values(self), "arena": str(self.arena)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**{**values, "arena": Path(values["arena"])})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedKv:
@@ -70,6 +81,27 @@ class ObservedKv:
     base: ExportSlot | None = None
     base_token_offset: int = 0
     weight: float = 1.0
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return (self.real.name,) if self.base is None else (self.real.name, self.base.name)
+
+    def advanced(self, num_tokens: int) -> Self:
+        """The observation without its first tokens."""
+        return replace(
+            self,
+            token_offset=self.token_offset + num_tokens,
+            base_token_offset=self.base_token_offset + num_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        base = None if self.base is None else self.base.to_dict()
+        return {**_field_values(self), "real": self.real.to_dict(), "base": base}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        base = None if values["base"] is None else ExportSlot.from_dict(values["base"])
+        return cls(**{**values, "real": ExportSlot.from_dict(values["real"]), "base": base})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +124,45 @@ class LoadPiece:
     shift: int
     observations: tuple[ObservedKv, ...] = ()
 
+    @property
+    def end(self) -> int:
+        """Position in the prompt after its last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """Names of all exports that it is made from."""
+        return (self.source.name, *(name for kv in self.observations for name in kv.names))
+
+    def suffix_from(self, position: int) -> Self:
+        """The part from this position of the prompt on."""
+        num_skipped = position - self.start
+        return replace(
+            self,
+            token_offset=self.token_offset + num_skipped,
+            num_tokens=self.num_tokens - num_skipped,
+            start=position,
+            observations=tuple(kv.advanced(num_skipped) for kv in self.observations),
+        )
+
+    def prefix_until(self, position: int) -> Self:
+        """The part before this position of the prompt."""
+        return replace(self, num_tokens=position - self.start)
+
+    def to_dict(self) -> dict[str, Any]:
+        observations = [kv.to_dict() for kv in self.observations]
+        return {
+            **_field_values(self),
+            "source": self.source.to_dict(),
+            "observations": observations,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        observations = tuple(ObservedKv.from_dict(kv) for kv in values["observations"])
+        source = ExportSlot.from_dict(values["source"])
+        return cls(**{**values, "source": source, "observations": observations})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoad:
@@ -112,3 +183,36 @@ class KvLoad:
     num_requests: int
     exact_tokens: int
     pieces: tuple[LoadPiece, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**_field_values(self), "pieces": [piece.to_dict() for piece in self.pieces]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        pieces = tuple(LoadPiece.from_dict(piece) for piece in values["pieces"])
+        return cls(**{**values, "pieces": pieces})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferParams:
+    """KV transfers of one engine request: the slot to export to, and the KV to load."""
+
+    export: ExportSlot | None = None
+    load: KvLoad | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        given = {"export": self.export, "load": self.load}
+        return {name: value.to_dict() for name, value in given.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> Self:
+        export, load = (values or {}).get("export"), (values or {}).get("load")
+        return cls(
+            export=None if export is None else ExportSlot.from_dict(export),
+            load=None if load is None else KvLoad.from_dict(load),
+        )
+
+
+def _field_values(instance: Any) -> dict[str, Any]:
+    """Field values of a dataclass by name, not converted recursively."""
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}

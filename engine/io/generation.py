@@ -24,7 +24,7 @@ from engine.io.logprobs import (
     sampled_logprobs,
     top_k_entropies,
 )
-from engine.kv_transfer.params import to_params
+from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import Completion, SampleRequest, TopLogprobs, VersionSpan
@@ -71,7 +71,8 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
         assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
     assert sample.load is None or sample.load.pieces, "there is something to load"
     if sample.export is not None or sample.load is not None:
-        carried["kv_transfer_params"] = to_params(sample.export, sample.load)
+        params = KvTransferParams(export=sample.export, load=sample.load)
+        carried["kv_transfer_params"] = params.to_dict()
     return carried or None
 
 

@@ -22,6 +22,7 @@ from engine.kv_transfer.core.load_planner import LoadPlanner
 from engine.kv_transfer.jobs import ExportJob, StepJobs
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
+from engine.kv_types import KvTransferParams
 from engine.runtime.guard import Failure, attempt
 
 _NOT_DELAYED: Final = (False, None)
@@ -46,8 +47,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.unsupported_reason = layout_or_error
         # vLLM prefills blocks that failed to load only if there is one KV cache group.
         self.has_one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
-        self.loads = LoadPlanner(self.layout)
-        self.planner = ExportPlanner(self.layout, on_exported=self.loads.on_exported)
+        self.load_planner = LoadPlanner(self.layout)
+        self.export_planner = ExportPlanner(self.layout, on_exported=self.load_planner.on_exported)
         self.writer: ExportWriter | None = None
         self.loader: Loader | None = None
         if self.layout is not None and role == KVConnectorRole.WORKER:
@@ -64,25 +65,28 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def on_new_request(self, request: Any) -> None:
-        self.planner.add(request)
-        self.loads.add(request)
+        params = KvTransferParams.from_dict(request.kv_transfer_params)
+        self.export_planner.add(request.request_id, params.export)
+        self.load_planner.add(request, params.load)
 
     @LOAD_FEATURE.guarded_with_default(_NO_MATCH)
     def get_num_new_matched_tokens(
         self, request: Any, num_computed: int
     ) -> tuple[int | None, bool]:
-        return self.loads.match(request, num_computed), False
+        return self.load_planner.match(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Not guarded: if matched tokens were not loaded, vLLM would sample from empty blocks."""
-        self.loads.on_allocated(request, blocks, num_external)
+        self.load_planner.on_allocated(request, blocks, num_external)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
-        return StepJobs(exports=self._plan_exports(scheduler_output), loads=self.loads.take_jobs())
+        return StepJobs(
+            exports=self._plan_exports(scheduler_output), loads=self.load_planner.take_jobs()
+        )
 
     @EXPORT_FEATURE.guarded_with_default(_NO_EXPORTS)
     def _plan_exports(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
-        return self.planner.plan(scheduler_output)
+        return self.export_planner.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -90,12 +94,12 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        self.loads.forget(request.request_id)
+        self.load_planner.forget(request.request_id)
         return self._on_finished(request)
 
     @EXPORT_FEATURE.guarded_with_default(_NOT_DELAYED)
     def _on_finished(self, request: Any) -> tuple[bool, None]:
-        self.planner.forget(request.request_id)
+        self.export_planner.forget(request.request_id)
         return _NOT_DELAYED
 
     def reset_cache(self) -> None:
@@ -103,8 +107,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Not guarded: it cannot fail, and KV of the old weights must not be loaded under new ones.
         """
-        self.loads.start_epoch()
-        self.planner.start_epoch()
+        self.load_planner.start_epoch()
+        self.export_planner.start_epoch()
 
     # Worker side
 

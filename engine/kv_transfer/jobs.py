@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams
-from engine.kv_types import ExportStatus
+from engine.kv_types import ExportSlot, ExportStatus, LoadPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +14,7 @@ class ExportJob:
     `status` is the status to write if the export succeeds.
     """
 
-    target_slot: ExportSlotParams
+    target_slot: ExportSlot
     block_ids: tuple[int, ...]
     status: ExportStatus
 
@@ -27,7 +26,7 @@ class LoadJob:
     The blocks are filled from the first token of the first span on.
     """
 
-    pieces: tuple[LoadPieceParams, ...]
+    pieces: tuple[LoadPiece, ...]
     block_ids: tuple[int, ...]
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_transfer.params import to_params
-from engine.kv_types import ExportSlot, KvLoad
+from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
 from engine.types import VersionSpan
@@ -90,7 +89,8 @@ class LiveEngine:
             | sampling
         )
         if export is not None or load is not None:
-            params.extra_args = {"kv_transfer_params": to_params(export, load)}
+            transfer = KvTransferParams(export=export, load=load)
+            params.extra_args = {"kv_transfer_params": transfer.to_dict()}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None:

@@ -12,13 +12,12 @@ from typing import Any
 
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.params import ExportSlotParams
-from engine.kv_types import ExportStatus
+from engine.kv_types import ExportSlot, ExportStatus
 
 
 @dataclass(slots=True)
 class Tracked:
-    target_slot: ExportSlotParams
+    target_slot: ExportSlot
     epoch: int | None = None
 
 
@@ -38,10 +37,9 @@ class ExportPlanner:
     def num_tracked(self) -> int:
         return len(self._tracked)
 
-    def add(self, request: Any) -> None:
-        target_slot = ExportSlotParams.from_params(request.kv_transfer_params)
+    def add(self, request_id: str, target_slot: ExportSlot | None) -> None:
         if target_slot is not None and self._layout is not None:
-            self._tracked[request.request_id] = Tracked(target_slot)
+            self._tracked[request_id] = Tracked(target_slot)
 
     def forget(self, request_id: str) -> None:
         """Stop tracking a finished request. A status that is not written by now never will be."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.core.private_block_hash import privatize_blocks
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.params import KvLoadParams, LoadPieceParams
+from engine.kv_types import KvLoad, LoadPiece
 
 MAX_NAMES: Final = 2**16
 MAX_WAIT_SECONDS: Final = 0.05
@@ -33,7 +33,7 @@ class PendingLoad:
     """
 
     request: Any
-    pieces: KvLoadParams
+    load: KvLoad
     num_public_blocks: int
 
 
@@ -60,35 +60,34 @@ class LoadPlanner:
         self._names: dict[str, None] = {}
         self._pending: dict[str, PendingLoad] = {}
         self._incomplete: dict[str, IncompleteChain] = {}
-        self._matched: dict[str, tuple[LoadPieceParams, ...]] = {}
+        self._matched: dict[str, tuple[LoadPiece, ...]] = {}
         self._jobs: list[LoadJob] = []
 
     @property
     def num_pending(self) -> int:
         return len(self._pending) + len(self._incomplete) + len(self._matched)
 
-    def add(self, request: Any) -> None:
+    def add(self, request: Any, load: KvLoad | None) -> None:
         """Track a request with KV to load, and make its blocks private to its chain."""
-        asked = KvLoadParams.from_params(request.kv_transfer_params)
-        if asked is None or self._layout is None:
+        if load is None or self._layout is None:
             return
-        num_public_blocks = asked.exact_tokens // self._layout.block_size
-        privatize_blocks(request, num_public_blocks, asked.chain)
-        self._pending[request.request_id] = PendingLoad(request, asked, num_public_blocks)
-        chain = self._incomplete.get(asked.chain)
+        num_public_blocks = load.exact_tokens // self._layout.block_size
+        privatize_blocks(request, num_public_blocks, load.chain)
+        self._pending[request.request_id] = PendingLoad(request, load, num_public_blocks)
+        chain = self._incomplete.get(load.chain)
         if chain is None:
             until = self._clock() + MAX_WAIT_SECONDS
-            chain = IncompleteChain(request.request_id, asked.num_requests, until)
-            self._incomplete[asked.chain] = chain
+            chain = IncompleteChain(request.request_id, load.num_requests, until)
+            self._incomplete[load.chain] = chain
         chain.missing -= 1
         if not chain.missing:
-            del self._incomplete[asked.chain]
+            del self._incomplete[load.chain]
 
     def forget(self, request_id: str) -> None:
         self._matched.pop(request_id, None)
-        asked = self._pending.pop(request_id, None)
-        if asked is not None:
-            self._incomplete.pop(asked.pieces.chain, None)
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            self._incomplete.pop(pending.load.chain, None)
 
     def on_exported(self, name: str) -> None:
         """Record an export as loadable.
@@ -109,16 +108,16 @@ class LoadPlanner:
         vLLM may call it repeatedly. At least one token must be left to prefill.
         """
         self._matched.pop(request.request_id, None)
-        asked = self._pending.get(request.request_id)
-        if asked is None:
+        pending = self._pending.get(request.request_id)
+        if pending is None:
             return 0
-        pieces = asked.pieces
-        if self._must_wait(request.request_id, pieces.chain):
+        load = pending.load
+        if self._must_wait(request.request_id, load.chain):
             return None
-        matched = tuple(self._loadable(pieces.pieces, num_computed, request.num_tokens))
+        matched = tuple(self._loadable(load.pieces, num_computed, request.num_tokens))
         if not matched:
             return 0
-        self._privatize_chain(pieces.chain, num_computed)
+        self._privatize_chain(load.chain, num_computed)
         self._matched[request.request_id] = matched
         return matched[-1].end - num_computed
 
@@ -158,15 +157,15 @@ class LoadPlanner:
         """
         assert self._layout is not None, "only supported caches are loaded"
         num_public_blocks = num_computed // self._layout.block_size
-        for asked in self._pending.values():
-            waits = asked.pieces.chain == chain and not asked.request.num_computed_tokens
-            if waits and asked.num_public_blocks > num_public_blocks:
-                privatize_blocks(asked.request, num_public_blocks, chain)
-                asked.num_public_blocks = num_public_blocks
+        for pending in self._pending.values():
+            waits = pending.load.chain == chain and not pending.request.num_computed_tokens
+            if waits and pending.num_public_blocks > num_public_blocks:
+                privatize_blocks(pending.request, num_public_blocks, chain)
+                pending.num_public_blocks = num_public_blocks
 
     def _loadable(
-        self, pieces: Sequence[LoadPieceParams], position: int, num_tokens: int
-    ) -> Iterator[LoadPieceParams]:
+        self, pieces: Sequence[LoadPiece], position: int, num_tokens: int
+    ) -> Iterator[LoadPiece]:
         """Consecutive loadable spans from this position on, if it is a block boundary."""
         assert self._layout is not None, "only supported caches are loaded"
         if position % self._layout.block_size:
@@ -180,7 +179,7 @@ class LoadPlanner:
             yield piece.suffix_from(position)
             position = piece.end
 
-    def _job(self, pieces: tuple[LoadPieceParams, ...], block_ids: Sequence[int]) -> LoadJob:
+    def _job(self, pieces: tuple[LoadPiece, ...], block_ids: Sequence[int]) -> LoadJob:
         assert self._layout is not None, "it was claimed"
         for name in (name for piece in pieces for name in piece.names if name is not None):
             self.on_exported(name)

@@ -6,6 +6,7 @@ sample. So before every copy the file's size and full allocation are checked.
 
 import mmap
 import os
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -24,7 +25,7 @@ class ArenaError(Exception):
 class MappedArena:
     """Owner of a mapping of the file until `close`. Views must be released before."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:

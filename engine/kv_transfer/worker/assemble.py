@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
-from engine.kv_transfer.params import LoadPieceParams
 from engine.kv_transfer.worker.export_reader import Exports
+from engine.kv_types import LoadPiece
 from kernels.kv_predict import Observation, predict, shift_keys_of_layers, token_weights
 from kernels.rope_shift import RotaryParams
 
@@ -28,12 +28,12 @@ class SpanAssembler:
         self._layout, self._exports = layout, exports
         self._heads = slice(heads.start, heads.stop)
 
-    def place(self, piece: LoadPieceParams) -> torch.Tensor:
+    def place(self, piece: LoadPiece) -> torch.Tensor:
         """[L, 2, H, T, D], with unshifted keys, over the arena itself."""
         whole = self._exports.tokens(piece.source, piece.token_offset, piece.num_tokens)
         return whole[:, :, self._heads]
 
-    def assemble(self, run: Sequence[LoadPieceParams], rotary: RotaryParams | None) -> torch.Tensor:
+    def assemble(self, run: Sequence[LoadPiece], rotary: RotaryParams | None) -> torch.Tensor:
         """[L, 2, H, T, D] of all tokens of the run, with keys shifted to their positions."""
         start, layout = run[0].start, self._layout
         num_heads = self._heads.stop - self._heads.start
@@ -47,9 +47,7 @@ class SpanAssembler:
                 there.copy_(shift_keys_of_layers(self.place(piece), piece.shift, rotary))
         return out
 
-    def _predict(
-        self, piece: LoadPieceParams, rotary: RotaryParams | None, out: torch.Tensor
-    ) -> None:
+    def _predict(self, piece: LoadPiece, rotary: RotaryParams | None, out: torch.Tensor) -> None:
         length = piece.num_tokens
         source = self._exports.tokens(piece.source, piece.token_offset, length)
         bases = [
@@ -73,7 +71,7 @@ class SpanAssembler:
 
 
 def _weights(
-    piece: LoadPieceParams, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
+    piece: LoadPiece, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
     """Weights [A, 2, T] of A observations.
 
@@ -88,14 +86,14 @@ def _weights(
     return flat[:, None, None].expand(-1, 2, piece.num_tokens)
 
 
-def group_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[list[LoadPieceParams]]:
+def group_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[list[LoadPiece]]:
     """Consecutive spans as runs that start at a block boundary.
 
     Spans that share a block are written together, and predicted spans are split into parts. A run
     of several spans is no longer than such a part. A longer run is a single span, read directly
     from the arena.
     """
-    run: list[LoadPieceParams] = []
+    run: list[LoadPiece] = []
     for part in _split_runs(pieces, block):
         if run and part.start % block == 0:
             yield run
@@ -105,7 +103,7 @@ def group_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[list[L
         yield run
 
 
-def _split_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[LoadPieceParams]:
+def _split_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[LoadPiece]:
     step = max(1, MAX_PREDICTED_TOKENS // block) * block
     for index, piece in enumerate(pieces):
         if piece.observations:
@@ -115,7 +113,7 @@ def _split_runs(pieces: Sequence[LoadPieceParams], block: int) -> Iterator[LoadP
             yield from _split_at(piece, (-(-piece.start // block) * block, last))
 
 
-def _split_at(piece: LoadPieceParams, cuts: Iterable[int]) -> Iterator[LoadPieceParams]:
+def _split_at(piece: LoadPiece, cuts: Iterable[int]) -> Iterator[LoadPiece]:
     """Split a span at the positions inside it."""
     for cut in cuts:
         if piece.start < cut < piece.end:

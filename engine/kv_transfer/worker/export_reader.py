@@ -3,11 +3,13 @@
 Dimensions: L layers, H heads, T tokens, D head_dim.
 """
 
+from pathlib import Path
+
 import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
-from engine.kv_transfer.params import ExportSlotParams
 from engine.kv_transfer.worker.arena import MappedArena
+from engine.kv_types import ExportSlot
 
 
 class Exports:
@@ -15,9 +17,9 @@ class Exports:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
-        self._arenas: dict[str, MappedArena] = {}
+        self._arenas: dict[Path, MappedArena] = {}
 
-    def tokens(self, place: ExportSlotParams, token_offset: int, num_tokens: int) -> torch.Tensor:
+    def tokens(self, place: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
         """[L, 2, H, T, D] with all ranks' heads, over the arena itself."""
         layout = self._layout
         region = self._arena(place.arena).region(place.offset, layout.num_bytes(place.num_tokens))
@@ -31,7 +33,7 @@ class Exports:
             arena.close()
         self._arenas.clear()
 
-    def _arena(self, path: str) -> MappedArena:
+    def _arena(self, path: Path) -> MappedArena:
         if path not in self._arenas:
             self._arenas[path] = MappedArena(path)
         return self._arenas[path]

@@ -8,6 +8,7 @@ exports in this process.
 import functools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class ExportWriter:
         self._layout, self._rank = layout, rank
         self.export = guard.guarded(self._fail)(self._export)
         self._heads = layout.heads_to_write(rank)
-        self._arenas: dict[str, MappedArena] = {}
+        self._arenas: dict[Path, MappedArena] = {}
         self._caches: list[torch.Tensor] = []
         self._reader: BlockReader | None = None
 
@@ -113,7 +114,7 @@ class ExportWriter:
         num_blocks = -(-job.target_slot.num_tokens // block)
         return self._layout.kernel_blocks(job.block_ids, block)[:num_blocks]
 
-    def _arena(self, path: str) -> MappedArena:
+    def _arena(self, path: Path) -> MappedArena:
         if path not in self._arenas:
             self._arenas[path] = MappedArena(path)
         return self._arenas[path]

@@ -14,7 +14,6 @@ from vllm.platforms import current_platform
 
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.params import LoadPieceParams
 from engine.kv_transfer.worker.arena import ArenaError
 from engine.kv_transfer.worker.assemble import SpanAssembler, group_runs
 from engine.kv_transfer.worker.cache_block_writer import (
@@ -24,6 +23,7 @@ from engine.kv_transfer.worker.cache_block_writer import (
 )
 from engine.kv_transfer.worker.export_reader import Exports
 from engine.kv_transfer.worker.measure_packed_order import packed_order
+from engine.kv_types import LoadPiece
 from engine.runtime.guard import Feature, feature
 from kernels.rope_shift import RotaryParams
 
@@ -83,7 +83,7 @@ class Loader:
             logger.warning("a prompt was not loaded: %s", error)
             self._fail(job)
 
-    def _load_run(self, run: list[LoadPieceParams], job: LoadJob) -> None:
+    def _load_run(self, run: list[LoadPiece], job: LoadJob) -> None:
         block, first = self._layout.block_size, job.pieces[0].start // self._layout.block_size
         ids = job.block_ids[run[0].start // block - first : -(-run[-1].end // block) - first]
         if len(run) == 1 and not run[0].observations:

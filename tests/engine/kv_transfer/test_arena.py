@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def arena(path: Path) -> Iterator[MappedArena]:
-    arena = MappedArena(str(path))
+    arena = MappedArena(path)
     yield arena
     arena.close()
 
@@ -67,7 +67,7 @@ def test_sparse_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**20)
-    arena = MappedArena(str(path))
+    arena = MappedArena(path)
     with pytest.raises(ArenaError, match="allocated"):
         arena.region(0, 64)
     arena.close()
@@ -79,4 +79,4 @@ def test_foreign_file_is_refused(tmp_path: Path, path: Path) -> None:
     empty.touch()
     for wrong in (link, empty, tmp_path / "missing"):
         with pytest.raises(ArenaError):
-            MappedArena(str(wrong))
+            MappedArena(wrong)

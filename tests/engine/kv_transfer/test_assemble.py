@@ -1,7 +1,6 @@
 """KV assembled from exports in a file equals a reference computation."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
-from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
 from engine.kv_transfer.worker.assemble import SpanAssembler
 from engine.kv_transfer.worker.export_reader import Exports
+from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.kv_predict import Observation
 from kernels.rope_shift import RotaryParams, parse_rotary
 from tests.arena import TestArena
@@ -46,9 +45,9 @@ class Written:
             block_size=16,
             num_ranks=1,
         )
-        self.values: dict[ExportSlotParams, torch.Tensor] = {}
+        self.values: dict[ExportSlot, torch.Tensor] = {}
 
-    def place(self, *, like: ExportSlotParams | None = None) -> ExportSlotParams:
+    def slot(self, *, like: ExportSlot | None = None) -> ExportSlot:
         """An export of random values, or of values close to `like`.
 
         The distance between close exports varies per token instead of being zero or total.
@@ -59,17 +58,16 @@ class Written:
         if like is not None:
             values = self.values[like].float() + 0.1 * values
         slot = self._arena.slot(NUM_TOKENS)
-        place = ExportSlotParams(**{**asdict(slot), "arena": str(slot.arena)})
-        self.values[place] = values.to(self._dtype)
+        self.values[slot] = values.to(self._dtype)
         end = slot.offset + self._arena.num_bytes(NUM_TOKENS)
-        self._arena.bytes[slot.offset : end] = self.values[place].view(torch.uint8).flatten()
-        return place
+        self._arena.bytes[slot.offset : end] = self.values[slot].view(torch.uint8).flatten()
+        return slot
 
-    def of(self, place: ExportSlotParams, token_offset: int, num_tokens: int) -> torch.Tensor:
-        return self.values[place][:, :, :, token_offset : token_offset + num_tokens].float()
+    def of(self, slot: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
+        return self.values[slot][:, :, :, token_offset : token_offset + num_tokens].float()
 
 
-def assemble(written: Written, run: list[LoadPieceParams], rotary: RotaryParams) -> torch.Tensor:
+def assemble(written: Written, run: list[LoadPiece], rotary: RotaryParams) -> torch.Tensor:
     exports = Exports(written.layout)
     found = SpanAssembler(written.layout, exports, range(HEADS)).assemble(run, rotary)
     exports.close()
@@ -87,13 +85,13 @@ def rotary(request: pytest.FixtureRequest) -> RotaryParams:
 
 
 @pytest.fixture
-def run(written: Written) -> list[LoadPieceParams]:
+def run(written: Written) -> list[LoadPiece]:
     """Spliced pieces, pieces predicted with base values, and pieces predicted from unnamed text."""
-    source = written.place()
-    bases = [written.place(like=source) for _ in range(3)]
+    source = written.slot()
+    bases = [written.slot(like=source) for _ in range(3)]
     based = tuple(
-        ObservedKvParams(
-            real=written.place(),
+        ObservedKv(
+            real=written.slot(),
             token_offset=3,
             shift=5 - i,
             base=base,
@@ -103,8 +101,8 @@ def run(written: Written) -> list[LoadPieceParams]:
         for i, base in enumerate(bases)
     )
     flat = tuple(
-        ObservedKvParams(
-            real=written.place(),
+        ObservedKv(
+            real=written.slot(),
             token_offset=i,
             shift=2 * i,
             base=None,
@@ -113,15 +111,13 @@ def run(written: Written) -> list[LoadPieceParams]:
         )
         for i, weight in enumerate((0.7, 0.3))
     )
-    plain = LoadPieceParams(
-        source=written.place(), token_offset=4, num_tokens=5, start=32, shift=28
-    )
+    plain = LoadPiece(source=written.slot(), token_offset=4, num_tokens=5, start=32, shift=28)
     return [
         plain,
-        LoadPieceParams(
+        LoadPiece(
             source=source, token_offset=1, num_tokens=9, start=37, shift=36, observations=based
         ),
-        LoadPieceParams(
+        LoadPiece(
             source=flat[0].real, token_offset=0, num_tokens=4, start=46, shift=0, observations=flat
         ),
     ]
@@ -136,7 +132,7 @@ def other_default() -> Iterator[None]:
     torch.set_default_dtype(usual)
 
 
-def expected_kv(written: Written, piece: LoadPieceParams, rotary: RotaryParams) -> torch.Tensor:
+def expected_kv(written: Written, piece: LoadPiece, rotary: RotaryParams) -> torch.Tensor:
     num = piece.num_tokens
     source = written.of(piece.source, piece.token_offset, num)
     bases = [
@@ -162,7 +158,7 @@ def expected_kv(written: Written, piece: LoadPieceParams, rotary: RotaryParams) 
 
 
 def test_run_equals_the_reference(
-    written: Written, rotary: RotaryParams, run: list[LoadPieceParams]
+    written: Written, rotary: RotaryParams, run: list[LoadPiece]
 ) -> None:
     found = assemble(written, run, rotary)
     expected = torch.cat([expected_kv(written, piece, rotary) for piece in run], dim=3)
@@ -172,7 +168,7 @@ def test_run_equals_the_reference(
 
 
 def test_run_is_computed_in_float32_whatever_the_default_dtype(
-    written: Written, run: list[LoadPieceParams], other_default: None
+    written: Written, run: list[LoadPiece], other_default: None
 ) -> None:
     rotary = parse_rotary(ROPES["default"], HEAD_DIM)
     found = assemble(written, run, rotary)

@@ -8,24 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams, ObservedKvParams
 from engine.kv_transfer.worker.assemble import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
 from engine.kv_transfer.worker.export_reader import Exports
-from engine.kv_types import ExportSlot
+from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
 from tests.engine.kv_transfer.test_loader_step import FORM
 
-SOURCE = ExportSlotParams(arena="/arena", offset=0, status_offset=0, num_tokens=10_000)
-SEEN = ObservedKvParams(
+SOURCE = ExportSlot(arena=Path("/arena"), offset=0, status_offset=0, num_tokens=10_000)
+SEEN = ObservedKv(
     real=SOURCE, token_offset=5, shift=0, base=SOURCE, base_token_offset=0, weight=1.0
 )
 
 
-def piece(start: int, num_tokens: int, *, predicted: bool = False) -> LoadPieceParams:
+def piece(start: int, num_tokens: int, *, predicted: bool = False) -> LoadPiece:
     observations = (SEEN,) if predicted else ()
-    return LoadPieceParams(
+    return LoadPiece(
         source=SOURCE,
         token_offset=0,
         num_tokens=num_tokens,
@@ -35,7 +34,7 @@ def piece(start: int, num_tokens: int, *, predicted: bool = False) -> LoadPieceP
     )
 
 
-def spans(*pieces: LoadPieceParams) -> list[list[tuple[int, int]]]:
+def spans(*pieces: LoadPiece) -> list[list[tuple[int, int]]]:
     return [[(part.start, part.end) for part in run] for run in group_runs(pieces, 32)]
 
 
@@ -114,7 +113,7 @@ def test_ranks_predict_their_own_heads_with_weights_of_all_heads(tmp_path: Path)
     assert torch.equal(torch.cat([composed(2, rank) for rank in range(2)], dim=2), alone)
 
 
-def a_run(arena: TestArena) -> list[LoadPieceParams]:
+def a_run(arena: TestArena) -> list[LoadPiece]:
     """A moved text, one predicted from two others, and one predicted from its KV in isolation."""
     slots = [arena.slot(20) for _ in range(5)]
     draw = np.random.default_rng(0)
@@ -122,10 +121,10 @@ def a_run(arena: TestArena) -> list[LoadPieceParams]:
         num_bytes = arena.num_bytes(slot.num_tokens)
         values = draw.standard_normal(num_bytes // 4).astype("<f4")
         arena.bytes[slot.offset : slot.offset + num_bytes] = values.view(np.uint8)
-    base, *others = map(place_of, slots)
-    first = LoadPieceParams(source=base, token_offset=2, num_tokens=10, start=0, shift=3)
+    base, *others = slots
+    first = LoadPiece(source=base, token_offset=2, num_tokens=10, start=0, shift=3)
     seen = [
-        ObservedKvParams(
+        ObservedKv(
             real=real, token_offset=i, shift=7 * i, base=other, base_token_offset=i, weight=1.0
         )
         for i, (real, other) in enumerate(zip(others[:2], others[2:], strict=True))
@@ -138,12 +137,3 @@ def a_run(arena: TestArena) -> list[LoadPieceParams]:
         replace(first, start=10, num_tokens=9, observations=tuple(seen)),
         replace(first, start=19, num_tokens=5, observations=tuple(alike)),
     ]
-
-
-def place_of(slot: ExportSlot) -> ExportSlotParams:
-    return ExportSlotParams(
-        arena=str(slot.arena),
-        offset=slot.offset,
-        status_offset=slot.status_offset,
-        num_tokens=slot.num_tokens,
-    )

@@ -81,7 +81,7 @@ def scenario(
     arena = TestArena(tmp_path / "arena", kv_format(2))
     yield Scenario(shared, arena, models, truth)
     arena.check()
-    assert shared.core.scheduler.connector.planner.num_tracked == 0
+    assert shared.core.scheduler.connector.export_planner.num_tracked == 0
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_transfer.params import ExportSlotParams, to_params
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.runtime.guard import Feature
 from tests.arena import TestArena
@@ -59,9 +58,7 @@ def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
 def job(slot: ExportSlot, *block_ids: int, status: ExportStatus = ExportStatus.COMMITTED) -> Any:
     from engine.kv_transfer.jobs import ExportJob
 
-    target_slot = ExportSlotParams.from_params(to_params(slot))
-    assert target_slot is not None
-    return ExportJob(target_slot=target_slot, block_ids=block_ids, status=status)
+    return ExportJob(target_slot=slot, block_ids=block_ids, status=status)
 
 
 @pytest.mark.parametrize("kernel_block", [32, 16])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from engine.kv_transfer.core.load_planner import MAX_WAIT_SECONDS, LoadPlanner
-from engine.kv_transfer.params import to_params
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from tests.engine.kv_transfer.test_loader_step import FORM
 
@@ -29,10 +28,9 @@ class Request:
     A block's hash encodes its number.
     """
 
-    def __init__(self, name: str, num_tokens: int, load: KvLoad) -> None:
+    def __init__(self, name: str, num_tokens: int) -> None:
         self.request_id, self.num_tokens = name, num_tokens
         self.num_computed_tokens = 0
-        self.kv_transfer_params = to_params(None, load)
         self.block_hashes: list[bytes] = []
         self._block_hasher = _numbers
         self.update_block_hashes()
@@ -74,8 +72,8 @@ def planner(clock: Clock) -> Iterator[LoadPlanner]:
 
 
 def added(planner: LoadPlanner, name: str, num_tokens: int, load: KvLoad = LOAD) -> Any:
-    request = Request(name, num_tokens, load)
-    planner.add(request)
+    request = Request(name, num_tokens)
+    planner.add(request, load)
     return request
 
 

@@ -6,8 +6,8 @@ import torch
 
 from engine.kv_transfer.cache_spec import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.params import ExportSlotParams, LoadPieceParams
 from engine.kv_transfer.worker.loader import Loader
+from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.guard import feature
 
 FORM = CacheLayout(
@@ -24,8 +24,8 @@ FORM = CacheLayout(
 def test_step_with_a_failed_load_reports_it_once(tmp_path: Path) -> None:
     loader = Loader(FORM, 0, feature("a test's segments"))
     loader.register({"layer": torch.zeros(4, 1, 16, 32)})
-    gone = ExportSlotParams(arena=str(tmp_path / "gone"), offset=0, status_offset=0, num_tokens=20)
-    piece = LoadPieceParams(source=gone, token_offset=0, num_tokens=20, start=16, shift=0)
+    gone = ExportSlot(arena=tmp_path / "gone", offset=0, status_offset=0, num_tokens=20)
+    piece = LoadPiece(source=gone, token_offset=0, num_tokens=20, start=16, shift=0)
     job = LoadJob(pieces=(piece,), block_ids=(1, 2))
     assert not loader.take_step_failed()
     loader.load(job)

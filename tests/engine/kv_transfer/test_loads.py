@@ -123,7 +123,7 @@ def scenario(
     yield Scenario(shared, Chains(shared, arena), models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
-    assert (connector.planner.num_tracked, connector.loads.num_pending) == (0, 0)
+    assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)

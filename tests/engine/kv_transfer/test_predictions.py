@@ -14,9 +14,8 @@ import torch
 
 from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
-from engine.kv_transfer.params import KvLoadParams, LoadPieceParams, to_params
 from engine.kv_transfer.worker.assemble import group_runs
-from engine.kv_types import KvLoad
+from engine.kv_types import KvLoad, LoadPiece
 from engine.runtime.guard import features
 from service.kv_reuse.layout import PromptSpan, joined
 from tests.arena import TestArena
@@ -77,11 +76,9 @@ class Scenario:
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
-def runs(load: KvLoad) -> list[list[LoadPieceParams]]:
+def runs(load: KvLoad) -> list[list[LoadPiece]]:
     """Groups of pieces that are written together."""
-    asked = KvLoadParams.from_params(to_params(None, load))
-    assert asked is not None
-    return list(group_runs(asked.pieces, 32))
+    return list(group_runs(load.pieces, 32))
 
 
 def assert_close(answer: Answer, expected: torch.Tensor) -> None:
@@ -124,7 +121,7 @@ def scenario(
     yield Scenario(shared, predicting, models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
-    assert (connector.planner.num_tracked, connector.loads.num_pending) == (0, 0)
+    assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
     assert features()["segments"].on, "a load broke off"
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
