@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from engine.kv_transfer.cache_spec import CacheLayout, UnsupportedCache, cache_layout
+from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache, cache_layout
 from engine.kv_transfer.core.export_planner import ExportPlanner
 from engine.kv_transfer.core.load_planner import LoadPlanner
 from engine.kv_transfer.jobs import ExportJob, StepJobs
@@ -140,9 +140,9 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Called after the forward pass, before any of its blocks can be reallocated."""
         if self.writer is None or self.loader is None or not self.has_connector_metadata():
             return
-        done = self.writer.refuse if self.loader.take_step_failed() else self.writer.export
+        end = self.writer.fail if self.loader.take_step_failed() else self.writer.export
         for job in self._get_connector_metadata().exports:
-            done(job)
+            end(job)
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def shutdown(self) -> None:

@@ -10,7 +10,6 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.cudagraphs.planner import Plan
-from engine.kv_transfer.vllm_config import CONNECTOR
 from engine.launch.environment import NO_SPECULATION
 from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
 from engine.speculation.lifecycle import set_speculative_config
@@ -23,6 +22,12 @@ DEFAULT_CPU_CACHE_BYTES = GIB
 MAX_ENTROPY_TOP_K = 20
 WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
+KV_CONNECTOR = {
+    "kv_connector": "PromptKvConnector",
+    "kv_connector_module_path": "engine.kv_transfer.connector",
+    "kv_role": "kv_producer",  # loads of a consumer may outlast a step; ours never do
+    "kv_load_failure_policy": "recompute",
+}
 
 
 def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
@@ -130,7 +135,7 @@ def _kv_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
         return {}
     from vllm.config import KVTransferConfig
 
-    return {"kv_transfer_config": KVTransferConfig(**CONNECTOR)}
+    return {"kv_transfer_config": KVTransferConfig(**KV_CONNECTOR)}
 
 
 def adapters(num: int, rank: int) -> dict[str, Any]:

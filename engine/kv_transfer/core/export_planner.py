@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv_transfer.cache_spec import CacheLayout
+from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
 from engine.kv_types import ExportSlot, ExportStatus
 

@@ -11,16 +11,18 @@ arrived from the service. If the chain is still incomplete after MAX_WAIT_SECOND
 proceed and prefill what they do not find.
 """
 
+import functools
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.kv_transfer.cache_spec import CacheLayout
-from engine.kv_transfer.core.private_block_hash import privatize_blocks
+from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
 from engine.kv_types import KvLoad, LoadPiece
 
+Hasher = Callable[[Any], list[bytes]]
 MAX_NAMES: Final = 2**16
 MAX_WAIT_SECONDS: Final = 0.05
 
@@ -127,7 +129,7 @@ class LoadPlanner:
             return
         assert self._layout is not None, "only supported caches are loaded"
         matched = self._matched.pop(request.request_id)
-        assert matched[-1].end - matched[0].start == num_external, "claimed as a whole"
+        assert matched[-1].end - matched[0].start == num_external, "all or nothing is allocated"
         self._jobs.append(self._job(matched, blocks.get_block_ids()[self._layout.group]))
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
@@ -173,16 +175,55 @@ class LoadPlanner:
         for piece in pieces:
             if not piece.start <= position < piece.end:
                 continue
-            known = all(name in self._names for name in piece.names)
-            if not known or piece.end >= num_tokens:
+            is_loadable = all(name in self._names for name in piece.names)
+            if not is_loadable or piece.end >= num_tokens:
                 return
             yield piece.suffix_from(position)
             position = piece.end
 
     def _job(self, pieces: tuple[LoadPiece, ...], block_ids: Sequence[int]) -> LoadJob:
-        assert self._layout is not None, "it was claimed"
+        assert self._layout is not None, "only supported caches are loaded"
         for name in (name for piece in pieces for name in piece.names if name is not None):
             self.on_exported(name)
         size = self._layout.block_size
         blocks = slice(pieces[0].start // size, -(-pieces[-1].end // size))
         return LoadJob(pieces=pieces, block_ids=tuple(block_ids[blocks]))
+
+
+def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
+    """Make the blocks of a waiting request from `num_public_blocks` on private to the chain.
+
+    vLLM finds a block by a hash of its tokens, its salt and all blocks before it. KV computed after
+    spliced spans differs from the exact KV of the same tokens, so its hash must differ. A load may
+    also fail after vLLM has assigned hashes to its blocks, so loaded blocks must not match other
+    requests.
+
+    A later call may only lower `num_public_blocks`. No token is hashed again: the private hashes
+    are derived from the hashes that vLLM computed when it created the request.
+    """
+    hasher, num_plain = request._block_hasher, len(request.block_hashes)
+    if isinstance(hasher, functools.partial) and hasher.func is _block_hashes:
+        hasher, num_plain = hasher.keywords["hasher"], hasher.keywords["num_public_blocks"]
+        assert num_public_blocks <= num_plain, "private blocks cannot become public"
+    chain_bytes = chain.encode()
+    request._block_hasher = functools.partial(
+        _block_hashes, hasher=hasher, num_public_blocks=num_public_blocks, chain=chain_bytes
+    )
+    plain = request.block_hashes[num_public_blocks:num_plain]
+    request.block_hashes[num_public_blocks:num_plain] = [
+        _private_hash(block_hash, chain_bytes) for block_hash in plain
+    ]
+
+
+def _block_hashes(
+    request: Any, *, hasher: Hasher, num_public_blocks: int, chain: bytes
+) -> list[bytes]:
+    first = len(request.block_hashes)
+    return [
+        block_hash if index < num_public_blocks else _private_hash(block_hash, chain)
+        for index, block_hash in enumerate(hasher(request), start=first)
+    ]
+
+
+def _private_hash(block_hash: bytes, chain: bytes) -> bytes:
+    return hashlib.sha256(block_hash + chain).digest()

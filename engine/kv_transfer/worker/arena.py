@@ -1,7 +1,9 @@
-"""A worker's mapping of the service's arena, with bounds checks against the file's current size.
+"""Mapping of the service's arenas in a worker, with bounds checks against the file's current size.
 
-A store to a page beyond the file raises SIGBUS, which no guard catches and which kills every
+A store to a page beyond the file raises SIGBUS, which no guard catches and which ends every
 sample. So before every copy the file's size and full allocation are checked.
+
+Dimensions of exported KV: L layers, 2 for keys and values, H heads, T tokens, D head_dim.
 """
 
 import mmap
@@ -11,7 +13,8 @@ from typing import Final
 
 import torch
 
-from engine.kv_types import ExportStatus
+from engine.kv_transfer.cache_layout import CacheLayout
+from engine.kv_types import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8
@@ -57,8 +60,36 @@ class MappedArena:
         status = os.fstat(self._file)
         end = offset + num_bytes
         if offset < 0 or offset % alignment or num_bytes <= 0:
-            raise ArenaError(f"{num_bytes} bytes at {offset} are no place in an arena")
+            raise ArenaError(f"{num_bytes} bytes at offset {offset} are not a valid region")
         if end > min(len(self._map), status.st_size):
-            raise ArenaError(f"the place ends at {end}, the arena at {status.st_size}")
+            raise ArenaError(f"the region ends at {end}, the arena at {status.st_size}")
         if status.st_blocks * STAT_BLOCK_BYTES < status.st_size:
             raise ArenaError("the arena is not fully allocated")
+
+
+class Arenas:
+    """Owner of the mapped arenas, by path. Raises ArenaError for a slot outside its arena."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._arenas: dict[Path, MappedArena] = {}
+
+    def kv(self, slot: ExportSlot) -> torch.Tensor:
+        """[L, 2, H, T, D] with all ranks' heads, over the arena itself."""
+        layout = self._layout
+        region = self._arena(slot).region(slot.offset, layout.num_bytes(slot.num_tokens))
+        shape = (len(layout.layers), 2, layout.num_kv_heads, slot.num_tokens, layout.head_dim)
+        return region.view(layout.dtype).view(shape)
+
+    def write_status(self, slot: ExportSlot, rank: int, status: ExportStatus) -> None:
+        self._arena(slot).write_status(slot.status_offset + STATUS_BYTES * rank, status)
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    def _arena(self, slot: ExportSlot) -> MappedArena:
+        if slot.arena not in self._arenas:
+            self._arenas[slot.arena] = MappedArena(slot.arena)
+        return self._arenas[slot.arena]

@@ -8,21 +8,20 @@ exports in this process.
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
-from engine.kv_transfer.cache_spec import CacheLayout
+from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.worker.arena import STATUS_BYTES, ArenaError, MappedArena
-from engine.kv_transfer.worker.cache_block_reader import (
+from engine.kv_transfer.worker.arena import ArenaError, Arenas
+from engine.kv_transfer.worker.cache_blocks import (
     BlockReader,
     CudaBlockReader,
     PackedBlockReader,
+    packed_order,
 )
-from engine.kv_transfer.worker.measure_packed_order import packed_order
 from engine.kv_types import ExportStatus
 from engine.runtime.guard import Failure, Feature, attempt, feature
 
@@ -32,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class ExportWriter:
-    """Owner of the mapped arenas. Called from the worker's main thread."""
+    """Writer of this rank's exports. Called from the worker's main thread."""
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
         self._layout, self._rank = layout, rank
-        self.export = guard.guarded(self._fail)(self._export)
+        self.export = guard.guarded(self.fail)(self._export)
         self._heads = layout.heads_to_write(rank)
-        self._arenas: dict[Path, MappedArena] = {}
+        self._arenas = Arenas(layout)
         self._caches: list[torch.Tensor] = []
         self._reader: BlockReader | None = None
 
@@ -56,22 +55,17 @@ class ExportWriter:
 
     def close(self) -> None:
         self.flush()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
+        self._arenas.close()
 
     def _export(self, job: ExportJob) -> None:
         try:
             self._write(job)
         except ArenaError as error:
-            logger.warning("a prompt was not exported: %s", error)
-            self._fail(job)
+            logger.warning("prompt KV was not exported: %s", error)
+            self.fail(job)
 
-    def refuse(self, job: ExportJob) -> None:
-        """Fail an export because the step computed over blocks that failed to load."""
-        self._fail(job)
-
-    def _fail(self, job: ExportJob) -> None:
+    def fail(self, job: ExportJob) -> None:
+        """Fail an export, for example of a step over blocks that failed to load."""
         attempt(self._write_status, job, ExportStatus.FAILED)
 
     def _write(self, job: ExportJob) -> None:
@@ -84,8 +78,7 @@ class ExportWriter:
         self._reader.copy(self._kernel_blocks(job), self._output_view(job), done)
 
     def _write_status(self, job: ExportJob, status: ExportStatus) -> None:
-        arena = self._arena(job.target_slot.arena)
-        arena.write_status(job.target_slot.status_offset + STATUS_BYTES * self._rank, status)
+        self._arenas.write_status(job.target_slot, self._rank, status)
 
     def _on_copied(self, job: ExportJob, failure: Failure | None) -> None:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
@@ -98,23 +91,9 @@ class ExportWriter:
 
     def _output_view(self, job: ExportJob) -> torch.Tensor:
         """[L, 2, this rank's heads, T, D], over the arena itself."""
-        layout, num_tokens, arena = (
-            self._layout,
-            job.target_slot.num_tokens,
-            self._arena(job.target_slot.arena),
-        )
-        region = arena.region(job.target_slot.offset, layout.num_bytes(num_tokens)).view(
-            layout.dtype
-        )
-        shape = (len(layout.layers), 2, layout.num_kv_heads, num_tokens, layout.head_dim)
-        return region.view(shape)[:, :, self._heads.start : self._heads.stop]
+        return self._arenas.kv(job.target_slot)[:, :, self._heads.start : self._heads.stop]
 
     def _kernel_blocks(self, job: ExportJob) -> list[int]:
         block = self._caches[0].shape[2]
         num_blocks = -(-job.target_slot.num_tokens // block)
         return self._layout.kernel_blocks(job.block_ids, block)[:num_blocks]
-
-    def _arena(self, path: Path) -> MappedArena:
-        if path not in self._arenas:
-            self._arenas[path] = MappedArena(path)
-        return self._arenas[path]

@@ -1,35 +1,146 @@
 """Loading of exported KV into a step's blocks, in a worker, before the forward pass.
 
-Keys are shifted to their new positions, and predicted KV is assembled. On any failure, blocks that
-were not filled are reported to vLLM, which prefills them. A region outside the arena has no other
-effect; any other failure disables loads in this process.
+A span whose keys are only shifted is read directly from the arena. Predicted spans and spans that
+share a block are assembled first, in parts small enough to limit memory. Prediction weights are
+computed from all heads, so that every rank uses the same ones; everything else covers this rank's
+heads.
+
+On any failure, blocks that were not filled are reported to vLLM, which prefills them. A region
+outside the arena has no other effect; any other failure disables loads in this process.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from vllm.platforms import current_platform
 
-from engine.kv_transfer.cache_spec import CacheLayout
+from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.worker.arena import ArenaError
-from engine.kv_transfer.worker.assemble import SpanAssembler, group_runs
-from engine.kv_transfer.worker.cache_block_writer import (
+from engine.kv_transfer.worker.arena import ArenaError, Arenas
+from engine.kv_transfer.worker.cache_blocks import (
     BlockWriter,
     CudaBlockWriter,
     PackedBlockWriter,
+    packed_order,
 )
-from engine.kv_transfer.worker.export_reader import Exports
-from engine.kv_transfer.worker.measure_packed_order import packed_order
-from engine.kv_types import LoadPiece
+from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.guard import Feature, feature
+from kernels.kv_predict import Observation, predict, shift_keys_of_layers, token_weights
 from kernels.rope_shift import RotaryParams
 
+MAX_PREDICTED_TOKENS: Final = 256
+
+
+"""Tokens predicted at a time, to limit memory."""
 LOAD_FEATURE = feature("segments")
 
 logger = logging.getLogger(__name__)
+
+
+class SpanAssembler:
+    """Assembler of the KV written to this rank's cache, from exported spans in the arena."""
+
+    def __init__(self, layout: CacheLayout, arenas: Arenas, heads: range) -> None:
+        self._layout, self._arenas = layout, arenas
+        self._heads = slice(heads.start, heads.stop)
+
+    def local_kv(self, piece: LoadPiece) -> torch.Tensor:
+        """[L, 2, H, T, D] of this rank's heads, with unshifted keys, over the arena itself."""
+        return self._kv(piece.source, piece.token_offset, piece.num_tokens)[:, :, self._heads]
+
+    def assemble(self, run: Sequence[LoadPiece], rotary: RotaryParams | None) -> torch.Tensor:
+        """[L, 2, H, T, D] of all tokens of the run, with keys shifted to their positions."""
+        start, layout = run[0].start, self._layout
+        num_heads = self._heads.stop - self._heads.start
+        shape = (len(layout.layers), 2, num_heads, run[-1].end - start, layout.head_dim)
+        out = torch.empty(shape, dtype=layout.dtype, device="cpu")
+        for piece in run:
+            there = out[:, :, :, piece.start - start : piece.end - start]
+            if piece.observations:
+                self._predict(piece, rotary, there)
+            else:
+                there.copy_(shift_keys_of_layers(self.local_kv(piece), piece.shift, rotary))
+        return out
+
+    def _predict(self, piece: LoadPiece, rotary: RotaryParams | None, out: torch.Tensor) -> None:
+        length = piece.num_tokens
+        source = self._kv(piece.source, piece.token_offset, length)
+        bases = [
+            None
+            if observed.base is None
+            else self._kv(observed.base, observed.base_token_offset, length)
+            for observed in piece.observations
+        ]
+        observations = [
+            Observation(
+                real=self._kv(observed.real, observed.token_offset, length)[:, :, self._heads],
+                shift=observed.shift,
+                base=None if base is None else base[:, :, self._heads],
+                weights=weights,
+            )
+            for observed, base, weights in zip(
+                piece.observations, bases, _weights(piece, source, bases), strict=True
+            )
+        ]
+        predict(source[:, :, self._heads], piece.shift, observations, rotary, out)
+
+    def _kv(self, slot: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
+        """[L, 2, H, T, D] of all heads, over the arena itself."""
+        return self._arenas.kv(slot)[:, :, :, token_offset : token_offset + num_tokens]
+
+
+def _weights(
+    piece: LoadPiece, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Weights [A, 2, T] of A observations.
+
+    Either all or none of a span's observations have a base.
+    """
+    there = [base for base in bases if base is not None]
+    if there:
+        assert len(there) == len(bases), "some have a base"
+        return token_weights(source, there)
+    shares = [observed.weight for observed in piece.observations]
+    flat = torch.tensor(shares, dtype=torch.float32, device="cpu")
+    return flat[:, None, None].expand(-1, 2, piece.num_tokens)
+
+
+def group_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[list[LoadPiece]]:
+    """Consecutive spans as runs that start at a block boundary.
+
+    Spans that share a block are written together, and predicted spans are split into parts. A run
+    of several spans is no longer than such a part. A longer run is a single span, read directly
+    from the arena.
+    """
+    run: list[LoadPiece] = []
+    for part in _split_runs(pieces, block):
+        if run and part.start % block == 0:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+def _split_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[LoadPiece]:
+    step = max(1, MAX_PREDICTED_TOKENS // block) * block
+    for index, piece in enumerate(pieces):
+        if piece.observations:
+            yield from _split_at(piece, range(piece.start // step * step, piece.end, step))
+        else:
+            last = piece.end if index + 1 == len(pieces) else piece.end // block * block
+            yield from _split_at(piece, (-(-piece.start // block) * block, last))
+
+
+def _split_at(piece: LoadPiece, cuts: Iterable[int]) -> Iterator[LoadPiece]:
+    """Split a span at the positions inside it."""
+    for cut in cuts:
+        if piece.start < cut < piece.end:
+            yield piece.prefix_until(cut)
+            piece = piece.suffix_from(cut)
+    yield piece
 
 
 class Loader:
@@ -38,8 +149,8 @@ class Loader:
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = LOAD_FEATURE) -> None:
         self._layout = layout
         self.load = guard.guarded(self._fail)(self._load)
-        self._exports = Exports(layout)
-        self._assembler = SpanAssembler(layout, self._exports, layout.local_heads(rank))
+        self._arenas = Arenas(layout)
+        self._assembler = SpanAssembler(layout, self._arenas, layout.local_heads(rank))
         self._rotary: RotaryParams | None = None
         self._caches: list[torch.Tensor] = []
         self._writer: BlockWriter | None = None
@@ -73,21 +184,21 @@ class Loader:
         return failed
 
     def close(self) -> None:
-        self._exports.close()
+        self._arenas.close()
 
     def _load(self, job: LoadJob) -> None:
         try:
             for run in group_runs(job.pieces, self._layout.block_size):
                 self._load_run(run, job)
         except ArenaError as error:
-            logger.warning("a prompt was not loaded: %s", error)
+            logger.warning("prompt KV was not loaded: %s", error)
             self._fail(job)
 
     def _load_run(self, run: list[LoadPiece], job: LoadJob) -> None:
         block, first = self._layout.block_size, job.pieces[0].start // self._layout.block_size
         ids = job.block_ids[run[0].start // block - first : -(-run[-1].end // block) - first]
         if len(run) == 1 and not run[0].observations:
-            self._write_blocks(self._assembler.place(run[0]), run[0].shift, ids)
+            self._write_blocks(self._assembler.local_kv(run[0]), run[0].shift, ids)
         else:
             self._write_blocks(self._assembler.assemble(run, self._rotary), 0, ids)
 
@@ -95,7 +206,7 @@ class Loader:
         assert self._writer is not None, "prepared before anything is loaded"
         block = self._caches[0].shape[2]
         blocks = self._layout.kernel_blocks(block_ids, block)
-        self._writer.place(values, shift, blocks[: -(-values.shape[3] // block)])
+        self._writer.write(values, shift, blocks[: -(-values.shape[3] // block)])
 
     def _fail(self, job: LoadJob) -> None:
         self._failed.update(job.block_ids)

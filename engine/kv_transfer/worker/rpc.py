@@ -1,13 +1,20 @@
-"""Worker side of the calls that prepare and flush exports."""
+"""Worker side of the calls that prepare and flush exports.
 
-from typing import Any, TypedDict
+The rotary embedding of the served model, from its configuration, is checked against vLLM's tables.
+If they differ, or if layers have different embeddings, keys cannot be shifted.
+"""
 
+from typing import Any, Final, TypedDict
+
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from engine.kv_transfer.cache_spec import UnsupportedCache
+from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector
-from engine.kv_transfer.worker.rope_check import rotary_of_model
-from kernels.rope_shift import UnsupportedRotary
+from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
+
+TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
+SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
 
 class KvExportInfo(TypedDict):
@@ -36,7 +43,7 @@ def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
     except UnsupportedRotary as error:
         not_movable = str(error)
     if not connector.has_one_group:
-        not_movable = "the cache has layers of several kinds"
+        not_movable = "the model has several KV cache groups"
     attention_layers = vllm_config.compilation_config.static_forward_context
     connector.writer.prepare(attention_layers)
     connector.loader.prepare(attention_layers, rotary)
@@ -61,3 +68,38 @@ def _connector() -> PromptKvConnector:
     connector = get_kv_transfer_group()
     assert isinstance(connector, PromptKvConnector), "Coppice configures no other connector"
     return connector
+
+
+def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:
+    """The model's rotary parameters. Raises UnsupportedRotary unless all layers share them."""
+    embeddings = [_embedding_of(model, name) for name in layout.layers]
+    if any(embedding is not embeddings[0] for embedding in embeddings):
+        raise UnsupportedRotary("layers have different rotary embeddings")
+    if getattr(config, "no_rope_layers", None):
+        raise UnsupportedRotary("some layers have no rotary embedding")
+    rope = getattr(config, "rope_parameters", None)
+    rotary = parse_rotary(rope or {}, layout.head_dim)
+    _check(embeddings[0], rotary)
+    return rotary
+
+
+def _embedding_of(model: Any, layer: str) -> Any:
+    """Rotary embedding of a cache layer's attention module, `model.layers.0.self_attn.attn`."""
+    try:
+        return model.get_submodule(layer.rpartition(".")[0]).rotary_emb
+    except AttributeError as error:
+        raise UnsupportedRotary(f"{layer} has no rotary embedding") from error
+
+
+def _check(embedding: Any, rotary: RotaryParams) -> None:
+    kind = type(embedding).__name__
+    if not getattr(embedding, "is_neox_style", False):
+        raise UnsupportedRotary(f"{kind} rotates adjacent channels")
+    if embedding.rotary_dim != rotary.num_channels:
+        raise UnsupportedRotary(f"{kind} rotates {embedding.rotary_dim} channels")
+    table = embedding.cos_sin_cache[list(SAMPLE_POSITIONS)].float().cpu()
+    scale = float(table[0, : rotary.num_channels // 2].mean())  # YaRN's scale, kept in keys
+    for position, row in zip(SAMPLE_POSITIONS, table, strict=True):
+        expected = torch.cat(rotary.cos_sin(position)) * scale
+        if not torch.allclose(row, expected, atol=TOLERANCE, rtol=0):
+            raise UnsupportedRotary(f"{kind} does not rotate by the configured angles")

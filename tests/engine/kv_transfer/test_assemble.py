@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_transfer.cache_spec import CacheLayout
-from engine.kv_transfer.worker.assemble import SpanAssembler
-from engine.kv_transfer.worker.export_reader import Exports
+from engine.kv_transfer.cache_layout import CacheLayout
+from engine.kv_transfer.worker.arena import Arenas
+from engine.kv_transfer.worker.loader import SpanAssembler
 from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.kv_predict import Observation
 from kernels.rope_shift import RotaryParams, parse_rotary
@@ -68,7 +68,7 @@ class Written:
 
 
 def assemble(written: Written, run: list[LoadPiece], rotary: RotaryParams) -> torch.Tensor:
-    exports = Exports(written.layout)
+    exports = Arenas(written.layout)
     found = SpanAssembler(written.layout, exports, range(HEADS)).assemble(run, rotary)
     exports.close()
     return found

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_transfer.worker.assemble import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
-from engine.kv_transfer.worker.export_reader import Exports
+from engine.kv_transfer.worker.arena import Arenas
+from engine.kv_transfer.worker.loader import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
 from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
@@ -103,7 +103,7 @@ def test_ranks_predict_their_own_heads_with_weights_of_all_heads(tmp_path: Path)
 
     def composed(num_ranks: int, rank: int) -> torch.Tensor:
         form = replace(whole, num_ranks=num_ranks)
-        exports = Exports(form)
+        exports = Arenas(form)
         found = SpanAssembler(form, exports, form.local_heads(rank)).assemble(run, rotary)
         exports.close()
         return found

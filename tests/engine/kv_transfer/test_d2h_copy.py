@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from engine.kv_transfer.worker.copy_thread import CopyThread
+from engine.kv_transfer.worker.cache_blocks import CopyThread
 from engine.runtime.guard import Failure
 
 

@@ -26,7 +26,7 @@ def arena(tmp_path: Path) -> TestArena:
 
 
 def cache_layout() -> Any:
-    from engine.kv_transfer.cache_spec import CacheLayout
+    from engine.kv_transfer.cache_layout import CacheLayout
 
     return CacheLayout(
         group=0,

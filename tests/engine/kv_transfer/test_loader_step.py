@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_transfer.cache_spec import CacheLayout
+from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
 from engine.kv_transfer.worker.loader import Loader
 from engine.kv_types import ExportSlot, LoadPiece

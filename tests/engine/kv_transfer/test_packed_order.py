@@ -26,7 +26,7 @@ def test_packed_values_are_restored_bit_for_bit(
 ) -> None:
     from vllm import _custom_ops
 
-    from engine.kv_transfer.worker.measure_packed_order import derive_order
+    from engine.kv_transfer.worker.cache_blocks import derive_order
     from kernels.kv_layout import unpack
 
     num_tokens, ids = 2 * block + 5, [3, 0, 4]

@@ -14,7 +14,7 @@ import torch
 
 from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
-from engine.kv_transfer.worker.assemble import group_runs
+from engine.kv_transfer.worker.loader import group_runs
 from engine.kv_types import KvLoad, LoadPiece
 from engine.runtime.guard import features
 from service.kv_reuse.layout import PromptSpan, joined

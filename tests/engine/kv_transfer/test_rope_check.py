@@ -23,7 +23,7 @@ def embedding(*, theta: float = 10000.0, scale: float = 1.0, **changes: Any) -> 
 
 
 def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
-    from engine.kv_transfer.worker import rope_check
+    from engine.kv_transfer.worker import rpc
 
     layout: Any = SimpleNamespace(layers=LAYERS[: len(embeddings)], head_dim=HEAD_DIM)
     modules = {
@@ -38,7 +38,7 @@ def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
         return modules[name]
 
     model = SimpleNamespace(get_submodule=get_submodule)
-    return rope_check.rotary_of_model(
+    return rpc.rotary_of_model(
         model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), layout
     )
 
@@ -54,11 +54,11 @@ def test_one_rope_of_all_layers_is_accepted_scaled_or_in_short_floats() -> None:
 @pytest.mark.parametrize(
     ("embeddings", "config", "why"),
     [
-        ([embedding(), embedding()], {}, "differently"),
+        ([embedding(), embedding()], {}, "different rotary"),
         ([None], {}, "no rotary embedding"),
-        ([embedding(is_neox_style=False)], {}, "neighbouring"),
+        ([embedding(is_neox_style=False)], {}, "adjacent"),
         ([embedding(rotary_dim=16)], {}, "16 channels"),
-        ([embedding(theta=500.0)], {}, "other angles"),
+        ([embedding(theta=500.0)], {}, "configured angles"),
         ([embedding()], {"no_rope_layers": [1, 0]}, "some layers"),
         ([embedding()], {"rope_parameters": None}, "no rope_theta"),
     ],

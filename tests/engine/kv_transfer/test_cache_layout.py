@@ -41,7 +41,7 @@ def caches(*groups: tuple[list[str], Any]) -> Any:
 
 
 def test_plain_attention_is_exported_in_layer_order() -> None:
-    from engine.kv_transfer.cache_spec import cache_layout
+    from engine.kv_transfer.cache_layout import cache_layout
 
     layout = cache_layout(config(), caches((NAMES[::-1], plain())))
     assert layout.layers == tuple(NAMES)
@@ -50,7 +50,7 @@ def test_plain_attention_is_exported_in_layer_order() -> None:
 
 
 def test_worker_writes_exactly_the_bytes_reserved_by_the_service() -> None:
-    from engine.kv_transfer.cache_spec import cache_layout
+    from engine.kv_transfer.cache_layout import cache_layout
 
     layout = cache_layout(config(), caches((NAMES, plain())))
     told = KvFormat(
@@ -66,7 +66,7 @@ def test_worker_writes_exactly_the_bytes_reserved_by_the_service() -> None:
 def test_layers_of_a_draft_model_are_excluded() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    from engine.kv_transfer.cache_spec import cache_layout
+    from engine.kv_transfer.cache_layout import cache_layout
 
     drafts = [f"draft_model.{name}" for name in NAMES[:1]]
     beside = caches((drafts, plain(head_size=32)), (NAMES, plain()))
@@ -80,7 +80,7 @@ def test_layers_of_a_draft_model_are_excluded() -> None:
 
 
 def test_heads_are_divided_among_ranks_and_replicas_write_none() -> None:
-    from engine.kv_transfer.cache_spec import cache_layout
+    from engine.kv_transfer.cache_layout import cache_layout
 
     two = cache_layout(config(tensor=2), caches((NAMES, plain(num_kv_heads=1))))
     assert [list(two.heads_to_write(rank)) for rank in range(2)] == [[0], [1]]
@@ -90,7 +90,7 @@ def test_heads_are_divided_among_ranks_and_replicas_write_none() -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", "decode_context", "prefill_context"])
 def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
+    from engine.kv_transfer.cache_layout import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match=name.replace("_", " ")):
         cache_layout(config(**{name: 2}), caches((NAMES, plain())))
@@ -101,19 +101,19 @@ def test_layers_or_tokens_on_other_ranks_are_refused(name: str) -> None:
     [
         ({"sliding_window": 128}, "window"),
         ({"attention_chunk_size": 128}, "window"),
-        ({"non_causal": True}, "follows"),
+        ({"non_causal": True}, "non-causal"),
         ({"dtype": torch.float8_e4m3fn}, "float8"),
         ({"dtype": torch.uint8}, "uint8"),
-        ({"head_size_v": 32}, "two sizes"),
-        ({"page_size_padded": 2**20}, "pages"),
-        ({"state_content_bytes": 99}, "pages"),
+        ({"head_size_v": 32}, "different sizes"),
+        ({"page_size_padded": 2**20}, "page layout"),
+        ({"state_content_bytes": 99}, "page layout"),
         ({"num_kv_heads": 1}, "1 KV heads"),
     ],
 )
 def test_cache_with_more_than_keys_and_values_is_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
+    from engine.kv_transfer.cache_layout import UnsupportedCache, cache_layout
 
     with pytest.raises(UnsupportedCache, match=reason):
         cache_layout(config(), caches((NAMES, plain(**changes))))
@@ -122,7 +122,7 @@ def test_cache_with_more_than_keys_and_values_is_refused(
 def test_special_attention_is_refused_by_its_name() -> None:
     from vllm.v1 import kv_cache_interface as known
 
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
+    from engine.kv_transfer.cache_layout import UnsupportedCache, cache_layout
 
     common = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     for spec in (
@@ -136,9 +136,9 @@ def test_special_attention_is_refused_by_its_name() -> None:
 
 
 def test_mixed_or_missing_layers_are_refused() -> None:
-    from engine.kv_transfer.cache_spec import UnsupportedCache, cache_layout
+    from engine.kv_transfer.cache_layout import UnsupportedCache, cache_layout
 
-    with pytest.raises(UnsupportedCache, match="several kinds"):
+    with pytest.raises(UnsupportedCache, match="several KV cache groups"):
         cache_layout(config(), caches((NAMES[:1], plain()), (NAMES[1:], plain())))
     with pytest.raises(UnsupportedCache, match="2 of 3"):
         cache_layout(config(), caches((NAMES[:2], plain())))

@@ -12,6 +12,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
 
 DRAFT_MODEL: Final = "draft_model"
+
+
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,7 +75,7 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     for name, spec in zip(layers, specs, strict=True):
         _check_plain_attention(name, spec, model.dtype)
         if spec != specs[0]:
-            raise UnsupportedCache(f"{name} is unlike {layers[0]}")
+            raise UnsupportedCache(f"{name} and {layers[0]} have different specs")
     layout = CacheLayout(
         group=group,
         layers=layers,
@@ -104,7 +106,7 @@ def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[st
         raise UnsupportedCache(f"{len(found)} of {num_layers} layers have a cache")
     groups = {group for group, _ in found.values()}
     if len(groups) != 1:
-        raise UnsupportedCache("layers of several kinds")
+        raise UnsupportedCache("layers in several KV cache groups")
     return groups.pop(), tuple(found[index][1] for index in range(num_layers))
 
 
@@ -117,13 +119,13 @@ def _check_plain_attention(name: str, spec: Any, dtype: torch.dtype) -> None:
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedCache(f"{name} has a {type(spec).__name__}")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise UnsupportedCache(f"{name} attends within a window")
+        raise UnsupportedCache(f"{name} has sliding-window attention")
     if spec.non_causal:
-        raise UnsupportedCache(f"{name} attends to what follows")
+        raise UnsupportedCache(f"{name} has non-causal attention")
     if spec.kv_quant_mode != KVQuantMode.NONE or spec.dtype != dtype or dtype not in DTYPES:
-        raise UnsupportedCache(f"{name} stores {spec.dtype}, the model computes {dtype}")
+        raise UnsupportedCache(f"{name} stores {spec.dtype}, the model's dtype is {dtype}")
     packed = (spec.num_head_slots, spec.state_content_bytes, spec.page_size_padded)
     if packed != (None, None, None) or spec.tokens_per_state != 1:
-        raise UnsupportedCache(f"{name} has pages of its own")
+        raise UnsupportedCache(f"{name} has a special page layout")
     if spec.head_size != spec.head_size_v:
-        raise UnsupportedCache(f"{name} has keys and values of two sizes")
+        raise UnsupportedCache(f"{name} has keys and values of different sizes")

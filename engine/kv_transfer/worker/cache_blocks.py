@@ -1,0 +1,214 @@
+"""Copies of KV between a worker's cache blocks and CPU memory: packed blocks on CPU, and on GPU.
+
+`BlockReader.copy` either raises, or calls `on_done` exactly once, with None or the failure, when
+the bytes have been written or never will be. No block is read after `copy` has returned and the
+work it queued on the current stream has run, so the scheduler may reallocate the blocks.
+
+`BlockWriter.write` reads the span before it returns, so its slot may be reused. Work that runs
+afterwards, or later on the current stream, finds the blocks filled.
+
+Shape of a span: [L, 2, H, T, D] with L layers, H heads, T tokens, D head_dim.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from vllm import _custom_ops
+
+from engine.kv_transfer.cache_layout import CacheLayout
+from engine.runtime.guard import Failure, attempt
+from kernels.kv_layout import PackOrder, gather, index_digits, infer_order, pack, scatter, unpack
+from kernels.rope_shift import RotaryParams, shift_keys
+
+OnDone = Callable[[Failure | None], None]
+PendingCopy = tuple[torch.Tensor, Any, torch.Tensor, OnDone]
+NUM_PROBED_HEADS: Final = 2  # enough to verify that heads are packed alike
+
+
+class CopyThread:
+    """Thread for the last stage of an asynchronous export: from pinned memory to the arena.
+
+    The worker's own thread proceeds to the next step, while this one waits for the transfer without
+    holding the GIL. Copies complete in the order of submission.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[PendingCopy] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_pending = 0
+        threading.Thread(target=self._run, daemon=True, name="prompt-kv").start()
+
+    def submit(self, staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
+        """Copy `staged` to `out` once `event.synchronize()` returns, then call `on_done` once."""
+        with self._changed:
+            self._num_pending += 1
+        self._queue.put((staged, event, out, on_done))
+
+    def flush(self) -> None:
+        """Return when `on_done` of every earlier copy has been called."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_pending == 0)
+
+    def _run(self) -> None:
+        while True:
+            _finish_copy(*self._queue.get())  # keeps no view of the arena while it waits
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
+
+
+def _finish_copy(staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
+    on_done(attempt(_copy, staged, event, out))
+
+
+def _copy(staged: torch.Tensor, event: Any, out: torch.Tensor) -> None:
+    event.synchronize()
+    out.copy_(staged)
+
+
+class BlockReader(Protocol):
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, on_done: OnDone) -> None: ...
+
+    def flush(self) -> None:
+        """Return when `on_done` of every earlier `copy` has been called."""
+
+
+class PackedBlockReader:
+    """Reader of the packed cache of vLLM's CPU backend, on the calling thread."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], order: PackOrder) -> None:
+        self._caches, self._order = caches, order
+
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, on_done: OnDone) -> None:
+        unpack(self._caches, block_ids, self._order, out)
+        on_done(None)
+
+    def flush(self) -> None:
+        """No-op: copies are synchronous."""
+
+
+class CudaBlockReader:
+    """Reader of a GPU's cache. Not tested yet on a machine with a GPU.
+
+    The blocks are gathered on the model's stream, in order, so they are read before a later step
+    overwrites them. The gathered prompt is copied to pinned memory on a separate stream while the
+    next steps run, and from there to the arena on a thread.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+        self._caches = caches
+        self._stream: Any = torch.cuda.Stream(caches[0].device)  # type: ignore[no-untyped-call]
+        self._copy_thread = CopyThread()
+
+    def copy(self, block_ids: Sequence[int], out: torch.Tensor, on_done: OnDone) -> None:
+        device = self._caches[0].device
+        ids = torch.tensor(block_ids, pin_memory=True).to(device, non_blocking=True)
+        gathered = torch.empty(out.shape, dtype=out.dtype, device=device)
+        gather(self._caches, ids, gathered)
+        staged = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            staged.copy_(gathered, non_blocking=True)
+            gathered.record_stream(self._stream)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._copy_thread.submit(staged, event, out, on_done)
+
+    def flush(self) -> None:
+        self._copy_thread.flush()
+
+
+class BlockWriter(Protocol):
+    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
+        """Write from the first token of the first block on, keys shifted by `shift` positions."""
+
+
+class PackedBlockWriter:
+    """Writer into the packed cache of vLLM's CPU backend, on the calling thread."""
+
+    def __init__(
+        self, caches: Sequence[torch.Tensor], order: PackOrder, rotary: RotaryParams | None
+    ) -> None:
+        self._caches, self._order, self._rotary = caches, order, rotary
+
+    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
+        values = span
+        if shift:
+            assert self._rotary is not None, "keys that cannot be shifted are not spliced"
+            values = torch.empty(span.shape, dtype=span.dtype)
+            values[:, 0] = shift_keys(span[:, 0], shift, self._rotary)
+            values[:, 1] = span[:, 1]
+        pack(values, self._caches, block_ids, self._order)
+
+
+class CudaBlockWriter:
+    """Writer into a GPU's cache. Not tested yet on a machine with a GPU.
+
+    The span is copied to pinned memory at once. The copy to the device, the key shift and the
+    scatter are queued on the model's stream, in order.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], rotary: RotaryParams | None) -> None:
+        self._caches, self._rotary = caches, rotary
+
+    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
+        from kernels.rope_shift_cuda import shift_keys_
+
+        device = self._caches[0].device
+        values = span.contiguous().pin_memory().to(device, non_blocking=True)
+        if shift:
+            assert self._rotary is not None, "keys that cannot be shifted are not spliced"
+            keys = values[:, 0].contiguous()
+            shift_keys_(keys, shift, self._rotary)
+            values[:, 0] = keys
+        ids = torch.tensor(block_ids, pin_memory=True).to(device, non_blocking=True)
+        scatter(values, self._caches, ids)
+
+
+def packed_order(
+    caches: Sequence[torch.Tensor], layout: CacheLayout, attention_layers: Mapping[str, Any]
+) -> PackOrder:
+    """Element order of packed blocks, for a model whose attention kernels vLLM has chosen."""
+    isa = attention_layers[layout.layers[0]].isa
+    return derive_order(caches[0].shape[2], layout.head_dim, layout.dtype, isa)
+
+
+def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:
+    """Element order for an instruction set, measured with vLLM's own cache-write operation.
+
+    Keys and values are distinguished by writing one of them at a time. Raises UnknownPacking if
+    packing is not a permutation.
+    """
+    digits = index_digits(block * head_dim, dtype)
+    zeros = torch.zeros(block, NUM_PROBED_HEADS, head_dim, dtype=dtype, device="cpu")
+    written = []
+    for digit in digits:
+        vectors = digit.view(block, 1, head_dim).expand(-1, NUM_PROBED_HEADS, -1).contiguous()
+        keys = write_block(vectors, zeros, isa)
+        values = write_block(zeros, vectors, isa)
+        written.append((keys[:, : keys.shape[1] // 2], values[:, values.shape[1] // 2 :]))
+    return PackOrder(
+        keys=infer_order([keys for keys, _ in written]),
+        values=infer_order([values for _, values in written]),
+    )
+
+
+def write_block(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:
+    """One block [N, H, D] as packed by vLLM: [H, 2 * N * D]."""
+    block, heads, head_dim = keys.shape
+    cache = torch.zeros(1, heads, 2 * block, head_dim, dtype=keys.dtype, device="cpu")
+    halves: Any = cache.chunk(2, dim=2)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        keys,
+        values,
+        *halves,
+        torch.arange(block),
+        isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    return cache.view(heads, -1)
