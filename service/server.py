@@ -27,7 +27,7 @@ from service.observability.loop_lag import watch_loop_lag
 from service.observability.metrics import Metrics
 from service.observability.readiness import Readiness
 from service.observability.tracing import Tracing
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.socket_sender import SocketSender
 from service.rollouts.admission import Admission
 from service.rollouts.group import Group

@@ -25,7 +25,7 @@ from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prefix_order import Scope
 from service.kv_reuse.template import PromptTemplate, template_of
-from service.prompt_kv.allocator import Extent
+from service.prompt_kv.arena import Extent
 
 SCOPE = Scope("nobody", None)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.kv_types import ExportSlot
 from service.kv_reuse.prefix_order import Scope
-from service.prompt_kv.allocator import Extent
+from service.prompt_kv.arena import Extent
 
 
 class CacheKey(NamedTuple):

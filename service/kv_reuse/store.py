@@ -25,8 +25,7 @@ from engine.protocol import Engine
 from service.kv_reuse.cache_entry import CacheEntry, CacheKey
 from service.kv_reuse.layout import PromptSpan
 from service.kv_reuse.prefix_order import Scope, digest
-from service.prompt_kv.allocator import PAGE_BYTES, ExtentAllocator
-from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
+from service.prompt_kv.arena import PAGE_BYTES, Arena, ExtentAllocator, FreeBytes, free_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from coppice.wire.records import SampleRecord
 from coppice.wire.rollouts import SampleAnswer, VersionSpan
 from service.observability.status import status, update_gauges
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.handles import Handle
+from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -79,7 +80,6 @@ def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
 
     Handles whose lease has not begun, because their rollout is still running, come last.
     """
-    handles = prompt_kv.handles
     leases = [
         {
             "owner": handle.owner,
@@ -87,11 +87,15 @@ def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
             "tokens": handle.slot.layout.num_tokens,
             "num_bytes": handle.slot.layout.file_bytes,
             "readers": handle.slot.pins,
-            "seconds": handles.remaining_seconds(handle) if handles.has_begun(handle) else None,
+            "seconds": handle.remaining_seconds if handle.has_started else None,
         }
-        for handle in heapq.nsmallest(MAX_LEASES, handles, key=handles.expiry_key)
+        for handle in heapq.nsmallest(MAX_LEASES, prompt_kv.handles, key=_expiry_key)
     ]
     return {**prompt_kv.status().model_dump(), "leases": leases}
+
+
+def _expiry_key(handle: Handle) -> tuple[bool, float]:
+    return not handle.has_started, handle.remaining_seconds
 
 
 def _rollout(rollout: Rollout) -> dict[str, Any]:

@@ -2,42 +2,157 @@
 
 A handle belongs to the API key that requested it and is 404 for every other key. The most recent
 ended handles are remembered, so that their owner gets 410 instead of 404.
+
+A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
+compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once
+it has ended. Until it starts it does not expire, because its caller does not have the handle yet.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from service.cluster.ids import new_handle_id
 from service.http.errors import KvGone, KvNotFound
-from service.prompt_kv.download_pin import DownloadPin
-from service.prompt_kv.leases import Leases
+from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handle:
-    """Handle of one group. Groups that share a slot have separate handles."""
+    """Handle of one export, with its lease. Groups that share a slot have separate handles."""
 
-    id: str
-    owner: str
-    slot: Slot
-    lease_seconds: float
+    def __init__(
+        self,
+        handle_id: str,
+        owner: str,
+        slot: Slot,
+        lease_seconds: float,
+        *,
+        settings: KvSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self.id = handle_id
+        self.owner = owner
+        self.slot = slot
+        self._settings = settings
+        self._clock = clock
+        self.lease_seconds = self._clamp(lease_seconds)
+        self._max_deadline = 0.0
+        self._deadline: float | None = None
+        self._has_ended = False
+
+    def start_lease(self) -> None:
+        """Start the lease now. No effect if it has started or ended."""
+        if self._deadline is None:
+            now = self._clock()
+            self._max_deadline = now + self._settings.max_lifetime_seconds
+            self._deadline = min(now + self.lease_seconds, self._max_deadline)
+
+    def renew(self, lease_seconds: float) -> float:
+        """Renew the lease and return its remaining seconds, 0 if it has ended."""
+        if self.is_active and self._deadline is not None:
+            wanted = min(self._clock() + self._clamp(lease_seconds), self._max_deadline)
+            self._deadline = max(self._deadline, wanted)
+        return self.remaining_seconds
+
+    def end_lease(self) -> None:
+        """End the lease. Its last deadline is kept for downloads in progress."""
+        self._deadline = self.deadline
+        self._has_ended = True
+
+    @property
+    def has_started(self) -> bool:
+        return self._deadline is not None
+
+    @property
+    def is_active(self) -> bool:
+        return self.remaining_seconds > 0
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Remaining seconds of the lease; before its start the longest initial duration."""
+        if self._has_ended:
+            return 0.0
+        if self._deadline is None:
+            return self._settings.max_lease_seconds
+        return max(0.0, self._deadline - self._clock())
+
+    @property
+    def deadline(self) -> float:
+        """Time at which the lease ends; before its start the latest end if it started now."""
+        if self._deadline is None:
+            return self._clock() + self._settings.max_lease_seconds
+        return self._deadline
+
+    @property
+    def is_past_deadline(self) -> bool:
+        return self.deadline <= self._clock()
+
+    def _clamp(self, lease_seconds: float) -> float:
+        return min(lease_seconds, self._settings.max_lease_seconds)
+
+
+class DownloadPin:
+    """Pin that keeps a slot's bytes unchanged inside a `turn`, and between turns under the lease.
+
+    Renewals extend the pin. After a release the last deadline still applies, so a download in
+    progress can complete.
+    """
+
+    def __init__(self, handle: Handle, slots: SlotTable) -> None:
+        self._handle = handle
+        self._slots = slots
+        self._in_turn = False
+        self._is_open = True
+        slots.pin(handle.slot)
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Context manager around one read of the bytes.
+
+        Yields False if the lease is over; the bytes must not be read then. Keep it short: the pin
+        is not released inside a turn.
+        """
+        self.sweep()
+        self._in_turn = self._is_open
+        try:
+            yield self._is_open
+        finally:
+            self._in_turn = False
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Release the pin if the lease's deadline has passed and no turn is in progress."""
+        if not self._in_turn and self._handle.is_past_deadline:
+            self.close()
+
+    def close(self) -> None:
+        """Release the pin. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._slots.unpin(self._handle.slot)
 
 
 class Handles:
     """Table of handles. A handle holds its slot from `grant` until its lease ends or `release`."""
 
-    def __init__(self, slots: SlotTable, leases: Leases, *, replica_id: str) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        settings: KvSettings,
+        *,
+        replica_id: str,
+        clock: Callable[[], float],
+    ) -> None:
         self._slots = slots
-        self._leases = leases
+        self._settings = settings
         self._replica_id = replica_id
+        self._clock = clock
         self._handles: dict[str, Handle] = {}
         self._released: OrderedDict[str, str] = OrderedDict()
-        self._readings: set[DownloadPin] = set()
+        self._pins: set[DownloadPin] = set()
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -46,25 +161,23 @@ class Handles:
         return iter(self._handles.values())
 
     def grant(self, owner: str, slot: Slot, lease_seconds: float) -> Handle:
-        """Create a handle whose lease is held: it does not expire before `begin`."""
+        """Create a handle. Its lease does not expire before `start_lease`."""
         handle = Handle(
-            id=new_handle_id(self._replica_id),
-            owner=owner,
-            slot=slot,
-            lease_seconds=self._leases.clamp_seconds(lease_seconds),
+            new_handle_id(self._replica_id),
+            owner,
+            slot,
+            lease_seconds,
+            settings=self._settings,
+            clock=self._clock,
         )
         self._slots.hold(slot)
-        self._leases.hold(handle.id)
         self._handles[handle.id] = handle
         return handle
-
-    def begin(self, handle: Handle) -> None:
-        self._leases.begin(handle.id, handle.lease_seconds)
 
     def get(self, handle_id: str, owner: str) -> Handle:
         """Raises KvGone or KvNotFound."""
         handle = self._handles.get(handle_id)
-        if handle is not None and not self._leases.is_active(handle_id):
+        if handle is not None and not handle.is_active:
             self._drop(handle, expired=True)
             handle = None
         if handle is None and self._released.get(handle_id) == owner:
@@ -72,23 +185,6 @@ class Handles:
         if handle is None or handle.owner != owner:
             raise KvNotFound()
         return handle
-
-    def remaining_seconds(self, handle: Handle) -> float:
-        return self._leases.remaining_seconds(handle.id) or 0.0
-
-    def has_begun(self, handle: Handle) -> bool:
-        """Return True once the lease has started; before that the handle is held."""
-        return self._leases.has_begun(handle.id)
-
-    def expiry_key(self, handle: Handle) -> tuple[bool, float]:
-        """Sort key: started leases by remaining time, then held handles."""
-        return not self.has_begun(handle), self.remaining_seconds(handle)
-
-    def renew(self, handle: Handle, seconds: float) -> float:
-        """Renew the lease and return its remaining seconds. Call `get` first, without an await."""
-        left = self._leases.renew(handle.id, seconds)
-        assert left is not None, "a lease that was alive just now cannot be over"
-        return left
 
     def release(self, handle_id: str, owner: str) -> None:
         """Release a handle. No effect if its lease is already over."""
@@ -104,32 +200,32 @@ class Handles:
             self._drop(handle, expired=False)
 
     @contextmanager
-    def reading(self, handle: Handle) -> Iterator[DownloadPin]:
+    def pinned(self, handle: Handle) -> Iterator[DownloadPin]:
         """Pin the slot for a download; its bytes are unchanged until the lease ends."""
-        reading = DownloadPin(handle.slot, self._slots, self._leases, handle.id)
-        self._readings.add(reading)
+        pin = DownloadPin(handle, self._slots)
+        self._pins.add(pin)
         try:
-            yield reading
+            yield pin
         finally:
-            self._readings.discard(reading)
-            reading.close()
+            self._pins.discard(pin)
+            pin.close()
 
     def sweep(self) -> None:
-        for reading in self._readings:
-            reading.sweep()
-        for handle_id in self._leases.expired():
-            self._drop(self._handles[handle_id], expired=True)
+        """Release expired pins and handles. A linear scan: renewals destroy any order."""
+        for pin in self._pins:
+            pin.sweep()
+        for handle in [handle for handle in self if not handle.is_active]:
+            self._drop(handle, expired=True)
 
     def check(self) -> None:
-        """Assert that each handle has one lease and that slots count their handles correctly."""
-        assert len(self._leases) == len(self._handles), "a lease without a handle, or without one"
-        for slot in {handle.slot for handle in self._handles.values()}:
-            mine = sum(handle.slot is slot for handle in self._handles.values())
-            assert slot.num_handles == mine, "a slot has lost count of its handles"
+        """Assert that slots count their handles correctly."""
+        for slot in {handle.slot for handle in self}:
+            num_handles = sum(handle.slot is slot for handle in self)
+            assert slot.num_handles == num_handles, "a slot's handles are miscounted"
 
     def _drop(self, handle: Handle, *, expired: bool) -> None:
         del self._handles[handle.id]
-        self._leases.end(handle.id)
+        handle.end_lease()
         self._slots.drop(handle.slot, expired=expired)
         self._released[handle.id] = handle.owner
         while len(self._released) > MAX_RELEASED_REMEMBERED:

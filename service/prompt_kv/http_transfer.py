@@ -4,21 +4,62 @@ Under Coppice's own uvicorn protocol the body is sent by a thread that bypasses 
 Under any other ASGI server it is sent in pieces as ordinary ASGI body messages.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.http.errors import RangeNotSatisfiable
 from service.http.protocol import SEND_BODY_EXTENSION, SendBodyExtension
-from service.prompt_kv.byte_range import requested_range
-from service.prompt_kv.download_pin import DownloadPin
-from service.prompt_kv.handles import Handle
-from service.prompt_kv.prompt_kv import PromptKvManager
-from service.prompt_kv.rate_limit import PIECE_BYTES
+from service.prompt_kv.bandwidth import PIECE_BYTES
+from service.prompt_kv.handles import DownloadPin, Handle
+from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.socket_sender import SocketSender
 
+_SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 MEDIA_TYPE = "application/octet-stream"
 RangeSelection = tuple[int, dict[str, str], memoryview]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Half-open byte range [start, end) of a file of `num_bytes`."""
+
+    start: int
+    end: int
+    num_bytes: int
+
+
+class OutOfRange(RangeNotSatisfiable):
+    """416 response with the file's length in Content-Range."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.headers = {"Content-Range": f"bytes */{num_bytes}"}
+
+
+def requested_range(
+    header: str | None, if_range: str | None, etag: str, num_bytes: int
+) -> ByteRange | None:
+    """Byte range that the headers request; None for the whole file.
+
+    The whole file is sent if there is no valid single range, or if `if_range` differs from `etag`.
+    """
+    found = None if header is None else _SINGLE_RANGE.fullmatch(header.strip())
+    if found is None or found.group(0) == "bytes=-" or if_range not in (None, etag):
+        return None
+    first, last = found.groups()
+    if not first:
+        start, end = max(0, num_bytes - int(last)), num_bytes
+    else:
+        start, end = int(first), min(num_bytes, int(last) + 1 if last else num_bytes)
+        if last and int(last) < start:
+            return None  # an invalid range is ignored (RFC 9110, 14.2)
+    if start >= end:
+        raise OutOfRange(num_bytes)
+    return ByteRange(start=start, end=end, num_bytes=num_bytes)
 
 
 class KvDataResponse(Response):
@@ -55,10 +96,10 @@ class KvDataResponse(Response):
             return
         with (
             self._socket_sender.admitted(handle.owner),
-            self._prompt_kv.handles.reading(handle) as reading,
+            self._prompt_kv.handles.pinned(handle) as pin,
         ):
             await send(start)
-            await self._send_body(scope, send, data, handle.owner, reading)
+            await self._send_body(scope, send, data, handle.owner, pin)
 
     def _select_range(self, handle: Handle) -> RangeSelection:
         file, etag = self._prompt_kv.file(handle), handle.slot.etag
@@ -72,18 +113,16 @@ class KvDataResponse(Response):
         return 206, headers, file[byte_range.start : byte_range.end]
 
     async def _send_body(
-        self, scope: Scope, send: Send, data: memoryview, owner: str, reading: DownloadPin
+        self, scope: Scope, send: Send, data: memoryview, owner: str, pin: DownloadPin
     ) -> None:
         hand_off: SendBodyExtension | None = scope.get("extensions", {}).get(SEND_BODY_EXTENSION)
         if hand_off is not None:
             await hand_off(
-                lambda connection: self._socket_sender.send(
-                    connection, data, owner=owner, reading=reading
-                )
+                lambda connection: self._socket_sender.send(connection, data, owner=owner, pin=pin)
             )
         else:
             for start in range(0, len(data), PIECE_BYTES):
-                with reading.turn() as is_leased:
+                with pin.turn() as is_leased:
                     if not is_leased:
                         return  # a body shorter than Content-Length: the server closes
                     piece = bytes(data[start : start + PIECE_BYTES])

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from engine.kv_types import KvFormat
-from service.prompt_kv.allocator import PAGE_BYTES, round_up_to_pages
+from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
 
 NO_CHECKSUM = "0" * 16
 LONGEST_VERSION = "v" * 64
@@ -126,3 +127,17 @@ class LayoutFactory:
             tokens_sha256=digest,
             header_bytes=self._header_bytes,
         )
+
+
+def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
+    """xxh3 digest of each tensor, by name. Runs in a thread: hashing releases the GIL."""
+    assert len(data) == layout.data_bytes, "these are not the layout's bytes"
+    return {
+        tensor.name: xxhash.xxh3_64_hexdigest(data[tensor.start : tensor.end])
+        for tensor in layout.tensors()
+    }
+
+
+def etag(header: bytes) -> str:
+    """Strong ETag of the file: its header contains the checksum of every tensor."""
+    return f'"{xxhash.xxh3_128_hexdigest(header)}"'

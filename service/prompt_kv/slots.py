@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from service.prompt_kv.allocator import PAGE_BYTES, Extent, ExtentAllocator
+from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
 from service.prompt_kv.layout import Layout
 
 
@@ -106,7 +106,7 @@ class SlotTable:
 
     def relabel(self, slot: Slot, version: str) -> None:
         """Assign a slot that is not written yet to another weights version."""
-        assert slot.state is SlotState.RESERVED, "what is written stays what it is"
+        assert slot.state is SlotState.RESERVED, "only unwritten slots are relabelled"
         self._unshare(slot)
         slot.layout = replace(slot.layout, version=version)
         self._shared.setdefault(slot.key, slot)
@@ -133,18 +133,18 @@ class SlotTable:
         if not slot.num_handles:
             self._quarantine(slot)
 
-    def discard(self, slot: Slot, *, settled: bool = True) -> None:
+    def discard(self, slot: Slot, *, is_writable: bool = False) -> None:
         """Quarantine a slot that was not written or that has no handles.
 
-        Unless `settled`, the engine may still write to it, so it stays quarantined until `settled`
-        is called.
+        If it `is_writable`, the engine may still write to it, so it stays quarantined until
+        `allow_reuse`.
         """
-        slot.free_at = slot.free_at if settled else math.inf
+        slot.free_at = math.inf if is_writable else slot.free_at
         self._quarantine(slot)
 
-    def settled(self, slot: Slot) -> None:
+    def allow_reuse(self, slot: Slot) -> None:
         """Allow the reuse of a discarded slot, because the engine no longer writes to it."""
-        assert slot.state is SlotState.QUARANTINED, "what was given up"
+        assert slot.state is SlotState.QUARANTINED, "only discarded slots are reusable"
         slot.free_at = self._clock()
         self.sweep()
 

@@ -17,17 +17,15 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from service.http.errors import Overloaded, QuotaExceeded
-from service.prompt_kv.download_pin import DownloadPin
-from service.prompt_kv.rate_limit import RateLimiter, ReaderRate
+from service.prompt_kv.bandwidth import RateLimiter, ReaderRate, Turns
+from service.prompt_kv.handles import DownloadPin
 from service.prompt_kv.settings import KvSettings
-from service.prompt_kv.turns import Turns
 
 TURN_SECONDS = 0.25
 # Waiting this long in the thread is cheaper than a switch to the event loop and back. A reader
 # that keeps up becomes writable sooner.
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 2.0
-
 TransferOutcome = Literal["complete", "left", "too_slow", "lease_over"]
 
 
@@ -121,7 +119,7 @@ class SocketSender:
                 del self._open[owner]
 
     async def send(
-        self, connection: socket.socket, data: memoryview, *, owner: str, reading: DownloadPin
+        self, connection: socket.socket, data: memoryview, *, owner: str, pin: DownloadPin
     ) -> bool:
         """Send `data`; returns True if it was sent completely.
 
@@ -132,7 +130,7 @@ class SocketSender:
         outcome: TransferOutcome = "left"
         self._connections.add(connection)
         try:
-            outcome = await self._in_turns(Transfer(connection, data, rate), owner, reading)
+            outcome = await self._in_turns(Transfer(connection, data, rate), owner, pin)
         finally:
             self._connections.discard(connection)
             connection.close()
@@ -164,12 +162,10 @@ class SocketSender:
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    async def _in_turns(
-        self, transfer: Transfer, owner: str, reading: DownloadPin
-    ) -> TransferOutcome:
+    async def _in_turns(self, transfer: Transfer, owner: str, pin: DownloadPin) -> TransferOutcome:
         while True:
             async with self._turns.turn(owner):
-                with reading.turn() as is_leased:
+                with pin.turn() as is_leased:
                     if self._stopped:
                         return "left"
                     if not is_leased:

@@ -27,7 +27,7 @@ from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling, TopLogprobs
 from service.kv_reuse.group_reuse import ReuseReport
-from service.prompt_kv.group_export import GroupKvExports
+from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.resume import ContinuedSamples, version_spans_of
 from service.rollouts.time_slice import Turns

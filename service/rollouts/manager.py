@@ -17,7 +17,7 @@ from service.adapters.manager import AdapterManager
 from service.cluster.ids import new_rollout_id
 from service.cluster.membership import ClusterMembership
 from service.http.errors import Draining, InvalidRequest, RolloutNotFound, ServiceError
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.rollouts.claim import IdempotencyClaim

@@ -36,9 +36,8 @@ from service.http.errors import Draining, ServiceError
 from service.http.failures import to_service_error
 from service.kv_reuse.group_reuse import with_reuse
 from service.observability.logs import group_id, rollout_id
-from service.prompt_kv.export_context import exporting_group, with_kv
-from service.prompt_kv.group_export import NOT_CONTINUED, KvState
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
+from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import EndReason, Group
 from service.rollouts.time_slice import PER_TURN, TimeSlice, Turns
@@ -225,9 +224,13 @@ class Rollout:
                 record = KvRecord(group=group.index, segment=segment, **state._asdict())
                 self._append(record)
 
-        async with exporting_group(prompt_kv, group, on_kv_state):
+        async with exporting_group(
+            prompt_kv, group.owner, group.kv_lease_seconds, group.prompt_token_ids, on_kv_state
+        ) as group.exports:
             answer = await group.run(engine, done)
-        answer = with_reuse(with_kv(answer, group.exports), group.reuse)
+        if group.exports is not None:
+            answer = group.exports.with_kv(answer)
+        answer = with_reuse(answer, group.reuse)
         for segment in answer.segments or ():
             if segment.kv_reason == NOT_CONTINUED.kv_reason:
                 on_kv_state(segment.id, NOT_CONTINUED)

@@ -86,7 +86,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
     found = server.prompt_kv.get(handle, caller.name)
-    seconds = server.prompt_kv.handles.renew(found, body.seconds)
+    seconds = found.renew(body.seconds)
     return _json(KvLeaseAnswer(lease_seconds=seconds))
 
 

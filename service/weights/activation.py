@@ -16,7 +16,7 @@ from engine.errors import EngineDead, EngineError, LoadFailed
 from engine.protocol import Engine
 from engine.types import PauseMode
 from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions

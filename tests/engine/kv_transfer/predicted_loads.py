@@ -14,7 +14,7 @@ from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.prefix_order import Scope
 from service.kv_reuse.template import template_of
-from service.prompt_kv.allocator import Extent
+from service.prompt_kv.arena import Extent
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
 from tests.engine.stepped_engine import Answer, LiveEngine

@@ -26,7 +26,7 @@ from service.kv_reuse.kv_distance import distance
 from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.template import template_of
-from service.prompt_kv.allocator import Extent
+from service.prompt_kv.arena import Extent
 from tests.service.kv_reuse.pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]

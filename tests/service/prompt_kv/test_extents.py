@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.prompt_kv.allocator import PAGE_BYTES, Extent, ExtentAllocator
+from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
 
 NUM_PAGES = 24
 

@@ -1,17 +1,21 @@
-"""The lease table against a model of every lease's deadline, on a clock set by the test."""
+"""The leases of handles against a model of every lease's deadline, on a clock set by the test."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from service.prompt_kv.leases import Leases
+from service.http.errors import KvGone
+from service.prompt_kv.handles import Handle, Handles
+from service.prompt_kv.settings import KvSettings
+from service.prompt_kv.slots import SlotTable
+from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA
 
-MAX_SECONDS = 60.0
+MAX_LEASE_SECONDS = 60.0
 MAX_LIFETIME_SECONDS = 150.0
 SECONDS = st.integers(1, 100).map(float)
 
 
-class Table(RuleBasedStateMachine):
+class LeaseMachine(RuleBasedStateMachine):
     """The model has, per lease, none, or its deadline and its latest possible deadline."""
 
     handles = Bundle("handles")
@@ -19,47 +23,54 @@ class Table(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
-        self.leases = Leases(
-            max_seconds=MAX_SECONDS,
-            max_lifetime_seconds=MAX_LIFETIME_SECONDS,
-            clock=lambda: self.now,
+        clock = self.clock
+        slots = SlotTable(CAPACITY_BYTES, grace_seconds=0.0, clock=clock)
+        kv_settings = KvSettings(
+            max_lease_seconds=MAX_LEASE_SECONDS, max_lifetime_seconds=MAX_LIFETIME_SECONDS
         )
-        self.held: set[str] = set()
-        self.deadlines: dict[str, tuple[float, float]] = {}
-        self.count = 0
+        self.table = Handles(slots, kv_settings, replica_id=REPLICA, clock=clock)
+        slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
+        assert slot is not None
+        slots.seal(slot, "etag")
+        slots.hold(slot)  # outlives its handles
+        self.slot = slot
+        self.held: set[Handle] = set()
+        self.deadlines: dict[Handle, tuple[float, float]] = {}
 
-    @rule(target=handles)
-    def hold(self) -> str:
-        self.count += 1
-        handle = f"h{self.count}"
-        self.leases.hold(handle)
+    def clock(self) -> float:
+        return self.now
+
+    @rule(target=handles, seconds=SECONDS)
+    def grant(self, seconds: float) -> Handle:
+        handle = self.table.grant("me", self.slot, seconds)
+        assert handle.lease_seconds == min(seconds, MAX_LEASE_SECONDS)
         self.held.add(handle)
         return handle
 
-    @rule(handle=handles, seconds=SECONDS)
-    def begin(self, handle: str, seconds: float) -> None:
-        self.leases.begin(handle, seconds)
+    @rule(handle=handles)
+    def start(self, handle: Handle) -> None:
+        handle.start_lease()
         if handle in self.held:
             self.held.remove(handle)
-            deadline = self.now + min(seconds, MAX_SECONDS)
+            deadline = self.now + handle.lease_seconds
             self.deadlines[handle] = (deadline, self.now + MAX_LIFETIME_SECONDS)
 
     @rule(handle=handles, seconds=SECONDS)
-    def renew(self, handle: str, seconds: float) -> None:
-        before = self.leases.remaining_seconds(handle)
-        left = self.leases.renew(handle, seconds)
+    def renew(self, handle: Handle, seconds: float) -> None:
+        before = handle.remaining_seconds
+        left = handle.renew(seconds)
         if not self.is_active(handle):
-            assert left is None, "nothing rises again"
+            assert left == 0, "an ended lease is never revived"
         elif handle in self.deadlines:
             deadline, last = self.deadlines[handle]
-            wanted = min(self.now + min(seconds, MAX_SECONDS), last)
+            wanted = min(self.now + min(seconds, MAX_LEASE_SECONDS), last)
             self.deadlines[handle] = (max(deadline, wanted), last)
             assert left == self.deadlines[handle][0] - self.now
-            assert before is not None and left >= before, "never shortened"
+            assert left >= before, "never shortened"
 
     @rule(handle=handles)
-    def end(self, handle: str) -> None:
-        self.leases.end(handle)
+    def release(self, handle: Handle) -> None:
+        self.table.release(handle.id, "me")
         self.held.discard(handle)
         self.deadlines.pop(handle, None)
 
@@ -69,22 +80,32 @@ class Table(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        expired = self.leases.expired()
-        assert set(expired) == {h for h in self.deadlines if not self.is_active(h)}
-        for handle in expired:
-            self.end(handle)
+        self.table.sweep()
+        self.deadlines = {h: known for h, known in self.deadlines.items() if self.is_active(h)}
+        assert set(self.table) == self.held | set(self.deadlines)
 
     @invariant()
-    def everybody_alive_is_known_to_be(self) -> None:
-        assert len(self.leases) == len(self.held) + len(self.deadlines)
+    def exactly_the_active_leases_are_active(self) -> None:
         for handle in [*self.held, *self.deadlines]:
-            assert self.leases.is_active(handle) == self.is_active(handle)
+            assert handle.is_active == self.is_active(handle)
 
-    def is_active(self, handle: str) -> bool:
+    def is_active(self, handle: Handle) -> bool:
         return handle in self.held or self.deadlines.get(handle, (0.0, 0.0))[0] > self.now
 
+    @rule(handle=handles)
+    def get(self, handle: Handle) -> None:
+        if self.is_active(handle):
+            assert self.table.get(handle.id, "me") is handle
+            return
+        try:
+            self.table.get(handle.id, "me")
+        except KvGone:
+            self.deadlines.pop(handle, None)
+        else:
+            raise AssertionError("an ended lease is readable")
 
-Table.TestCase.settings = settings(
+
+LeaseMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
-TestTable = Table.TestCase
+TestLeases = LeaseMachine.TestCase

@@ -1,6 +1,6 @@
 import pytest
 
-from service.prompt_kv.rate_limit import (
+from service.prompt_kv.bandwidth import (
     BURST_SECONDS,
     LEAST_PIECE_BYTES,
     PIECE_BYTES,

@@ -118,10 +118,10 @@ async def test_cancelled_transfer_has_ended_when_it_returns() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     slots, handles, held = sealed(Clock())
-    handles.begin(held)
-    with theirs, handles.reading(held) as reading:
+    held.start_lease()
+    with theirs, handles.pinned(held) as pin:
         data = memoryview(bytes(2**24))
-        work = asyncio.create_task(socket_sender.send(ours, data, owner="me", reading=reading))
+        work = asyncio.create_task(socket_sender.send(ours, data, owner="me", pin=pin))
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):

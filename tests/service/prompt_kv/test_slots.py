@@ -9,16 +9,17 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from service.cluster.ids import new_replica_id
 from service.http.errors import KvGone, KvNotFound
-from service.prompt_kv.allocator import PAGE_BYTES
+from service.prompt_kv.arena import PAGE_BYTES
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.leases import Leases
+from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
 
 LAYOUTS = LayoutFactory("fake", FORMAT)
 CAPACITY_BYTES = 40 * PAGE_BYTES
 GRACE_SECONDS = 5.0
+SETTINGS = KvSettings(max_lease_seconds=60.0, max_lifetime_seconds=600.0)
 REPLICA = new_replica_id()
 
 
@@ -33,8 +34,7 @@ class Books(RuleBasedStateMachine):
         self.now = 0.0
         clock = self.clock
         self.table = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
-        self.leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
-        self.named = Handles(self.table, self.leases, replica_id=REPLICA)
+        self.named = Handles(self.table, SETTINGS, replica_id=REPLICA, clock=clock)
         self.is_active: set[Handle] = set()
         self.readings: list[tuple[Handle, Any]] = []
         self.until: dict[Handle, float] = {}
@@ -65,14 +65,14 @@ class Books(RuleBasedStateMachine):
     @rule(slot=slots)
     def discard(self, slot: Slot | None) -> None:
         if slot is not None and slot.state is SlotState.RESERVED:
-            self.table.discard(slot, settled=False)
+            self.table.discard(slot, is_writable=True)
             assert self.table.num_bytes(SlotState.QUARANTINED) >= slot.extent.num_bytes
-            self.table.settled(slot)
+            self.table.allow_reuse(slot)
 
     @rule(handle=handles)
-    def begin(self, handle: Handle | None) -> None:
+    def start_lease(self, handle: Handle | None) -> None:
         if handle is not None:
-            self.named.begin(handle)
+            handle.start_lease()
 
     @rule(handle=handles)
     def release(self, handle: Handle | None) -> None:
@@ -84,7 +84,7 @@ class Books(RuleBasedStateMachine):
     def read(self, handle: Handle | None) -> None:
         if handle is None or handle not in self.is_active:
             return
-        reading = self.named.reading(self.named.get(handle.id, "me"))
+        reading = self.named.pinned(self.named.get(handle.id, "me"))
         reading.__enter__()
         self.readings.append((handle, reading))
         self.note_deadlines()
@@ -101,7 +101,7 @@ class Books(RuleBasedStateMachine):
         self.now += seconds
         self.note_deadlines()
         self.named.sweep()
-        self.is_active = {handle for handle in self.is_active if self.leases.is_active(handle.id)}
+        self.is_active = {handle for handle in self.is_active if handle.is_active}
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -112,8 +112,8 @@ class Books(RuleBasedStateMachine):
     def note_deadlines(self) -> None:
         """Records deadlines: a read lasts at most until the last known deadline of its handle."""
         for handle in self.is_active:
-            if (deadline := self.leases.deadline(handle.id)) is not None:
-                self.until[handle] = deadline
+            if handle.is_active:
+                self.until[handle] = handle.deadline
 
     @invariant()
     def what_is_read_or_held_is_not_free(self) -> None:
@@ -164,8 +164,7 @@ class Clock:
 
 def sealed(clock: Clock) -> tuple[SlotTable, Handles, Handle]:
     slots = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
-    leases = Leases(max_seconds=60.0, max_lifetime_seconds=600.0, clock=clock)
-    handles = Handles(slots, leases, replica_id=REPLICA)
+    handles = Handles(slots, SETTINGS, replica_id=REPLICA, clock=clock)
     slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
     assert slot is not None
     slots.seal(slot, "etag")
@@ -175,7 +174,7 @@ def sealed(clock: Clock) -> tuple[SlotTable, Handles, Handle]:
 def test_bytes_stay_untouched_for_a_while_after_their_lease_expired() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
-    handles.begin(handle)
+    handle.start_lease()
     clock.now = 30.0
     handles.sweep()
     with pytest.raises(KvGone):
@@ -196,17 +195,17 @@ def test_released_bytes_are_free_at_once() -> None:
 def test_read_keeps_the_bytes_until_the_lease_ends() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
-    handles.begin(handle)
-    with handles.reading(handle) as reading:
+    handle.start_lease()
+    with handles.pinned(handle) as pin:
         clock.now = 29.0
         handles.release(handle.id, "me")
-        with reading.turn() as is_leased:
+        with pin.turn() as is_leased:
             assert is_leased
         assert slots.free_bytes < CAPACITY_BYTES
         clock.now = 30.0
         handles.sweep()
         assert slots.free_bytes == CAPACITY_BYTES
-        with reading.turn() as is_leased:
+        with pin.turn() as is_leased:
             assert not is_leased
         slots.check()
 
@@ -214,9 +213,9 @@ def test_read_keeps_the_bytes_until_the_lease_ends() -> None:
 def test_started_turn_keeps_the_bytes_until_its_end() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
-    handles.begin(handle)
-    with handles.reading(handle) as reading:
-        with reading.turn():
+    handle.start_lease()
+    with handles.pinned(handle) as pin:
+        with pin.turn():
             clock.now = 1000.0
             handles.sweep()
             clock.now = 2000.0

@@ -1,6 +1,6 @@
 import asyncio
 
-from service.prompt_kv.turns import Turns
+from service.prompt_kv.bandwidth import Turns
 
 
 class Takers:

@@ -8,7 +8,7 @@ start; rollouts continue without it. Not thread-safe: all methods run on one eve
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +17,10 @@ from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
-from service.prompt_kv.export_manager import ExportManager
-from service.prompt_kv.export_request import ExportRequest
+from service.prompt_kv.exports import Export, ExportManager
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.leases import Leases
-from service.prompt_kv.nixl_process import NixlAgentProcess
+from service.prompt_kv.nixl import NixlAgentProcess
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
@@ -60,11 +58,6 @@ class PromptKvManager:
         self._exports: ExportManager | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
-        self._leases = Leases(
-            max_seconds=settings.max_lease_seconds,
-            max_lifetime_seconds=settings.max_lifetime_seconds,
-            clock=clock,
-        )
         self._clock = clock
         self._create_tables(0)
 
@@ -119,31 +112,20 @@ class PromptKvManager:
         self._check_open()
         self.handles.release(handle_id, owner)
 
-    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> ExportRequest:
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
         if self.reason is not None or self._exports is None:
-            export = ExportRequest(owner=owner, lease_seconds=lease_seconds, reason=self.reason)
-            export.ended.set()
+            export = Export(owner=owner, lease_seconds=lease_seconds)
+            export.refuse(self.reason)
             return export
         return self._exports.begin(owner, prompt, lease_seconds)
 
-    async def finish(self, export: ExportRequest) -> None:
-        if export.pending is not None and self._exports is not None:
+    async def finish(self, export: Export) -> None:
+        if self._exports is not None:
             await self._exports.finish(export)
 
-    def abandon(self, export: ExportRequest) -> None:
+    def abandon(self, export: Export) -> None:
         if self._exports is not None:
             self._exports.abandon(export)
-
-    def drop(self, export: ExportRequest) -> None:
-        """Release the handle of an export, if it has one."""
-        if export.handle is not None:
-            self.handles.end(export.handle)
-
-    def start_leases(self, exports: Iterable[ExportRequest]) -> None:
-        """Start the leases of exports whose rollout has ended and whose caller gets the handles."""
-        for export in exports:
-            if export.handle is not None:
-                self.handles.begin(export.handle)
 
     async def before_weights_update(self) -> None:
         if self._exports is not None:
@@ -190,7 +172,7 @@ class PromptKvManager:
 
     def layout(self, handle: Handle) -> KvLayout:
         layout, kv_format = handle.slot.layout, handle.slot.layout.format
-        known = self.answer(handle, lease_seconds=self.handles.remaining_seconds(handle))
+        known = self.answer(handle, lease_seconds=handle.remaining_seconds)
         return KvLayout(
             **known.model_dump(),
             model=layout.model,
@@ -206,7 +188,7 @@ class PromptKvManager:
         )
 
     def file(self, handle: Handle) -> memoryview:
-        """Bytes of the handle's file. Read them only inside `handles.reading`."""
+        """Bytes of the handle's file. Read them only inside `handles.pinned`."""
         if self.arena is None:
             raise KvNotFound()
         start = handle.slot.file_offset
@@ -236,7 +218,9 @@ class PromptKvManager:
         self._slots = SlotTable(
             capacity_bytes, grace_seconds=self._settings.grace_seconds, clock=self._clock
         )
-        self.handles = Handles(self._slots, self._leases, replica_id=self._replica_id)
+        self.handles = Handles(
+            self._slots, self._settings, replica_id=self._replica_id, clock=self._clock
+        )
 
     async def _maintain(self) -> None:
         while True:

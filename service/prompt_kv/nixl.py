@@ -6,12 +6,17 @@ environment variables. A crash in UCX does not affect the server.
 """
 
 import asyncio
+import base64
 import logging
+import mmap
 import os
+import secrets
 import sys
 from asyncio.subprocess import PIPE
 
-from coppice.prompt_kv.nixl_agent import installed
+import numpy as np
+
+from coppice.prompt_kv.nixl_agent import Agent, installed
 from coppice.wire.kv import KvAgent
 from service.prompt_kv.arena import Arena
 
@@ -48,7 +53,7 @@ class NixlAgentProcess:
 
     async def _run_process(self) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
+            *(sys.executable, "-m", "service.prompt_kv.nixl"),
             *(str(self._arena.path), str(self._arena.num_bytes)),
             stdin=PIPE,  # the agent exits when this pipe is closed
             stdout=PIPE,
@@ -71,3 +76,23 @@ def agent_environment() -> dict[str, str]:
         name: value for name, value in os.environ.items() if name.startswith(PASSED_ENV_PREFIXES)
     }
     return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def main(path: str, num_bytes: int) -> None:
+    # UCX and NIXL log to standard output, so file descriptor 1 is redirected to standard error.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # RDMA NICs register only writable memory, although readers must not write.
+    with open(path, "r+b") as file:
+        arena = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+    name = f"coppice-{secrets.token_hex(8)}"
+    agent = Agent(name, is_owner=True)
+    agent.register(arena.ctypes.data, num_bytes)
+    metadata = base64.b64encode(agent.metadata).decode()
+    known = KvAgent(agent=name, address=arena.ctypes.data, metadata=metadata)
+    print(known.model_dump_json(), file=answers, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.wire.kv import KvReason
@@ -22,10 +23,8 @@ from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol import Engine
 from service.prompt_kv.arena import Arena
-from service.prompt_kv.checksums import checksums, etag
-from service.prompt_kv.export_request import ExportRequest, PendingWrite
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.layout import Layout, LayoutFactory
+from service.prompt_kv.handles import Handle, Handles
+from service.prompt_kv.layout import Layout, LayoutFactory, checksums, etag
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 
 POLL_SECONDS = 0.005
@@ -35,8 +34,40 @@ MAX_POLL_SHARE = 0.05
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Export:
+    """Export of one prompt, or of one path in a tree, for one group.
+
+    `export_slot` is attached to the engine request that writes `slot`; it is None if another group
+    writes it. Once `ended` is set, `handle` or `reason` is set.
+    """
+
+    owner: str
+    lease_seconds: float
+    slot: Slot | None = None
+    export_slot: ExportSlot | None = None
+    handle: Handle | None = None
+    reason: KvReason | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_writer(self) -> bool:
+        return self.export_slot is not None
+
+    def grant(self, handle: Handle) -> None:
+        self.handle = handle
+        self.ended.set()
+
+    def refuse(self, reason: KvReason | None) -> None:
+        self.reason = reason
+        self.ended.set()
+
+
 class ExportManager:
-    """Owner of the pending exports. `run` must be running as a task."""
+    """Owner of the slots being written and of the exports that wait for them.
+
+    `run` must be running as a task.
+    """
 
     def __init__(
         self,
@@ -58,55 +89,56 @@ class ExportManager:
         self._active_version = active_version
         self._num_ranks = engine.info.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
-        self._pending: dict[Slot, PendingWrite] = {}
+        self._pending: dict[Slot, list[Export]] = {}
+        self._sealing: set[Slot] = set()
         self._has_pending = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> ExportRequest:
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
         """Start an export; call it before the prompt is submitted to the engine.
 
         `after_weights_update` covers an activation between this call and the submission.
         """
-        export = ExportRequest(owner=owner, lease_seconds=lease_seconds)
+        export = Export(owner=owner, lease_seconds=lease_seconds)
         if len(prompt) < 2:
-            self._refuse(export, "prompt_too_short")
+            export.refuse("prompt_too_short")
             return export
         layout = self._layouts.of(prompt[:-1], self._active_version())
         slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
         if slot is None:
             self._reserve(export, layout)
         elif slot.state is SlotState.RESERVED:
-            export.pending = self._pending[slot]
-            export.pending.exports.append(export)
+            export.slot = slot
+            self._pending[slot].append(export)
         else:
             self._grant(export, slot)
         return export
 
-    async def finish(self, export: ExportRequest) -> None:
+    async def finish(self, export: Export) -> None:
         """End the export of a group that has ended; `export.ended` is set on return."""
-        pending = export.pending
-        if pending is not None and export.export_slot is not None:
-            await asyncio.shield(self._spawn(self._finish_write(pending), pending))
-        if pending is not None and not (pending.is_sealing or pending.is_done):
+        slot = export.slot
+        if slot is not None and export.is_writer:
+            await asyncio.shield(self._spawn(self._finish_write(slot), slot))
+        if slot is not None and self._is_unwritten(slot):
             # Another group writes the slot and may take long, so this group does not wait.
-            pending.exports.remove(export)
-            self._refuse(export, "not_written")
+            self._pending[slot].remove(export)
+            export.refuse("not_written")
         await export.ended.wait()
 
-    def abandon(self, export: ExportRequest) -> None:
+    def abandon(self, export: Export) -> None:
         """End the export of an aborted group, including a write that other groups share."""
-        pending = export.pending
-        if pending is None or export.ended.is_set():
+        slot = export.slot
+        if slot is None or export.ended.is_set():
             return
-        pending.exports.remove(export)
-        self._refuse(export, "not_written")
-        if export.export_slot is not None:
-            self._spawn(self._finish_write(pending), pending)
+        self._pending[slot].remove(export)
+        export.refuse("not_written")
+        if export.is_writer:
+            self._spawn(self._finish_write(slot), slot)
 
     def poll(self) -> None:
-        """Check the status words of every pending export once."""
-        for pending in list(self._pending.values()):
-            self._poll_one(pending)
+        """Check the status words of every slot being written once."""
+        for slot in list(self._pending):
+            self._poll_one(slot)
 
     async def before_weights_update(self) -> None:
         """Flush and poll while the engine is paused: KV committed now is of the old weights."""
@@ -119,12 +151,12 @@ class ExportManager:
 
         Their KV is prefilled under the new weights only, or the engine reports `MIXED_VERSION`.
         """
-        for pending in self._pending.values():
-            if not pending.is_sealing:
-                self._slots.relabel(pending.slot, version)
+        for slot in self._pending:
+            if slot not in self._sealing:
+                self._slots.relabel(slot, version)
 
     async def run(self) -> None:
-        """Poll while exports are pending."""
+        """Poll while slots are being written."""
         while True:
             await self._has_pending.wait()
             began = time.monotonic()
@@ -140,13 +172,14 @@ class ExportManager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _reserve(self, export: ExportRequest, layout: Layout) -> None:
+    def _reserve(self, export: Export, layout: Layout) -> None:
         slot = self._slots.reserve(export.owner, layout)
         if slot is None:
-            self._refuse(export, "arena_full")
+            export.refuse("arena_full")
             return
         self._words.pack_into(self._arena.view, slot.status_offset, *[0] * self._num_ranks)
-        export.pending = self._pending[slot] = PendingWrite(slot=slot, exports=[export])
+        self._pending[slot] = [export]
+        export.slot = slot
         export.export_slot = ExportSlot(
             arena=self._arena.path,
             offset=slot.data_offset,
@@ -155,98 +188,89 @@ class ExportManager:
         )
         self._has_pending.set()
 
-    def _poll_one(self, pending: PendingWrite) -> None:
-        if pending.is_sealing or pending.is_done:
-            return
-        words = self._words.unpack_from(self._arena.view, pending.slot.status_offset)
-        if ExportStatus.FAILED in words:
-            self._fail(pending, "export_failed")
-        elif ExportStatus.MIXED_VERSION in words:
-            self._fail(pending, "mixed_version")
-        elif all(status == ExportStatus.COMMITTED for status in words):
-            pending.is_sealing = True
-            self._spawn(self._seal(pending), pending)
+    def _grant(self, export: Export, slot: Slot) -> None:
+        export.grant(self._handles.grant(export.owner, slot, export.lease_seconds))
 
-    async def _finish_write(self, pending: PendingWrite) -> None:
+    def _is_unwritten(self, slot: Slot) -> bool:
+        return slot in self._pending and slot not in self._sealing
+
+    def _poll_one(self, slot: Slot) -> None:
+        if not self._is_unwritten(slot):
+            return
+        words = self._words.unpack_from(self._arena.view, slot.status_offset)
+        if ExportStatus.FAILED in words:
+            self._fail(slot, "export_failed")
+        elif ExportStatus.MIXED_VERSION in words:
+            self._fail(slot, "mixed_version")
+        elif all(status == ExportStatus.COMMITTED for status in words):
+            self._sealing.add(slot)
+            self._spawn(self._seal(slot), slot)
+
+    async def _finish_write(self, slot: Slot) -> None:
         """Seal or fail a slot whose writing request has ended.
 
         After a flush of the engine's exports no more data can arrive.
         """
-        self._poll_one(pending)
-        if pending.is_sealing or pending.is_done:
+        self._poll_one(slot)
+        if not self._is_unwritten(slot):
             return
         await self._engine.flush_exports()
-        self._poll_one(pending)
-        if not (pending.is_sealing or pending.is_done):
-            self._fail(pending, "not_written")
+        self._poll_one(slot)
+        if self._is_unwritten(slot):
+            self._fail(slot, "not_written")
 
-    async def _seal(self, pending: PendingWrite) -> None:
-        slot, layout, view = pending.slot, pending.slot.layout, self._arena.view
+    async def _seal(self, slot: Slot) -> None:
+        layout, view = slot.layout, self._arena.view
         data = view[slot.data_offset : slot.data_offset + layout.data_bytes]
         loop = asyncio.get_running_loop()
         sums = await loop.run_in_executor(self._hasher, checksums, layout, data)
         header = layout.header(sums)
         view[slot.file_offset : slot.data_offset] = header
         self._slots.seal(slot, etag(header))
-        self._remove_pending(pending)
-        for export in pending.exports:
+        for export in self._remove_pending(slot):
             self._grant(export, slot)
         if not slot.num_handles:
             self._slots.discard(slot)
 
-    def _fail(self, pending: PendingWrite, reason: KvReason) -> None:
-        """Fail the exports of a slot and quarantine it.
+    def _fail(self, slot: Slot, reason: KvReason) -> None:
+        """Fail the exports of a slot and free it once the engine's exports are flushed.
 
-        Other ranks may still write to it until the engine's exports are flushed.
+        Until then other ranks may still write to it.
         """
-        self._slots.discard(pending.slot, settled=False)
-        self._remove_pending(pending)
-        for export in pending.exports:
-            self._refuse(export, reason)
-        self._spawn(self._free(pending.slot), pending)
+        self._refuse_all(slot, reason)
+        self._spawn(self._free(slot), slot)
 
     async def _free(self, slot: Slot) -> None:
         await self._engine.flush_exports()
-        self._slots.settled(slot)
+        self._slots.allow_reuse(slot)
 
-    def _remove_pending(self, pending: PendingWrite) -> None:
-        pending.is_done = True
-        del self._pending[pending.slot]
+    def _refuse_all(self, slot: Slot, reason: KvReason) -> None:
+        """Refuse the exports of a slot and quarantine it, because it may still be written."""
+        self._slots.discard(slot, is_writable=True)
+        for export in self._remove_pending(slot):
+            export.refuse(reason)
 
-    def _grant(self, export: ExportRequest, slot: Slot) -> None:
-        export.handle = self._handles.grant(export.owner, slot, export.lease_seconds)
-        export.ended.set()
+    def _remove_pending(self, slot: Slot) -> list[Export]:
+        self._sealing.discard(slot)
+        return self._pending.pop(slot)
 
-    def _refuse(self, export: ExportRequest, reason: KvReason) -> None:
-        export.reason = reason
-        export.ended.set()
-
-    def _spawn(
-        self, work: Coroutine[Any, Any, None], pending: PendingWrite
-    ) -> "asyncio.Task[None]":
-        task = asyncio.create_task(self._run_safely(work, pending))
+    def _spawn(self, work: Coroutine[Any, Any, None], slot: Slot) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._run_safely(work, slot))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _run_safely(self, work: Coroutine[Any, Any, None], pending: PendingWrite) -> None:
-        """Run `work` so that its exceptions fail the export but never a rollout.
-
-        The slot may still be written, so it stays quarantined.
-        """
+    async def _run_safely(self, work: Coroutine[Any, Any, None], slot: Slot) -> None:
+        """Run `work` so that its exceptions fail the export but never a rollout."""
         try:
             await work
         except EngineError:
-            log.warning("the engine is gone in the middle of an export")
-            self._fail_internally(pending)
+            log.warning("prompt KV export failed: the engine is not running")
+            self._fail_internally(slot)
         except Exception:
-            log.exception("export failed")
-            self._fail_internally(pending)
+            log.exception("prompt KV export failed")
+            self._fail_internally(slot)
 
-    def _fail_internally(self, pending: PendingWrite) -> None:
-        if pending.is_done:
-            return
-        self._slots.discard(pending.slot, settled=False)
-        self._remove_pending(pending)
-        for export in pending.exports:
-            self._refuse(export, "internal")
+    def _fail_internally(self, slot: Slot) -> None:
+        if slot in self._pending:
+            self._refuse_all(slot, "internal")

@@ -1,13 +1,19 @@
-"""KV exports of one group: of its prompt, and of the tree paths that are continued."""
+"""KV exports of one group: of its prompt, and of the tree paths that are continued.
+
+A group's export ends with a handle, whose lease starts once the rollout has ended:
+`GroupKvExports` -> `Export` -> `Handle`, which holds a `Slot` of the arena.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from coppice.wire.kv import KvHandle, KvReason
+from coppice.wire.rollouts import GroupAnswer
 from engine.kv_types import ExportSlot
-from service.prompt_kv.export_request import ExportRequest
-from service.prompt_kv.prompt_kv import PromptKvManager
+from service.prompt_kv.exports import Export
+from service.prompt_kv.manager import PromptKvManager
 
 
 class KvState(NamedTuple):
@@ -19,6 +25,33 @@ class KvState(NamedTuple):
 
 NOT_CONTINUED = KvState(None, "not_continued")
 OnExport = Callable[[str | None, KvState], None]
+
+
+@asynccontextmanager
+async def exporting_group(
+    prompt_kv: PromptKvManager,
+    owner: str,
+    lease_seconds: float | None,
+    token_ids: Sequence[int],
+    on_export: OnExport,
+) -> AsyncIterator["GroupKvExports | None"]:
+    """Context manager that begins a group's exports and finishes them on exit.
+
+    Enter it before the first engine request of the group, exit it after the last. Exports that the
+    engine has not written by then end without a handle. Without `lease_seconds` there are none.
+    """
+    if lease_seconds is None:
+        yield None
+        return
+    async with asyncio.TaskGroup() as tasks:
+        exports = GroupKvExports(prompt_kv, owner, lease_seconds, tasks=tasks, on_export=on_export)
+        exports.begin(token_ids)
+        try:
+            yield exports
+            await exports.finish()
+        except BaseException:
+            exports.abandon()
+            raise
 
 
 class GroupKvExports:
@@ -43,7 +76,7 @@ class GroupKvExports:
         self._lease_seconds = lease_seconds
         self._tasks = tasks
         self._on_export = on_export
-        self._exports: dict[str | None, ExportRequest] = {}
+        self._exports: dict[str | None, Export] = {}
         self._dropped: set[str] = set()
 
     def begin(self, token_ids: Sequence[int], segment: str | None = None) -> ExportSlot | None:
@@ -54,7 +87,7 @@ class GroupKvExports:
         assert segment not in self._exports, "a path is exported once"
         export = self._prompt_kv.begin(self._owner, token_ids, self._lease_seconds)
         self._exports[segment] = export
-        self._tasks.create_task(self._report_when_done(segment, export))
+        self._tasks.create_task(self._report_when_ended(segment, export))
         return export.export_slot
 
     @property
@@ -64,20 +97,20 @@ class GroupKvExports:
     def on_writer_ended(self, segment: str | None) -> None:
         """Finish the export of a request that has left the engine and can write no more."""
         export = self._exports.get(segment)
-        if export is not None and export.export_slot is not None and not export.ended.is_set():
+        if export is not None and export.is_writer and not export.ended.is_set():
             self._tasks.create_task(self._prompt_kv.finish(export))
 
     def drop(self, segments: Iterable[str]) -> None:
-        """Drop the exports of paths that nobody will read.
+        """Release the handles of paths that nobody will read.
 
-        The writing request may not have reached the engine yet, so an export that has not ended is
-        dropped once it ends.
+        The writing request may not have reached the engine yet, so the handle of an export that has
+        not ended is released once it ends.
         """
         for segment in segments:
             self._dropped.add(segment)
             export = self._exports.get(segment)
             if export is not None:
-                self._prompt_kv.drop(export)
+                self._release(export)
 
     async def finish(self) -> None:
         """Finish all exports after all requests have left the engine.
@@ -85,7 +118,7 @@ class GroupKvExports:
         Exports that write are finished first, because others may share their slots.
         """
         for writes in (True, False):
-            exports = [e for e in self._exports.values() if (e.export_slot is not None) is writes]
+            exports = [e for e in self._exports.values() if e.is_writer is writes]
             pending = [export for export in exports if not export.ended.is_set()]
             await asyncio.gather(*map(self._prompt_kv.finish, pending))
 
@@ -96,7 +129,9 @@ class GroupKvExports:
 
     def start_leases(self) -> None:
         """Start the leases. Call it when the rollout has ended and its caller gets the handles."""
-        self._prompt_kv.start_leases(self._exports.values())
+        for export in self._exports.values():
+            if export.handle is not None:
+                export.handle.start_lease()
 
     def state(self, segment: str | None) -> KvState:
         """KV fields of an export that has ended; `NOT_CONTINUED` if there was none."""
@@ -106,9 +141,21 @@ class GroupKvExports:
         handle = None if export.handle is None else self._prompt_kv.answer(export.handle)
         return KvState(handle, export.reason)
 
-    async def _report_when_done(self, segment: str | None, export: ExportRequest) -> None:
+    def with_kv(self, answer: GroupAnswer) -> GroupAnswer:
+        """The group's answer with the KV fields of its prompt and its segments."""
+        segments = answer.segments and [
+            segment.model_copy(update=self.state(segment.id)._asdict())
+            for segment in answer.segments
+        ]
+        return answer.model_copy(update={**self.state(None)._asdict(), "segments": segments})
+
+    async def _report_when_ended(self, segment: str | None, export: Export) -> None:
         await export.ended.wait()
         if segment in self._dropped:
-            self._prompt_kv.drop(export)
+            self._release(export)
         else:
             self._on_export(segment, self.state(segment))
+
+    def _release(self, export: Export) -> None:
+        if export.handle is not None:
+            self._prompt_kv.handles.end(export.handle)
