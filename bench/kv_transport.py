@@ -25,7 +25,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
-from coppice.prompt_kv.nixl_agent import installed
+from coppice.prompt_kv.nixl import installed
 from engine.settings import EngineSettings
 from tests.invariants.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
 from tests.invariants.kv_server import BYTES_PER_TOKEN, kv_server

@@ -97,7 +97,7 @@ class Server:
         self.socket_sender = SocketSender(
             settings.kv,
             on_sent=self.metrics.kv_sent_bytes.inc,
-            ended=lambda outcome: self.metrics.kv_transfers_ended.labels(outcome).inc(),
+            on_ended=lambda outcome: self.metrics.kv_transfers_ended.labels(outcome).inc(),
         )
         self.adapters = AdapterManager(
             engine,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from coppice.prompt_kv.nixl_agent import installed
+from coppice.prompt_kv.nixl import installed
 
 needs_nixl = pytest.mark.skipif(not installed(), reason="NIXL is not installed")
 PATIENCE_SECONDS = 60.0

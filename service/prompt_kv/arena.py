@@ -1,4 +1,4 @@
-"""Shared-memory arena for prompt KV: one preallocated file with a random name.
+"""Shared-memory arena for prompt KV, one preallocated file with a random name, and its allocator.
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
 the same host may map it as well. Touching a page of a sparse file on a full mount raises SIGBUS,
@@ -20,8 +20,6 @@ from pathlib import Path
 from engine.runtime.file_ownership import acquire_lock, try_acquire
 
 PAGE_BYTES = 4096
-
-
 """Page size: the granularity of mmap offsets, so that every slot can be mapped on its own."""
 PREFIX = "coppice-kv-"
 MIN_BYTES = 2**20
@@ -45,7 +43,7 @@ class Extent:
 
 
 class ExtentAllocator:
-    """Free list over `capacity_bytes`. Every byte is either free or allocated, never both."""
+    """First-fit allocator of whole pages of an arena. Every byte is either free or allocated."""
 
     def __init__(self, capacity_bytes: int) -> None:
         assert capacity_bytes % PAGE_BYTES == 0, "an arena is made of whole pages"
@@ -75,7 +73,7 @@ class ExtentAllocator:
         return None
 
     def release(self, extent: Extent) -> None:
-        assert extent in self._taken, "given back twice, or never taken"
+        assert extent in self._taken, "the extent is not allocated"
         self._taken.remove(extent)
         insort(self._free, extent)
         at = self._free.index(extent)
@@ -88,9 +86,9 @@ class ExtentAllocator:
         for extent in sorted([*self._free, *self._taken]):
             assert extent.start == end < extent.end, "extents overlap or leave a hole"
             end = extent.end
-        assert end == self.capacity_bytes, "bytes are missing"
+        assert end == self.capacity_bytes, "extents do not reach the end"
         pairs = zip(self._free, self._free[1:], strict=False)
-        assert all(left.end < right.start for left, right in pairs), "two gaps touch"
+        assert all(left.end < right.start for left, right in pairs), "adjacent free extents"
 
     def _merge_with_next(self, index: int) -> None:
         """Merge the free extent at `index` with its successor if the two are adjacent."""
@@ -138,16 +136,16 @@ class Arena:
             )
             path, file = _create_file(directory)
         except OSError as error:
-            log.warning("no shared memory for prompt KV: %s", error.strerror)
+            log.warning("prompt KV is disabled: no shared memory: %s", error.strerror)
             return None
         num_bytes = _allocate(file, num_bytes)
         if num_bytes < MIN_BYTES:
-            log.warning("too little shared memory for prompt KV")
+            log.warning("prompt KV is disabled: too little shared memory")
             os.close(file)
             path.unlink()
             return None
         if num_bytes < _round_down_to_pages(wanted_bytes):
-            log.warning("prompt KV has only %d bytes of shared memory", num_bytes)
+            log.warning("prompt KV is limited to %d bytes of shared memory", num_bytes)
         return cls(path, file, num_bytes)
 
     def close(self) -> None:
@@ -158,13 +156,13 @@ class Arena:
 
 def remove_stale_arenas(directory: Path) -> list[str]:
     """Remove the arenas of dead servers and return their file names."""
-    swept = []
+    removed = []
     for file in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError), try_acquire(file) as is_left:  # OSError: its owner removed it
-            if is_left and file.stat().st_uid == os.getuid():
+        with suppress(OSError), try_acquire(file) as is_stale:  # OSError: its owner removed it
+            if is_stale and file.stat().st_uid == os.getuid():
                 file.unlink()
-                swept.append(file.name)
-    return swept
+                removed.append(file.name)
+    return removed
 
 
 def _create_file(directory: Path) -> tuple[Path, int]:
@@ -187,7 +185,7 @@ def _allocate(file: int, num_bytes: int) -> int:
             return num_bytes
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                log.warning("shared memory cannot be allocated: %s", error.strerror)
+                log.warning("cannot allocate shared memory: %s", error.strerror)
                 return 0
         os.ftruncate(file, 0)
         num_bytes = _round_down_to_pages(num_bytes // 2)

@@ -1,4 +1,4 @@
-"""Bandwidth limits: a maximum over all sender threads and a minimum per reader."""
+"""Shares of downloads: bandwidth limits, and turns of the sender threads between API keys."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 BURST_SECONDS = 0.02
 PIECE_BYTES = 2**20
 PIECE_SECONDS = 0.1
-LEAST_PIECE_BYTES = 2**12
+MIN_PIECE_BYTES = 2**12
 
 
 class RateLimiter:
@@ -35,8 +35,8 @@ class RateLimiter:
         # Smaller pieces at low rates bound the sleep after a piece to about PIECE_SECONDS.
         self.piece_bytes = PIECE_BYTES
         if bytes_per_second is not None:
-            worth = int(bytes_per_second * PIECE_SECONDS)
-            self.piece_bytes = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, worth))
+            limit = int(bytes_per_second * PIECE_SECONDS)
+            self.piece_bytes = min(PIECE_BYTES, max(MIN_PIECE_BYTES, limit))
 
     def acquire(self, num_bytes: int) -> None:
         if self._bytes_per_second is None:
@@ -54,29 +54,29 @@ class ReaderRate:
     """Throughput of one reader over the time that the server waits for its socket.
 
     Only that time counts, so waits for `RateLimiter` or for other readers do not make a reader
-    slow. `too_slow` is set once the reader falls below the minimum rate over one window.
+    slow. `is_too_slow` is set once the reader falls below the minimum rate over one window.
     """
 
     def __init__(self, min_bytes_per_second: float, window_seconds: float) -> None:
-        self._least_bytes = min_bytes_per_second * window_seconds
+        self._min_bytes = min_bytes_per_second * window_seconds
         self._window_seconds = window_seconds
         self._waited_seconds = 0.0
-        self._taken_bytes = 0
-        self.too_slow = False
+        self._sent_bytes = 0
+        self.is_too_slow = False
 
     @property
     def seconds_left(self) -> float:
         """Remaining seconds of waiting in the current window."""
         return self._window_seconds - self._waited_seconds
 
-    def took(self, num_bytes: int) -> None:
-        self._taken_bytes += num_bytes
+    def on_sent(self, num_bytes: int) -> None:
+        self._sent_bytes += num_bytes
 
-    def waited(self, seconds: float) -> None:
+    def on_waited(self, seconds: float) -> None:
         self._waited_seconds += seconds
         if self._waited_seconds >= self._window_seconds:
-            self.too_slow = self.too_slow or self._taken_bytes < self._least_bytes
-            self._waited_seconds, self._taken_bytes = 0.0, 0
+            self.is_too_slow = self.is_too_slow or self._sent_bytes < self._min_bytes
+            self._waited_seconds, self._sent_bytes = 0.0, 0
 
 
 class Turns:
@@ -131,9 +131,9 @@ class Turns:
                 self._held[key] += 1
                 turn.set_result(None)
 
-    def _forget(self, key: str, clamp_seconds: asyncio.Future[None]) -> None:
+    def _forget(self, key: str, turn: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key)
-        if waiting is not None and clamp_seconds in waiting:
-            waiting.remove(clamp_seconds)
+        if waiting is not None and turn in waiting:
+            waiting.remove(turn)
             if not waiting:
                 del self._waiting[key]

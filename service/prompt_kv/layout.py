@@ -6,6 +6,9 @@
 
 The header has the same length in every slot of a server: a slot is reserved before the checksums
 are known, and the weights version may change while a prompt is queued.
+
+Checksums are valid for every transport. They detect torn reads and reused memory, not forgery. xxh3
+runs at memory bandwidth; zlib's crc32 would double the time of a fetch.
 """
 
 import hashlib
@@ -131,7 +134,7 @@ class LayoutFactory:
 
 def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
     """xxh3 digest of each tensor, by name. Runs in a thread: hashing releases the GIL."""
-    assert len(data) == layout.data_bytes, "these are not the layout's bytes"
+    assert len(data) == layout.data_bytes, "the data has another length than the layout"
     return {
         tensor.name: xxhash.xxh3_64_hexdigest(data[tensor.start : tensor.end])
         for tensor in layout.tensors()

@@ -16,7 +16,7 @@ from asyncio.subprocess import PIPE
 
 import numpy as np
 
-from coppice.prompt_kv.nixl_agent import Agent, installed
+from coppice.prompt_kv.nixl import Agent, installed
 from coppice.wire.kv import KvAgent
 from service.prompt_kv.arena import Arena
 

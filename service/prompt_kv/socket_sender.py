@@ -38,32 +38,32 @@ class Transfer:
         self.is_gone = False
         self._data = data
         self._num_sent = 0
-        self._room = select.poll()
-        self._room.register(connection, select.POLLOUT)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLOUT)
 
     @property
     def is_complete(self) -> bool:
         return self._num_sent == len(self._data)
 
-    def send_for_a_turn(self, pace: RateLimiter, on_sent: Callable[[int], None]) -> None:
+    def send_for_a_turn(self, limiter: RateLimiter, on_sent: Callable[[int], None]) -> None:
         ends_at = time.monotonic() + TURN_SECONDS
         while not self.is_complete and time.monotonic() < ends_at:
-            piece = self._data[self._num_sent : self._num_sent + pace.piece_bytes]
+            piece = self._data[self._num_sent : self._num_sent + limiter.piece_bytes]
             try:
                 num_bytes = self.connection.send(piece)
             except BlockingIOError:
-                if not self._has_room_soon():
+                if not self._is_writable_soon():
                     return
                 continue
             except OSError:
                 self.is_gone = True
                 return
             self._num_sent += num_bytes
-            self.rate.took(num_bytes)
+            self.rate.on_sent(num_bytes)
             on_sent(num_bytes)
-            pace.acquire(num_bytes)
+            limiter.acquire(num_bytes)
 
-    async def until_room(self) -> None:
+    async def wait_until_writable(self) -> None:
         """Wait on the event loop for a writable socket, at most until the rate window ends."""
         loop, poller, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
         loop.add_writer(self.connection, poller.set)
@@ -73,12 +73,12 @@ class Transfer:
                     await poller.wait()
         finally:
             loop.remove_writer(self.connection)
-            self.rate.waited(time.monotonic() - began)
+            self.rate.on_waited(time.monotonic() - began)
 
-    def _has_room_soon(self) -> bool:
+    def _is_writable_soon(self) -> bool:
         began = time.monotonic()
-        ready = self._room.poll(POLL_SECONDS * 1000)
-        self.rate.waited(time.monotonic() - began)
+        ready = self._poll.poll(POLL_SECONDS * 1000)
+        self.rate.on_waited(time.monotonic() - began)
         return bool(ready)
 
 
@@ -90,14 +90,14 @@ class SocketSender:
         settings: KvSettings,
         *,
         on_sent: Callable[[int], None],
-        ended: Callable[[TransferOutcome], None],
+        on_ended: Callable[[TransferOutcome], None],
     ) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.max_transfers, thread_name_prefix="kv-data")
         self._turns = Turns(settings.max_transfers)
         self._rate_limiter = RateLimiter(settings.max_bytes_per_second)
         self._on_sent = on_sent
-        self._ended = ended
+        self._on_ended = on_ended
         self._stopped = False
         self._open: Counter[str] = Counter()
         self._connections: set[socket.socket] = set()
@@ -109,7 +109,7 @@ class SocketSender:
     @contextmanager
     def admitted(self, owner: str) -> Iterator[None]:
         """Count a download until it ends. Beyond the limits it is refused, not queued."""
-        self._check_room(owner)
+        self._check_limits(owner)
         self._open[owner] += 1
         try:
             yield
@@ -134,7 +134,7 @@ class SocketSender:
         finally:
             self._connections.discard(connection)
             connection.close()
-            self._ended(outcome)
+            self._on_ended(outcome)
         return outcome == "complete"
 
     def abort_all(self) -> None:
@@ -148,17 +148,17 @@ class SocketSender:
         self.abort_all()
         self._threads.shutdown()
 
-    def _check_room(self, owner: str) -> None:
-        most = self._settings.max_open_transfers
-        share = max(1, most // 2)
+    def _check_limits(self, owner: str) -> None:
+        limit = self._settings.max_open_transfers
+        share = max(1, limit // 2)
         if self._open[owner] >= share:
             raise QuotaExceeded(
-                f"a key may have {share} downloads of prompt KV open: let one end first",
+                f"an API key may have {share} prompt-KV downloads open; wait until one ends",
                 retry_after_seconds=RETRY_SECONDS,
             )
-        if self._open.total() >= most:
+        if self._open.total() >= limit:
             raise Overloaded(
-                f"{most} downloads of prompt KV are open, as many as may be",
+                f"{limit} prompt-KV downloads are open, which is the limit",
                 retry_after_seconds=RETRY_SECONDS,
             )
 
@@ -175,8 +175,8 @@ class SocketSender:
                 return "complete"
             if transfer.is_gone:
                 return "left"
-            await transfer.until_room()
-            if transfer.rate.too_slow:
+            await transfer.wait_until_writable()
+            if transfer.rate.is_too_slow:
                 return "too_slow"
 
     async def _take_turn(self, transfer: Transfer) -> None:

@@ -4,20 +4,25 @@ Other HTTP libraries copy every byte several times, which would dominate the tra
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
+import xxhash
+
 from coppice.errors import (
     ConnectionFailed,
+    CoppiceError,
     KvLost,
     Overloaded,
     ProblemError,
     QuotaExceeded,
     TimedOut,
 )
+from coppice.prompt_kv.layout import TensorRange
 from coppice.transport.address import ServerAddress
 from coppice.transport.messages import HttpResponse
 from coppice.transport.redirect_policy import MAX_REDIRECTS, RedirectPolicy
@@ -118,13 +123,13 @@ class Download:
         self._connection: HTTPConnection | None = None
         self._response: HTTPResponse | None = None
 
-    def readinto(self, room: memoryview) -> None:
+    def readinto(self, buffer: memoryview) -> None:
         """Fills the whole buffer."""
         failures = 0
-        while room:
+        while buffer:
             try:
                 with translate_errors():
-                    count = self._read_some(room)
+                    count = self._read_some(buffer)
             except (ConnectionFailed, TimedOut, Overloaded, QuotaExceeded) as error:
                 count, failures = 0, failures + 1
                 self.close()
@@ -134,7 +139,7 @@ class Download:
                     time.sleep(error.problem.retry_after_seconds or RETRY_SECONDS)
             if count:
                 self._at += count
-                room = room[count:]
+                buffer = buffer[count:]
                 failures = 0
 
     def close(self) -> None:
@@ -142,9 +147,9 @@ class Download:
             self._connection.close()
         self._connection = self._response = None
 
-    def _read_some(self, room: memoryview) -> int:
+    def _read_some(self, buffer: memoryview) -> int:
         response = self._response or self._begin()
-        count = response.readinto(room)
+        count = response.readinto(buffer)
         if not count:
             raise ConnectionResetError("the connection ended early")
         return count
@@ -159,7 +164,7 @@ class Download:
         length = response.headers.get("Content-Length")
         etag = response.headers.get("ETag")
         if length != str(self._num_bytes - self._at) or self._etag not in (None, etag):
-            raise KvLost("the server has other bytes than its handle says")
+            raise KvLost("the server's file does not match the handle")
         self._etag = etag
         self._response = response
         return response
@@ -168,3 +173,46 @@ class Download:
 def _reply(response: HTTPResponse) -> HttpResponse:
     headers = {name.lower(): value for name, value in response.getheaders()}
     return HttpResponse(status=response.status, headers=headers, body=response.read())
+
+
+class DownloadBuffer:
+    """Buffer of one file, filled in order by one thread. Other threads wait for its parts.
+
+    Each part is verified once, at its first use.
+    """
+
+    def __init__(self, buffer: memoryview, num_bytes_received: int = 0) -> None:
+        self.bytes = buffer
+        self._num_bytes_received = num_bytes_received
+        self._error: CoppiceError | None = None
+        self._changed = threading.Condition()
+        self._checked: set[str] = set()
+
+    @property
+    def num_received(self) -> int:
+        return self._num_bytes_received
+
+    def on_progress(self, num_bytes_received: int) -> None:
+        with self._changed:
+            self._num_bytes_received = num_bytes_received
+            self._changed.notify_all()
+
+    def on_error(self, error: CoppiceError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait_for_part(self, part: TensorRange) -> memoryview:
+        """Waits for the part. Raises KvLost if it cannot arrive or its checksum is wrong."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_bytes_received >= part.end or self._error is not None
+            )
+            if self._num_bytes_received < part.end:
+                raise KvLost(f"the prompt KV download failed: {self._error}") from self._error
+        data = self.bytes[part.start : part.end]
+        if part.name not in self._checked:
+            if xxhash.xxh3_64_hexdigest(data) != part.xxh3_64:
+                raise KvLost(f"the checksum of {part.name} is wrong")
+            self._checked.add(part.name)
+        return data

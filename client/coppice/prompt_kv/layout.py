@@ -1,7 +1,7 @@
 """Layout of a prompt-KV file, parsed from its safetensors header.
 
-The server may be faulty or hostile, so the header is not trusted: every tensor must be at its place
-in the canonical layout.
+The server may be faulty or hostile, so the header is not trusted: every tensor must have its
+offsets in the canonical layout.
 """
 
 import json
@@ -58,12 +58,18 @@ def header_bytes(first: bytes, handle: KvHandle) -> int:
     return num_bytes
 
 
+def read_layout(file: memoryview, handle: KvHandle) -> Layout:
+    """Parses the header of a whole file. Raises BadAnswer if it does not match the handle."""
+    num_bytes = header_bytes(bytes(file[:LENGTH_BYTES]), handle)
+    return layout_of(bytes(file[:num_bytes]), handle)
+
+
 def layout_of(header: bytes, handle: KvHandle) -> Layout:
     """Parses the header. Raises BadAnswer if it does not match the handle."""
     try:
         return _layout_of(header, handle)
     except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise BadAnswer(f"the prompt KV's header is broken: {error!r}") from error
+        raise BadAnswer(f"the prompt KV's header is invalid: {error!r}") from error
 
 
 def _layout_of(header: bytes, handle: KvHandle) -> Layout:
@@ -81,13 +87,13 @@ def _layout_of(header: bytes, handle: KvHandle) -> Layout:
     for index, name in enumerate(names):
         offsets = [index * tensor_bytes, (index + 1) * tensor_bytes]
         if entries[name] != {"dtype": code, "shape": shape, "data_offsets": offsets}:
-            raise ValueError(f"{name} is not where it should be")
+            raise ValueError(f"{name} is not at its canonical offset")
         start, end = (len(header) + offset for offset in offsets)
         parts.append(TensorRange(name=name, start=start, end=end, xxh3_64=str(sums[name])))
     if parts[-1].end != handle.num_bytes or tokens != handle.num_tokens:
-        raise ValueError("the file is not as large as its handle says")
+        raise ValueError("the file does not have the size of its handle")
     if metadata["version"] != handle.version:
-        raise ValueError(f"the file is of {metadata['version']}, not of {handle.version}")
+        raise ValueError(f"the file has version {metadata['version']}, not {handle.version}")
     return Layout(
         model=metadata["model"],
         version=metadata["version"],

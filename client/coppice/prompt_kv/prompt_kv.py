@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
-from coppice.prompt_kv.download_buffer import DownloadBuffer
-from coppice.prompt_kv.http_client import Download
-from coppice.prompt_kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of
+from coppice.prompt_kv.http_client import Download, DownloadBuffer
+from coppice.prompt_kv.layout import LENGTH_BYTES, Layout, header_bytes, layout_of, read_layout
 from coppice.prompt_kv.source import KvSource
 from coppice.wire.kv import KvHandle, KvLocator
 
@@ -94,14 +93,13 @@ class PromptKV:
     def _from_shm(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
         """Maps the file. The lease is renewed first: only the server checks keys and leases."""
         began = time.monotonic()
-        room = source.shared_memory.get_file(handle, at)
-        if room is None:
+        memory = source.shared_memory.get_file(handle, at)
+        if memory is None:
             return None
         source.renew(handle.handle, handle.lease_seconds or 1.0)
-        head = bytes(room[: header_bytes(bytes(room[:LENGTH_BYTES]), handle)])
-        layout = layout_of(head, handle)
+        layout = read_layout(memory, handle)
         source.fetched("shm", handle.num_bytes, began)
-        return cls(handle, source, layout, DownloadBuffer(room, handle.num_bytes), "shm")
+        return cls(handle, source, layout, DownloadBuffer(memory, handle.num_bytes), "shm")
 
     @classmethod
     def _from_nixl(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
@@ -109,19 +107,13 @@ class PromptKV:
         began = time.monotonic()
         lease = source.renew(handle.handle, handle.lease_seconds or 1.0)
         try:
-            room = source.nixl_reader.get_file(
+            memory = source.nixl_reader.get_file(
                 handle, at, began + source.endpoint.timeout_seconds(lease)
             )
-            if room is None:
+            if memory is None:
                 return None
-            head = bytes(room[: header_bytes(bytes(room[:LENGTH_BYTES]), handle)])
-            found = cls(
-                handle,
-                source,
-                layout_of(head, handle),
-                DownloadBuffer(room, handle.num_bytes),
-                "nixl",
-            )
+            layout = read_layout(memory, handle)
+            found = cls(handle, source, layout, DownloadBuffer(memory, handle.num_bytes), "nixl")
             found.wait()
         except CoppiceError:
             source.count("nixl_failed")
@@ -133,41 +125,24 @@ class PromptKV:
     def _from_http(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
-        """Starts the download and renews the lease meanwhile: the server stops when it expires."""
+        """Starts the download, which continues on a thread after the header."""
         began = time.monotonic()
-        room = _destination(buffer, handle.num_bytes)
+        memory = _destination(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
         download = Download(source.endpoint, path, handle.num_bytes)
         try:
-            download.readinto(room[:LENGTH_BYTES])
-            start = header_bytes(bytes(room[:LENGTH_BYTES]), handle)
-            download.readinto(room[LENGTH_BYTES:start])
-            layout = layout_of(bytes(room[:start]), handle)
+            download.readinto(memory[:LENGTH_BYTES])
+            start = header_bytes(bytes(memory[:LENGTH_BYTES]), handle)
+            download.readinto(memory[LENGTH_BYTES:start])
+            layout = layout_of(bytes(memory[:start]), handle)
         except BaseException:
             download.close()
             raise
-        download_buffer = DownloadBuffer(room, start)
-
-        def read() -> None:
-            lease_seconds, renewed_at = handle.lease_seconds or 1.0, -math.inf
-            try:
-                for end in _progress_offsets(layout):
-                    if time.monotonic() - renewed_at > lease_seconds / 2:
-                        renewed_at = time.monotonic()
-                        with suppress(ConnectionFailed, TimedOut):  # the download itself retries
-                            source.renew(handle.handle, lease_seconds)
-                    download.readinto(room[download_buffer.num_received : end])
-                    download_buffer.on_progress(end)
-                source.fetched("http", handle.num_bytes, began)
-            except CoppiceError as error:
-                download_buffer.on_error(error)
-            except Exception as error:  # any failure must wake up the waiting threads
-                download_buffer.on_error(KvLost(f"prompt KV: {error!r}"))
-            finally:
-                download.close()
-
-        threading.Thread(target=read, name="coppice-kv", daemon=True).start()
-        return cls(handle, source, layout, download_buffer, "http")
+        found = cls(handle, source, layout, DownloadBuffer(memory, start), "http")
+        threading.Thread(
+            target=found._download_tensors, args=(download, began), name="coppice-kv", daemon=True
+        ).start()
+        return found
 
     def wait(self) -> None:
         """Waits until every layer has arrived, and verifies it."""
@@ -221,6 +196,30 @@ class PromptKV:
         except CoppiceError as failure:
             self._source.count_failure(failure)  # the lease expires anyway
 
+    def _download_tensors(self, download: Download, began: float) -> None:
+        buffer = self._download_buffer
+        try:
+            self._read_to_end(download)
+            self._source.fetched("http", self.handle.num_bytes, began)
+        except CoppiceError as error:
+            buffer.on_error(error)
+        except Exception as error:  # any failure must wake up the waiting threads
+            buffer.on_error(KvLost(f"prompt KV: {error!r}"))
+        finally:
+            download.close()
+
+    def _read_to_end(self, download: Download) -> None:
+        """Reads the tensors and renews the lease meanwhile: the server stops when it expires."""
+        buffer, lease_seconds = self._download_buffer, self.handle.lease_seconds or 1.0
+        renewed_at = -math.inf
+        for end in _progress_offsets(self.layout):
+            if time.monotonic() - renewed_at > lease_seconds / 2:
+                renewed_at = time.monotonic()
+                with suppress(ConnectionFailed, TimedOut):  # the download itself retries
+                    self._source.renew(self.handle.handle, lease_seconds)
+            download.readinto(buffer.bytes[buffer.num_received : end])
+            buffer.on_progress(end)
+
     def _array(self, data: memoryview) -> NDArray[Any]:
         dtype = _NUMPY.get(self.layout.dtype, np.uint16)
         return np.frombuffer(data, dtype).reshape(self.layout.shape)
@@ -243,7 +242,7 @@ def _progress_offsets(layout: Layout) -> Iterator[int]:
 
 def _destination(buffer: Any, num_bytes: int) -> memoryview:
     given: Any = np.empty(num_bytes, np.uint8) if buffer is None else buffer
-    room = memoryview(given).cast("B")
-    if room.readonly or len(room) < num_bytes:
+    memory = memoryview(given).cast("B")
+    if memory.readonly or len(memory) < num_bytes:
         raise ValueError(f"the buffer must be writable and have {num_bytes} bytes")
-    return room[:num_bytes]
+    return memory[:num_bytes]

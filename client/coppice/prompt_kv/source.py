@@ -4,23 +4,102 @@ Recomputing the prompt is always possible, so failures are not raised to the cal
 counted, and the caller recomputes.
 """
 
+import mmap
+import os
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from coppice.errors import CoppiceError, ProblemError
-from coppice.prompt_kv.break_even import BreakEven
 from coppice.prompt_kv.http_client import KvHttpClient
-from coppice.prompt_kv.nixl_agent import installed
-from coppice.prompt_kv.nixl_reader import NixlReader
-from coppice.prompt_kv.shm import SharedMemoryMap
+from coppice.prompt_kv.nixl import NixlReader, installed
 from coppice.transport.address import parse_address
 from coppice.transport.redirect_policy import RedirectPolicy
-from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer
+from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
 
+MOVING_AVERAGE_WEIGHT = 0.3
+ARENA_PREFIX = "coppice-kv-"
 TRANSPORTS = ("shm", "nixl", "http")
 """In order of decreasing speed."""
+
+
+class BreakEven:
+    """Break-even estimate: fetching a prompt's KV against recomputing it.
+
+    Both rates are moving averages of measurements: bytes per second of each transport, and tokens
+    per second of the caller's own forward. While one of them is unknown, fetching is preferred. Not
+    thread-safe: a race can only lose a measurement.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_second: dict[str, float] = {}
+        self.tokens_per_second: float | None = None
+
+    def fetched(self, transport: str, num_bytes: int, seconds: float) -> None:
+        before = self.bytes_per_second.get(transport)
+        self.bytes_per_second[transport] = _moving_average(before, num_bytes / max(seconds, 1e-9))
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Records the duration of the caller's forward over num_tokens prompt tokens."""
+        self.tokens_per_second = _moving_average(
+            self.tokens_per_second, num_tokens / max(seconds, 1e-9)
+        )
+
+    def is_worth_fetching(self, handle: KvHandle, transport: str) -> bool:
+        bandwidth = self.bytes_per_second.get(transport)
+        if bandwidth is None or self.tokens_per_second is None:
+            return True
+        return handle.num_bytes / bandwidth < handle.num_tokens / self.tokens_per_second
+
+
+def _moving_average(before: float | None, latest: float) -> float:
+    return latest if before is None else before + MOVING_AVERAGE_WEIGHT * (latest - before)
+
+
+class SharedMemoryMap:
+    """Mapping of the latest arena in shared memory, read without a copy.
+
+    Reading does not pin the memory, so the lease must not expire while the bytes are in use.
+    Checksums verify that it did not. An arena is mapped once as a whole, so page faults occur once
+    and not per handle. Memory that was handed out stays mapped while it is in use.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: str | None = None
+        self._arena: memoryview | None = None
+
+    def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
+        """Read-only memory, or None if it is on another host or belongs to another user."""
+        if locator.path is None or locator.offset is None:
+            return None
+        with self._lock:
+            if self._path != locator.path:
+                self._path, self._arena = locator.path, _map_file(Path(locator.path))
+            arena = self._arena
+        end = locator.offset + handle.num_bytes
+        if arena is None or end > len(arena):
+            return None
+        return arena[locator.offset : end]
+
+
+def _map_file(path: Path) -> memoryview | None:
+    if not path.name.startswith(ARENA_PREFIX):
+        return None  # a server must not make the client open arbitrary files
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return None
+        return memoryview(mmap.mmap(file, status.st_size, access=mmap.ACCESS_READ))
+    finally:
+        os.close(file)
 
 
 class KvSource:
@@ -74,9 +153,9 @@ class KvSource:
         """Reports the duration of the trainer's own prefill, for worth_fetching."""
         self.break_even.computed(num_tokens, seconds)
 
-    def count(self, what: str) -> None:
+    def count(self, reason: str) -> None:
         with self._lock:
-            self.counts[what] += 1
+            self.counts[reason] += 1
 
     def count_failure(self, error: CoppiceError) -> None:
         self.count(error.code if isinstance(error, ProblemError) else type(error).__name__)
@@ -91,7 +170,7 @@ def _available_transports(transports: Sequence[str] | None) -> tuple[str, ...]:
     if transports is None:
         return tuple(known for known in TRANSPORTS if known != "nixl" or installed())
     if unknown := sorted(set(transports) - set(TRANSPORTS)):
-        raise ValueError(f"no such transport: {', '.join(unknown)}")
+        raise ValueError(f"unknown transport: {', '.join(unknown)}")
     if "nixl" in transports and not installed():
         raise ValueError("the transport nixl needs NIXL: pip install 'coppice-client[nixl]'")
     return tuple(transports)

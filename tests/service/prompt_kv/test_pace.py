@@ -2,7 +2,7 @@ import pytest
 
 from service.prompt_kv.bandwidth import (
     BURST_SECONDS,
-    LEAST_PIECE_BYTES,
+    MIN_PIECE_BYTES,
     PIECE_BYTES,
     RateLimiter,
     ReaderRate,
@@ -47,7 +47,7 @@ def test_unlimited_rate_never_waits() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_second", "expected"),
-    [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, LEAST_PIECE_BYTES)],
+    [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, MIN_PIECE_BYTES)],
 )
 def test_piece_takes_a_short_time_to_send(bytes_per_second: float | None, expected: int) -> None:
     assert RateLimiter(bytes_per_second).piece_bytes == expected
@@ -55,18 +55,18 @@ def test_piece_takes_a_short_time_to_send(bytes_per_second: float | None, expect
 
 def test_reader_below_the_least_rate_over_a_window_is_too_slow() -> None:
     rate = ReaderRate(100.0, 10.0)
-    rate.took(1000)
-    rate.waited(10.0)
-    assert not rate.too_slow
-    rate.took(999)
-    rate.waited(9.5)
-    assert (rate.too_slow, rate.seconds_left) == (False, 0.5)
-    rate.waited(0.5)
-    assert (rate.too_slow, rate.seconds_left) == (True, 10.0)
+    rate.on_sent(1000)
+    rate.on_waited(10.0)
+    assert not rate.is_too_slow
+    rate.on_sent(999)
+    rate.on_waited(9.5)
+    assert (rate.is_too_slow, rate.seconds_left) == (False, 0.5)
+    rate.on_waited(0.5)
+    assert (rate.is_too_slow, rate.seconds_left) == (True, 10.0)
 
 
 def test_reader_never_waited_for_is_not_too_slow() -> None:
     rate = ReaderRate(100.0, 10.0)
     for _ in range(100):
-        rate.took(1)
-    assert not rate.too_slow
+        rate.on_sent(1)
+    assert not rate.is_too_slow

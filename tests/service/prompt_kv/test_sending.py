@@ -114,7 +114,7 @@ async def test_stop_aborts_running_transfers(tmp_path: Path) -> None:
 
 
 async def test_cancelled_transfer_has_ended_when_it_returns() -> None:
-    socket_sender = SocketSender(KvSettings(), on_sent=lambda _: None, ended=lambda _: None)
+    socket_sender = SocketSender(KvSettings(), on_sent=lambda _: None, on_ended=lambda _: None)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     slots, handles, held = sealed(Clock())
