@@ -22,7 +22,7 @@ from service.cluster.registry import ClusterRegistry, Replica
 from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
-from service.kv_reuse.group_factory import KvReuse
+from service.kv_reuse.manager import KvReuse
 from service.observability.loop_lag import watch_loop_lag
 from service.observability.metrics import Metrics
 from service.observability.readiness import Readiness
@@ -33,8 +33,8 @@ from service.rollouts.admission import Admission
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
 from service.rollouts.manager import RolloutManager
-from service.rollouts.priority import PriorityAging
 from service.rollouts.rollout import Rollout
+from service.rollouts.scheduling import PriorityAging
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_trees import ExternalTrees

@@ -21,10 +21,8 @@ from service.kv_reuse.anchor_selection import (
     select_anchors,
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
-from service.kv_reuse.cache_entry import CacheEntry, CacheKey
-from service.kv_reuse.layout import PromptSpan, joined
-from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.template import PromptTemplate, template_of
+from service.kv_reuse.span_cache import CacheEntry, CacheKey
+from service.kv_reuse.spans import PromptSpan, PromptTemplate, Scope, joined, template_of
 from service.prompt_kv.arena import Extent
 
 SCOPE = Scope("nobody", None)

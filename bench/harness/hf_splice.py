@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
+from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.splicing import TokenRun, token_runs
 
 
 class HfAssembler:

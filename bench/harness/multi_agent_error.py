@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from bench.harness.cached_generation import CachedPrompt, generate, log_probabilities
 from bench.harness.hf_splice import HfAssembler, divergence
 from examples.seedling import agents
-from service.kv_reuse.layout import PromptSpan, joined, token_runs
+from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.splicing import token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

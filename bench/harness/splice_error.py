@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness.hf_splice import HfAssembler, divergence
 from examples.seedling import arithmetic
-from service.kv_reuse.layout import PromptSpan, joined, token_runs
+from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.splicing import token_runs
 
 SEEDLING = "examples/seedling/model"
 NUM_PROMPTS, NUM_TEXTS = 16, 4

@@ -21,7 +21,7 @@ from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from examples.seedling import arithmetic
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.spans import PromptSpan, joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3

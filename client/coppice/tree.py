@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from coppice.samples import Sample
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.rollouts import SegmentFinish, VersionSpan
-from coppice.wire.spans import joined_spans
+from coppice.wire.version_spans import joined_spans
 
 
 # NumPy's == is elementwise, so these dataclasses compare by identity.

@@ -6,19 +6,31 @@ at least as long. They are shareable if some of them are much nearer than the ot
 the entropy of their similarity weights is low (KVCOMM, arXiv 2510.12872).
 """
 
+import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.template import PromptTemplate
+from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.spans import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
 """Number of nearest anchors used; each is read once per section predicted from it."""
 USED_WEIGHT_SHARE = 0.9
-
 DistanceMap = Mapping[tuple[int, Anchor], float]
 """Distances by index of a named section and anchor."""
+MAX_CACHED_PAIRS = 2**16
+Pair = tuple[ExportSlot, ExportSlot]
+Floats = npt.NDArray[np.float32]
+_ITEM_BYTES = {"float32": 4, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +191,75 @@ def _has_section(anchor: Anchor, index: int, num_tokens: int) -> bool:
 def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
     there = anchor.template.sections
     return index < len(there) and there[index].text_digest == text_digest
+
+
+class DistanceCache:
+    """Cache of distances, and the thread that computes them; runs on one event loop."""
+
+    def __init__(self, store: SegmentCache) -> None:
+        self._store = store
+        self._cache: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
+
+    async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
+        """Distances of the pairs; cancelling it stops the computation after the current pair."""
+        distances: dict[Pair, float] = {}
+        unknown = []
+        for pair in dict.fromkeys(pairs):
+            if _cache_key(pair) in self._cache:
+                distances[pair] = self._cache[_cache_key(pair)]
+            else:
+                unknown.append(pair)
+        if unknown:
+            distances |= zip(unknown, await self._compute(unknown), strict=True)
+        self._remember({pair: distances[pair] for pair in unknown})
+        return distances
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compute(self, pairs: Sequence[Pair]) -> list[float]:
+        view, kv_format, is_cancelled = self._store.view, self._store.kv_format, threading.Event()
+
+        def compare() -> list[float]:
+            return [distance(view, kv_format, *pair) for pair in pairs if not is_cancelled.is_set()]
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, compare)
+        finally:
+            is_cancelled.set()
+
+    def _remember(self, found: Mapping[Pair, float]) -> None:
+        for pair, far in found.items():
+            self._cache[_cache_key(pair)] = far
+        while len(self._cache) > MAX_CACHED_PAIRS:
+            self._cache.popitem(last=False)
+
+
+def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: ExportSlot) -> float:
+    """Distance over the tokens of `text`; one layer at a time is held in float32."""
+    total = 0.0
+    for layer in range(kv_format.num_layers):
+        ours = _values(view, kv_format, text, layer)
+        theirs = _values(view, kv_format, other, layer)[:, : text.num_tokens]
+        difference = ours[:, : theirs.shape[1]] - theirs
+        total += float(np.square(difference, dtype=np.float64).sum())
+    return math.sqrt(total)
+
+
+def _values(view: memoryview, kv_format: KvFormat, slot: ExportSlot, layer: int) -> Floats:
+    """Values of one layer in float32, shape [num_kv_heads, num_tokens, head_dim]."""
+    dtype = np.dtype(
+        "<u2" if kv_format.dtype == "bfloat16" else f"<f{_ITEM_BYTES[kv_format.dtype]}"
+    )
+    shape = (kv_format.num_kv_heads, slot.num_tokens, kv_format.head_dim)
+    count = kv_format.num_kv_heads * slot.num_tokens * kv_format.head_dim
+    offset = slot.offset + (2 * layer + 1) * count * dtype.itemsize
+    raw = np.frombuffer(view, dtype=dtype, count=count, offset=offset).reshape(shape)
+    if kv_format.dtype != "bfloat16":
+        return raw.astype(np.float32)
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def _cache_key(pair: Pair) -> tuple[str | None, str | None]:
+    return pair[0].name, pair[1].name

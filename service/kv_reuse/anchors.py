@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
-from service.kv_reuse.cache_entry import CacheEntry, CacheKey
-from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentCache
-from service.kv_reuse.template import PromptTemplate
+from service.kv_reuse.span_cache import CacheEntry, CacheKey, SegmentCache
+from service.kv_reuse.spans import PromptTemplate, Scope
 
 MAX_ANCHORS_PER_CONTEXT = 20
 EVICTION_WINDOW = 5

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
 from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
-from service.kv_reuse.store import SegmentCache
-from service.kv_reuse.validation import APPROXIMATE_MODES
+from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.spans import APPROXIMATE_MODES
 
 TOKEN_KINDS = ("reused", "computed", "prepared")
 ANCHOR_REASONS = frozenset({"no_anchor", "not_shareable"})

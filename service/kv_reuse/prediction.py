@@ -1,12 +1,30 @@
 """Load pieces of a prompt that is predicted from anchors."""
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from engine.kv_types import LoadPiece, ObservedKv
-from service.kv_reuse.anchor_selection import AnchorSelection, SectionCandidates
-from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.cache_entry import CacheEntry
-from service.kv_reuse.template import PromptTemplate, TemplateSection
+from coppice.wire.reuse import ReuseReason
+from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
+from service.kv_reuse.anchor_selection import (
+    AnchorSelection,
+    DistanceCache,
+    SectionCandidates,
+    find_candidates,
+    pairs_to_compare,
+    select_anchors,
+)
+from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
+from service.kv_reuse.span_cache import CacheEntry
+from service.kv_reuse.span_lease import SegmentLease
+from service.kv_reuse.spans import PromptSpan, PromptTemplate, TemplateSection, template_of
+
+MAX_SECTIONS = 128
+"""Maximum number of sections; each is compared with every anchor, each named one is prefilled."""
 
 
 def load_pieces(
@@ -87,3 +105,141 @@ def _observed(
         base=None if base is None else base.slot,
         weight=weight,
     )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AnchorPlan:
+    """PromptPlan of a group with `num_samples` samples that uses anchors."""
+
+    lease: SegmentLease
+    anchors: AnchorStore
+    distances: DistanceCache
+    spans: Sequence[PromptSpan]
+    threshold: float
+    num_samples: int
+    prefill_requests: list[SampleRequest] = field(default_factory=list)
+    export: ExportSlot | None = None
+    reason: ReuseReason | None = None
+    num_computed: int = 0
+    num_anchors: int = 0
+    _segment_by_request: dict[str, CacheEntry] = field(default_factory=dict)
+    _anchor_to_write: Anchor | None = None
+    _source_anchors: list[Anchor] = field(default_factory=list)
+    _exact_tokens: int = 0
+    _end: int = 0
+
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
+        if self.lease.store.reason is not None:
+            raise ReuseFailed(self.lease.store.reason)
+        template = template_of(self.spans)
+        if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
+            raise ReuseFailed("nothing_placed")
+        if monitor.ends:
+            raise ReuseFailed("not_written")
+        bases = self._acquire_bases(template)
+        existing = self.anchors.find(self.lease.scope, template)
+        found = find_candidates(template, existing)
+        if found is None:
+            self._prefill_and_store(template, bases, "no_anchor")
+            return None
+        with self._pinned_while_choosing(existing):
+            await self.lease.write(engine, monitor)
+            selection = await cancel_on_end(monitor, self._select(template, bases, found))
+            if monitor.ends:
+                raise ReuseFailed("not_written")
+            if selection is not None:
+                return self._build_prediction(template, bases, found, selection)
+        self._prefill_and_store(template, bases, "not_shareable")
+        return None
+
+    async def on_completed(self, request: SampleRequest, done: Completion) -> None:
+        await self.lease.on_completed(self._segment_by_request.pop(request.id), request, done)
+
+    def is_approximate(self, num_cached: int) -> bool:
+        return num_cached > self._exact_tokens
+
+    def is_loaded(self, num_cached: int) -> bool:
+        return num_cached >= min(self._exact_tokens + 1, self._end)
+
+    def forget(self) -> None:
+        self.anchors.forget(self._source_anchors)
+        self.lease.forget()
+
+    def release(self, *, settled: bool) -> None:
+        if self._anchor_to_write is not None:
+            self.anchors.end(self._anchor_to_write)
+            self._anchor_to_write = None
+        self.lease.release(settled=settled)
+
+    def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
+        """Cache entries of the named sections' KV prefilled alone, by section index."""
+        named = {span.name: span for span in self.spans if span.name is not None}
+        sections = enumerate(template.sections)
+        return self.lease.acquire({i: named[s.name] for i, s in sections if s.name is not None})
+
+    @contextmanager
+    def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
+        """Pin anchors until the selected ones are pinned by the lease.
+
+        The selection awaits, and unpinned anchors could be dropped meanwhile.
+        """
+        held = [cached for anchor in anchors for cached in anchor.cached()]
+        for cached in held:
+            cached.pins += 1
+        try:
+            yield
+        finally:
+            for cached in held:
+                self.lease.store.unpin(cached, settled=True)
+
+    async def _select(
+        self,
+        template: PromptTemplate,
+        bases: Mapping[int, CacheEntry],
+        found: Sequence[SectionCandidates],
+    ) -> AnchorSelection | None:
+        pairs = {
+            (index, anchor): (bases[index].slot, anchor.bases[index].slot)
+            for index, anchor in pairs_to_compare(template, found)
+        }
+        known = await self.distances.get_distances(pairs.values())
+        distances = {place: known[pair] for place, pair in pairs.items()}
+        return select_anchors(template, found, distances, self.threshold)
+
+    def _prefill_and_store(
+        self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: ReuseReason
+    ) -> None:
+        """Prefill the prompt; its first sample writes the anchor unless that exists already."""
+        self.reason = reason
+        for request, cached in self.lease.write_requests():
+            self.prefill_requests.append(request)
+            self._segment_by_request[request.id] = cached
+        if not self.anchors.is_missing(self.lease.scope, template, bases):
+            return
+        self._anchor_to_write = self.anchors.begin(self.lease.scope, template, bases)
+        if self._anchor_to_write is None:
+            self.reason = "store_full"
+        else:
+            self.export = self._anchor_to_write.real.slot
+
+    def _build_prediction(
+        self,
+        template: PromptTemplate,
+        bases: Mapping[int, CacheEntry],
+        found: Sequence[SectionCandidates],
+        selection: AnchorSelection,
+    ) -> KvLoad:
+        self._source_anchors = list(selection.sources)
+        self.anchors.used(list(selection.used))
+        self.num_anchors = len(self._source_anchors)
+        for cached in {cached for anchor in self._source_anchors for cached in anchor.cached()}:
+            self.lease.pin(cached)
+        pieces = load_pieces(template, bases, found, selection)
+        self._exact_tokens = selection.exact_tokens
+        self._end = pieces[-1].start + pieces[-1].num_tokens
+        return KvLoad(
+            chain=uuid.uuid4().hex,
+            num_requests=self.num_samples,
+            exact_tokens=selection.exact_tokens,
+            pieces=pieces,
+        )

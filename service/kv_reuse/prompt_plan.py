@@ -6,8 +6,8 @@ from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.kv_reuse.lease import SegmentLease
 from service.kv_reuse.monitor import GroupMonitor
+from service.kv_reuse.span_lease import SegmentLease
 
 
 class PromptPlan(Protocol):

@@ -22,7 +22,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
-from coppice.wire.spans import cut_spans, joined_spans
+from coppice.wire.version_spans import cut_spans, joined_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling, TopLogprobs
@@ -30,7 +30,7 @@ from service.kv_reuse.group_reuse import ReuseReport
 from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.resume import ContinuedSamples, version_spans_of
-from service.rollouts.time_slice import Turns
+from service.rollouts.scheduling import Turns
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
 Decode = Callable[[Sequence[int]], Awaitable[str]]

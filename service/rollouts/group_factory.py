@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from coppice.wire.rollouts import Finish, RolloutRequest
 from engine.protocol import Engine
 from engine.types import Sampling
-from service.kv_reuse.group_factory import KvReuse
+from service.kv_reuse.manager import KvReuse
 from service.rollouts import validation
 from service.rollouts.group import Group, GroupOptions
-from service.rollouts.priority import PriorityAging
 from service.rollouts.resume import ContinuedSamples, samples_to_continue
-from service.rollouts.time_slice import TimeSlice
+from service.rollouts.scheduling import PriorityAging, TimeSlice
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.factory import create_tree_group
 

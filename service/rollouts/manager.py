@@ -20,7 +20,6 @@ from service.http.errors import Draining, InvalidRequest, RolloutNotFound, Servi
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
-from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import Group
 from service.rollouts.group_factory import (
     NO_COMPAT_OPTIONS,
@@ -28,7 +27,7 @@ from service.rollouts.group_factory import (
     GroupFactory,
     SharedOptions,
 )
-from service.rollouts.idempotency import IdempotencyKeys
+from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.resume import check_continue_from
 from service.rollouts.rollout import GroupEnded, Rollout

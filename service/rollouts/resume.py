@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from coppice.wire.rollouts import RolloutRequest, UnfinishedSample, VersionSpan
 from service.http.errors import InvalidRequest, PromptTooLong
-from service.rollouts.time_slice import TimeSlice
+from service.rollouts.scheduling import TimeSlice
 
 ContinuedSamples = list[UnfinishedSample]
 

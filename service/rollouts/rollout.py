@@ -38,9 +38,9 @@ from service.kv_reuse.group_reuse import with_reuse
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import EndReason, Group
-from service.rollouts.time_slice import PER_TURN, TimeSlice, Turns
+from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.scheduling import PER_TURN, TimeSlice, Turns
 
 log = logging.getLogger(__name__)
 

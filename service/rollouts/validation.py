@@ -2,7 +2,7 @@
 
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from service.http.errors import InvalidRequest
-from service.kv_reuse.validation import check as check_reuse
+from service.kv_reuse.spans import check as check_reuse
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import derive_seed
 from service.trees.plan import check as check_branching

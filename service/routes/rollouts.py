@@ -36,7 +36,7 @@ from service.http.responses import (
     REDIRECT,
     declare_responses,
 )
-from service.rollouts.claim import IdempotencyClaim
+from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer
 from service.server import Server

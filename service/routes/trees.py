@@ -24,7 +24,7 @@ from service.http.responses import (
     REDIRECT,
     declare_responses,
 )
-from service.rollouts.claim import IdempotencyClaim
+from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
 
 router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_LOCAL])

@@ -5,25 +5,75 @@ tree ends as it is when the lease expires or its rollout is ended.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from coppice.wire.branching import BranchRequest
-from coppice.wire.rollouts import SegmentFinish
+from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol import Engine
-from service.http.errors import IdempotencyInProgress, IdempotencyMismatch, TreeClosed
+from service.http.errors import (
+    IdempotencyInProgress,
+    IdempotencyMismatch,
+    InvalidRequest,
+    TreeClosed,
+)
 from service.http.failures import to_service_error
-from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import EndReason
-from service.trees.answer import COMPLETE_FINISHES
-from service.trees.branch_result import BranchResult
-from service.trees.branch_validation import check_branch, path_bounds
+from service.rollouts.idempotency import IdempotencyClaim
 from service.trees.group import Fork, TreeGroup
-from service.trees.path import Path
-from service.trees.tokens import GeneratedTokens
-from service.trees.tree import Segment
+from service.trees.path import Budget, Path, PathBounds
+from service.trees.plan import Plan, next_cut
+from service.trees.tree import COMPLETE_FINISHES, GeneratedTokens, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BranchResult:
+    """Pending segments of a branch request.
+
+    The tasks belong to the tree: to stop waiting for them does not end them.
+    """
+
+    tasks: Sequence["asyncio.Task[Segment | None]"]
+    path_ids: Sequence[str]
+    has_idempotency_key: bool
+
+    @property
+    def done(self) -> bool:
+        return all(task.done() for task in self.tasks)
+
+    async def segments(self) -> list[SegmentAnswer]:
+        """Wait for the segments; those dropped in the meantime are left out."""
+        await asyncio.wait(self.tasks)
+        failures = [e for task in self.tasks if not task.cancelled() and (e := task.exception())]
+        if failures:
+            raise to_service_error(BaseExceptionGroup("a tree", failures))
+        if any(task.cancelled() for task in self.tasks):
+            raise TreeClosed()
+        return [segment.answer() for task in self.tasks if (segment := task.result())]
+
+
+def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None:
+    if parent is not None and parent.finish != "cut":
+        raise InvalidRequest(f"nothing grows from a segment that ended as {parent.finish}")
+    if parent is not None and parent.depth >= plan.branching.max_depth:
+        raise InvalidRequest(f"max_depth is {plan.branching.max_depth}")
+    if num_leaves > plan.branching.max_leaves:
+        raise InvalidRequest(f"max_leaves is {plan.branching.max_leaves}")
+
+
+def path_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
+    """Limits of each path of a branch request."""
+    part = budget.remaining // request.n
+    if part < 1:
+        raise InvalidRequest("max_new_tokens_total is used up")
+    rest = plan.max_length - start
+    if request.max_tokens is not None:
+        cut = next_cut(start + request.max_tokens, plan.block_size)
+        if cut < plan.max_length and cut - start <= part:
+            return PathBounds(limit=cut - start, share=1, cut=True)
+    return PathBounds(limit=min(rest, part), share=1, is_budget_limited=part < rest)
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from service.http.errors import TreeClosed
 from service.rollouts.manager import RolloutManager
-from service.trees.branch_result import BranchResult
-from service.trees.external_tree import ExternalTree
+from service.trees.external_tree import BranchResult, ExternalTree
 
 
 class ExternalTrees:

@@ -12,21 +12,22 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from coppice.wire.rollouts import (
-    GroupAnswer,
-    SegmentFinish,
-)
+from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart, derive_seed
-from service.trees.answer import COMPLETE_FINISHES, outcome_of, row_answer
-from service.trees.budget import Budget
-from service.trees.entropy_split import distribute_leaves, select_entropy_cuts
-from service.trees.path import Path, PathBounds, path_bounds
-from service.trees.plan import Plan, split
-from service.trees.tokens import GeneratedTokens, tokens_from_completion
-from service.trees.tree import Segment, Tree
+from service.trees.path import Budget, Path, PathBounds, path_bounds
+from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
+from service.trees.tree import (
+    COMPLETE_FINISHES,
+    GeneratedTokens,
+    Segment,
+    Tree,
+    outcome_of,
+    row_answer,
+    tokens_from_completion,
+)
 
 Fork = tuple[Segment | None, int, list[int]]
 """Parent segment of new paths, their depth in splits, and each path's share of leaves."""

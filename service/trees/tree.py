@@ -4,12 +4,58 @@ Parents precede their children. Segments are immutable once added.
 """
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
-from coppice.wire.spans import joined_spans
+from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
+from coppice.wire.version_spans import cut_spans, joined_spans
+from engine.types import Completion
 from service.http.errors import SegmentNotFound
-from service.trees.tokens import GeneratedTokens
+from service.rollouts.group import Decode, version_spans
+from service.trees.plan import Plan
+
+COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
+"""Finish reasons of a path that ended by itself; the token budget is a limit like any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GeneratedTokens:
+    """Tokens with one logprob, one version and, if requested, one entropy per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropy: list[float] | None
+    versions: list[VersionSpan]
+
+    def part(self, start: int, end: int) -> "GeneratedTokens":
+        return GeneratedTokens(
+            token_ids=self.token_ids[start:end],
+            logprobs=self.logprobs[start:end],
+            entropy=None if self.entropy is None else self.entropy[start:end],
+            versions=cut_spans(self.versions, start, end),
+        )
+
+    def pieces(self, cuts: Sequence[int]) -> list["GeneratedTokens"]:
+        """Split at ascending positions, all of them inside."""
+        borders = [0, *cuts, len(self.token_ids)]
+        return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
+
+
+def tokens_from_completion(plan: Plan, result: Completion, adapter: str | None) -> GeneratedTokens:
+    return GeneratedTokens(
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        entropy=_entropy(plan, result),
+        versions=version_spans(result, len(result.token_ids), adapter),
+    )
+
+
+def _entropy(plan: Plan, result: Completion) -> list[float] | None:
+    if not plan.needs_entropy:
+        return None
+    if plan.entropy.source == "chosen":
+        return [-logprob for logprob in result.logprobs]
+    return result.entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,3 +181,40 @@ class Tree:
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
         )
+
+
+async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
+    """A leaf's path as the answer of a flat sample."""
+    finish = row.leaf.finish
+    return SampleAnswer(
+        index=index,
+        token_ids=row.token_ids,
+        logprobs=row.logprobs,
+        text=await decode(row.token_ids) if decode else None,
+        finish_reason="length" if finish == "cut" or finish == "budget" else finish,
+        versions=row.versions,
+    )
+
+
+def outcome_of(
+    leaves: Collection[Segment],
+    *,
+    complete_finishes: Collection[SegmentFinish],
+    num_required: int | None,
+    was_truncated: bool,
+    cancelled: bool,
+) -> Outcome:
+    """Outcome of a tree.
+
+    `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: the tree was
+    ended before it was complete.
+    """
+    finishes = Counter(leaf.finish for leaf in leaves)
+    num_complete = sum(finishes[finish] for finish in complete_finishes)
+    if num_required is not None and num_complete >= num_required:
+        return "done"
+    if num_complete and num_complete == len(leaves) and not was_truncated:
+        return "done"
+    if leaves and finishes["error"] == len(leaves):
+        return "failed"
+    return "cancelled" if cancelled else "partial"

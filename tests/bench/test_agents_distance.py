@@ -17,7 +17,7 @@ from bench.harness.multi_agent_error import (
 from bench.harness.multi_agent_rows import agents_rows, change
 from examples.seedling import agents
 from examples.seedling.grow import SEEDLING
-from service.kv_reuse.layout import joined
+from service.kv_reuse.spans import joined
 
 SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
 

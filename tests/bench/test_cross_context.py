@@ -3,7 +3,7 @@
 from bench.cross_context import PREDICT, Arm, Shape, shapes_of, splice_modes, time_rows
 from bench.harness.record import Row
 from bench.harness.threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
-from service.kv_reuse.layout import PromptSpan
+from service.kv_reuse.spans import PromptSpan
 
 
 def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = ()) -> Arm:

@@ -10,7 +10,7 @@ from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
 from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
 from coppice.results import RolloutResult
-from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.spans import PromptSpan, joined
 from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.serving import Served
 

@@ -21,8 +21,8 @@ from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.types import PauseMode
 from service.http.errors import ServiceError
-from service.rollouts.claim import IdempotencyClaim
 from service.rollouts.group import Group
+from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from service.weights.versions import Version

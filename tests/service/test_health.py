@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import StartFailed
 from engine.stats import SharedPrefixStats
-from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.span_cache import SegmentCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started
 from tests.service.test_rollouts import body, group, running_samples

@@ -12,9 +12,8 @@ from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types import Completion, SampleRequest, Sampling
 from service.rollouts.group import GroupOptions
-from service.trees.entropy_split import distribute_leaves
 from service.trees.factory import create_tree_group
-from service.trees.plan import next_cut, split
+from service.trees.plan import distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
 
 BLOCK = 8

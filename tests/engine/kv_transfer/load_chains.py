@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.kv_types import ExportSlot, KvLoad
-from service.kv_reuse.layout import PromptSpan, TokenRun, joined, token_runs
-from service.kv_reuse.splice_load import build_load, prefill_lengths
+from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.splicing import TokenRun, build_load, prefill_lengths, token_runs
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
 from tests.engine.stepped_engine import Answer, LiveEngine

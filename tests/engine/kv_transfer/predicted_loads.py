@@ -6,14 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.kv_types import ExportSlot, KvLoad
-from service.kv_reuse.anchor_selection import find_candidates, pairs_to_compare, select_anchors
+from service.kv_reuse.anchor_selection import (
+    distance,
+    find_candidates,
+    pairs_to_compare,
+    select_anchors,
+)
 from service.kv_reuse.anchors import Anchor, AnchorContext
-from service.kv_reuse.cache_entry import CacheEntry, CacheKey
-from service.kv_reuse.kv_distance import distance
-from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.template import template_of
+from service.kv_reuse.span_cache import CacheEntry, CacheKey
+from service.kv_reuse.spans import PromptSpan, Scope, joined, template_of
 from service.prompt_kv.arena import Extent
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.kv_reuse.layout import PromptSpan, joined
-from service.kv_reuse.splice_load import prefill_lengths
+from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.splicing import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,

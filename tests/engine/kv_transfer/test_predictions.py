@@ -17,7 +17,7 @@ from bench.harness.hf_splice import HfAssembler
 from engine.kv_transfer.worker.loader import group_runs
 from engine.kv_types import KvLoad, LoadPiece
 from engine.runtime.guard import features
-from service.kv_reuse.layout import PromptSpan, joined
+from service.kv_reuse.spans import PromptSpan, joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,

@@ -8,11 +8,8 @@ from typing import Any, cast
 
 from engine.kv_types import ExportStatus
 from service.kv_reuse.anchors import Anchor, AnchorStore
-from service.kv_reuse.cache_entry import CacheEntry
-from service.kv_reuse.layout import PromptSpan
-from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentCache
-from service.kv_reuse.template import PromptTemplate, template_of
+from service.kv_reuse.span_cache import CacheEntry, SegmentCache
+from service.kv_reuse.spans import PromptSpan, PromptTemplate, Scope, template_of
 from tests.fake_engine import FakeEngine
 
 SCOPE = Scope("key", None)

@@ -14,6 +14,7 @@ from service.kv_reuse.anchor_selection import (
     MAX_ANCHORS_PER_SECTION,
     AnchorSelection,
     are_shareable,
+    distance,
     entropy,
     find_candidates,
     pairs_to_compare,
@@ -21,11 +22,9 @@ from service.kv_reuse.anchor_selection import (
     similarity_weights,
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
-from service.kv_reuse.cache_entry import CacheEntry, CacheKey
-from service.kv_reuse.kv_distance import distance
-from service.kv_reuse.layout import PromptSpan, joined
 from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.template import template_of
+from service.kv_reuse.span_cache import CacheEntry, CacheKey
+from service.kv_reuse.spans import PromptSpan, joined, template_of
 from service.prompt_kv.arena import Extent
 from tests.service.kv_reuse.pool import SCOPE, prompt_of
 

@@ -1,5 +1,4 @@
-from service.kv_reuse.layout import PromptSpan
-from service.kv_reuse.prefix_order import MAX_ORDERS, PrefixOrders, Scope
+from service.kv_reuse.spans import MAX_ORDERS, PrefixOrders, PromptSpan, Scope
 
 SCOPE = Scope("key", None)
 

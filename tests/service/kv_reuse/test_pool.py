@@ -4,15 +4,14 @@ import asyncio
 from pathlib import Path
 
 from engine.kv_types import ExportStatus
+from service.kv_reuse.anchor_selection import DistanceCache
 from service.kv_reuse.anchors import (
     EVICTION_WINDOW,
     MAX_ANCHORS_PER_CONTEXT,
     Anchor,
     least_used_of_oldest,
 )
-from service.kv_reuse.kv_distance import DistanceCache
-from service.kv_reuse.layout import PromptSpan
-from service.kv_reuse.prefix_order import Scope
+from service.kv_reuse.spans import PromptSpan, Scope
 from tests.service.kv_reuse.pool import SCOPE, a_pool, prompt_of, template
 
 

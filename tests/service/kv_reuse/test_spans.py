@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_types import ExportSlot
-from service.kv_reuse.layout import PromptSpan, TokenRun, token_runs
-from service.kv_reuse.splice_load import build_load, prefill_lengths
+from service.kv_reuse.spans import PromptSpan
+from service.kv_reuse.splicing import TokenRun, build_load, prefill_lengths, token_runs
 
 PARTS = st.lists(
     st.builds(

@@ -1,14 +1,4 @@
-"""Span cache: KV of spans in a shared-memory arena of bounded size.
-
-An entry is specific to an API key, cache salt, span name, text and weights epoch; nothing else
-finds it. The engine writes it once, by a prefill of the span alone from position 0 on, and loads it
-at other positions. Entries that are not pinned are evicted in LRU order; after these,
-`evict_anchor` evicts anchors. `drop_outdated_anchors` drops the anchors of earlier weights together
-with the entries of these. The AnchorStore sets both callbacks. Bytes that the engine may still read
-or write are not freed before its exports are flushed.
-
-Not thread-safe; runs on one event loop.
-"""
+"""Entries of the span cache: KV that the engine has written or will write to its arena."""
 
 import asyncio
 import logging
@@ -16,20 +6,50 @@ import struct
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from coppice.wire.reuse import ReuseReason
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.protocol import Engine
-from service.kv_reuse.cache_entry import CacheEntry, CacheKey
-from service.kv_reuse.layout import PromptSpan
-from service.kv_reuse.prefix_order import Scope, digest
-from service.prompt_kv.arena import PAGE_BYTES, Arena, ExtentAllocator, FreeBytes, free_bytes
+from service.kv_reuse.spans import PromptSpan, Scope, digest
+from service.prompt_kv.arena import (
+    PAGE_BYTES,
+    Arena,
+    Extent,
+    ExtentAllocator,
+    FreeBytes,
+    free_bytes,
+)
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 log = logging.getLogger(__name__)
+
+
+class CacheKey(NamedTuple):
+    """Identity of a cached span: owner and salt, weights epoch, name, and digest of its tokens."""
+
+    scope: Scope
+    epoch: int
+    name: str
+    digest: bytes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CacheEntry:
+    """KV of one span in the arena; modified only by its cache.
+
+    `ended` is set once `is_written` is final. The entry is not freed while it has `pins`.
+    """
+
+    slot: ExportSlot
+    extent: Extent
+    key: CacheKey
+    pins: int = 0
+    is_written: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SegmentCache:

@@ -6,24 +6,26 @@ from pathlib import Path
 from coppice.wire.reuse import Reuse
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
-from service.kv_reuse.anchor_plan import AnchorPlan
+from service.kv_reuse.anchor_selection import DistanceCache
 from service.kv_reuse.anchors import AnchorStore
 from service.kv_reuse.group import KvReuseGroup
 from service.kv_reuse.group_reuse import ReuseReport
-from service.kv_reuse.kv_distance import DistanceCache
-from service.kv_reuse.layout import PromptSpan, joined
-from service.kv_reuse.lease import SegmentLease
-from service.kv_reuse.prefix_order import PrefixOrders, Scope
+from service.kv_reuse.prediction import AnchorPlan
 from service.kv_reuse.prompt_plan import PromptPlan
-from service.kv_reuse.splice_plan import SplicePlan
-from service.kv_reuse.store import SegmentCache
-from service.kv_reuse.validation import (
+from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.span_lease import SegmentLease
+from service.kv_reuse.spans import (
     APPROXIMATE_MODES,
     DEFAULT_FIRST_TOKENS,
     DEFAULT_THRESHOLD,
     REUSE_OFF,
+    PrefixOrders,
+    PromptSpan,
+    Scope,
+    joined,
     spans_of_prompt,
 )
+from service.kv_reuse.splicing import SplicePlan
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group, GroupOptions
 

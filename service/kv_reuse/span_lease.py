@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling
-from service.kv_reuse.cache_entry import CacheEntry
-from service.kv_reuse.layout import PromptSpan
 from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
-from service.kv_reuse.prefix_order import Scope
-from service.kv_reuse.store import SegmentCache
+from service.kv_reuse.span_cache import CacheEntry, SegmentCache
+from service.kv_reuse.spans import PromptSpan, Scope
 
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 

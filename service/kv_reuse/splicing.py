@@ -1,0 +1,161 @@
+"""Division of a prompt into prefilled tokens and tokens spliced from cached spans.
+
+vLLM prefills only the tail of a prompt, so every run of prefilled tokens is the tail of a separate
+engine request. These requests form a chain that ends with the group's samples. A request finds the
+KV of the previous one in whole cache blocks, so a spliced run starts at a block boundary.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coppice.wire.reuse import ReuseReason
+from engine.kv_types import ExportSlot, KvLoad, LoadPiece
+from engine.protocol import Engine
+from engine.types import Completion, SampleRequest
+from service.kv_reuse.monitor import GroupMonitor, ReuseFailed
+from service.kv_reuse.span_lease import SegmentLease
+from service.kv_reuse.spans import PromptSpan, joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRun:
+    """Tokens [start, end) of a prompt.
+
+    `span` is the index of the span whose cached KV is spliced in, and `origin` that span's position
+    in the prompt. Without `span` the tokens are prefilled.
+    """
+
+    start: int
+    end: int
+    span: int | None = None
+    origin: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+def token_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
+    """Consecutive runs that cover the prompt; the last is prefilled and has at least one token.
+
+    Of a named span, the first tokens up to a block boundary are prefilled. It is prefilled
+    completely if less than one block would be spliced, or if the prompt starts with it: there it is
+    an ordinary prefix and exact.
+    """
+    spliced = [
+        run
+        for run in _spliced_runs(spans, first_tokens=first_tokens, block=block)
+        if run.num_tokens >= block
+    ]
+    runs: list[TokenRun] = []
+    at = 0
+    for run in spliced:
+        if run.start > at:
+            runs.append(TokenRun(start=at, end=run.start))
+        runs.append(run)
+        at = run.end
+    return [*runs, TokenRun(start=at, end=sum(len(span.token_ids) for span in spans))]
+
+
+def _spliced_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
+    length = sum(len(span.token_ids) for span in spans)
+    found, origin = [], 0
+    for index, span in enumerate(spans):
+        end = min(origin + len(span.token_ids), length - 1)
+        start = -(-(origin + first_tokens) // block) * block
+        if span.name is not None and origin and start < end:
+            found.append(TokenRun(start=start, end=end, span=index, origin=origin))
+        origin += len(span.token_ids)
+    return found
+
+
+def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
+    """Prompt lengths of the prefill requests: one per prefilled run with a spliced run after it.
+
+    The last prefilled run is part of the group's samples.
+    """
+    return [run.end for run in runs[:-1] if run.span is None]
+
+
+def build_load(
+    runs: Sequence[TokenRun], segments: Mapping[int, ExportSlot], *, chain: str, num_requests: int
+) -> KvLoad:
+    """KV load of the spliced runs; `segments` are the cached spans by index."""
+    pieces = tuple(
+        LoadPiece(
+            source=segments[run.span],
+            token_offset=run.start - run.origin,
+            num_tokens=run.num_tokens,
+            start=run.start,
+            shift=run.origin,
+        )
+        for run in runs
+        if run.span is not None
+    )
+    exact = min((piece.start for piece in pieces), default=0)
+    return KvLoad(chain=chain, num_requests=num_requests, exact_tokens=exact, pieces=pieces)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SplicePlan:
+    """PromptPlan of a group with `num_samples` samples that splices spans."""
+
+    lease: SegmentLease
+    spans: Sequence[PromptSpan]
+    first_tokens: int
+    num_samples: int
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prefill_requests: list[SampleRequest] = field(default_factory=list)
+    export: ExportSlot | None = None
+    reason: ReuseReason | None = None
+    num_anchors: int = 0
+    num_computed: int = 0
+    _any_spliced: bool = False
+    _num_prefilled: int = 0
+
+    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
+        """KV that the prefill requests and the samples load."""
+        if self.lease.store.reason is not None:
+            raise ReuseFailed(self.lease.store.reason)
+        runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.info.block_size)
+        ends = prefill_lengths(runs)
+        if not ends:
+            raise ReuseFailed("nothing_placed")
+        if monitor.ends:
+            raise ReuseFailed("not_written")
+        spliced = {run.span for run in runs if run.span is not None}
+        segments = self.lease.acquire({index: self.spans[index] for index in spliced})
+        await self.lease.write(engine, monitor)
+        sources = {span: cached.slot for span, cached in segments.items()}
+        num_requests = len(ends) + self.num_samples
+        load = build_load(runs, sources, chain=self.name, num_requests=num_requests)
+        prompt = joined(self.spans)
+        self.prefill_requests = [self.lease.request(prompt[:end], load=load) for end in ends]
+        return load
+
+    async def on_completed(self, request: SampleRequest, done: Completion) -> None:
+        if done.finish not in ("stop", "length"):
+            return
+        self.num_computed += len(request.prompt_token_ids) - done.num_cached_tokens
+        if request is not self.prefill_requests[0] and done.num_cached_tokens > self._num_prefilled:
+            self._any_spliced = True  # more than earlier requests left in the cache: it has loaded
+        self._num_prefilled = len(request.prompt_token_ids)
+
+    def is_approximate(self, num_cached: int) -> bool:
+        """True if a sample with `num_cached` cached tokens has used spliced KV.
+
+        Blocks of the prefill requests may have been evicted before it started: then it has loaded
+        the KV itself or prefilled.
+        """
+        behind_first = num_cached > len(self.prefill_requests[0].prompt_token_ids)
+        return behind_first and (self._any_spliced or num_cached > self._num_prefilled)
+
+    def is_loaded(self, num_cached: int) -> bool:
+        return self.is_approximate(num_cached)
+
+    def forget(self) -> None:
+        self.lease.forget()
+
+    def release(self, *, settled: bool) -> None:
+        self.lease.release(settled=settled)
